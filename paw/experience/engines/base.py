@@ -1,0 +1,60 @@
+"""The rollout engine protocol: token ids in, token ids and log-probabilities out.
+
+One loop serves both engines: `submit` requests at any time, `step` until the finished ones come back. The
+transformers engine finishes whatever is queued in one step; vLLM batches continuously.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample."""
+
+    key: int
+    """Unique among requests in flight; comes back with the completion."""
+    prompt_ids: list[int]
+    seed: int
+    """Same seed, prompt and weights: same tokens, whatever else is in the batch."""
+    temperature: float
+    """0 is greedy."""
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    key: int
+    token_ids: list[int]
+    """Up to and including the end token, or cut at max_tokens."""
+    logp: list[float]
+    """Log-probability of each token at the request's temperature (the distribution it was drawn from)."""
+    entropy: list[float] | None
+    """Entropy at each token, nats; None when the engine does not know it."""
+    cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache."""
+
+
+class Engine(Protocol):
+    version: int
+    """Weight version: the number of updates the weights have seen."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Work a little (or a lot) and return what has finished; [] only while something is still running."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not yet returned."""
+        ...
+
+    def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,62 @@
+"""The environment protocol: text in, text out, no torch.
+
+An `Environment` plays one episode at a time and owns everything about its text: prompt, projection from response to
+action, penalty rule. A `Suite` is a configured family of tasks: it lists them and makes environments.
+"""
+
+from typing import Protocol
+
+from paw.types import Outcome, Task
+
+
+class Environment(Protocol):
+    """One playable episode at a time."""
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns the first observation."""
+        ...
+
+    def prompt(self) -> str:
+        """The user message of the current turn: task, history, observation, admissible actions."""
+        ...
+
+    def anchor(self) -> str:
+        """The current observation as GiGPO compares it."""
+        ...
+
+    def step(self, response: str) -> Outcome:
+        """Play the action projected from a model's `response` text."""
+        ...
+
+    def expert(self) -> str:
+        """A good response to the current prompt, in the format asked for: what a warm-up imitates."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Suite(Protocol):
+    """A configured environment: its tasks and how to play them."""
+
+    name: str
+    reward_max: float
+    """R_max of lambda_g = 1 - mean return / R_max."""
+    invalid_penalty: float
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        """The tasks of update `step`: a pure function of its arguments, so that a resumed run sees the same ones."""
+        ...
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` seeded draws of a held-out `split`; count 0 is the whole split."""
+        ...
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        """Tasks `start`, `start + 1`, ... of the warm-up stream, which shares none with training or evaluation."""
+        ...
+
+    def make(self) -> Environment: ...
+
+    def fingerprint(self) -> str:
+        """Version and content hash of the games: results of different ones do not compare."""
+        ...

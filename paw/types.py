@@ -1,0 +1,131 @@
+"""What flows through one update, in order: Task -> Turn -> Trajectory -> Group -> Row -> Batch.
+
+Suffix legend used across the package: T tokens of a batch, N rows of an update, G groups, B rows of a micro-batch,
+L padded length, V vocabulary, D hidden size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """One game or question. A group plays the same task `group_size` times."""
+
+    id: str
+    """Unique within the split, stable across runs (a game's path, or generator split and index)."""
+    kind: str
+    """Task type, the key under which success is reported (ALFWorld: pick, look, clean, heat, cool, two)."""
+    payload: Any = field(default=None, repr=False)
+    """What the environment needs to start it; read-only, shared by the members of a group."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an environment answers to one response."""
+
+    observation: str
+    """Raw text the environment returned: the world-model target o_{t+1}. Empty: no target."""
+    reward: float
+    """Environment reward of this step, without penalties."""
+    done: bool
+    won: bool
+    action: str
+    """The action that was played, after projection from the response."""
+    valid: bool
+    """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its row."""
+
+
+@dataclass
+class Turn:
+    """One prompt, one sampled response, one answer of the environment: one training row."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """As sampled, up to and including the end token. Never re-encoded."""
+    sampled_logp: list[float]
+    """Log-probability of each response token under the sampler, at its temperature."""
+    entropy: list[float] | None
+    """Entropy of the sampler's distribution at each response token, nats; None where the engine cannot tell (vLLM)."""
+    prompt: str
+    response: str
+    outcome: Outcome
+    anchor: str
+    """Text of the observation the action answered; equal anchors of a group form GiGPO's clusters."""
+    version: int
+    """Weight version the response was sampled from: the number of updates done."""
+
+
+@dataclass
+class Trajectory:
+    """One episode.
+
+    >>> Trajectory(Task("t", "pick"), member=0).episode_return
+    0.0
+    """
+
+    task: Task
+    member: int
+    turns: list[Turn] = field(default_factory=list)
+    failure: str | None = None
+    """Why the environment broke, if it did. Such an episode is left out of its group, never rewarded."""
+
+    @property
+    def episode_return(self) -> float:
+        """R(tau): sum of environment rewards, penalties not included."""
+        return sum(turn.outcome.reward for turn in self.turns)
+
+    @property
+    def won(self) -> bool:
+        return bool(self.turns) and self.turns[-1].outcome.won
+
+
+@dataclass
+class Group:
+    """The episodes of one task, played by the same weights."""
+
+    task: Task
+    trajectories: list[Trajectory]
+
+    @property
+    def mean_return(self) -> float:
+        return sum(t.episode_return for t in self.trajectories) / len(self.trajectories)
+
+
+@dataclass
+class Row:
+    """One turn as the learner sees it: prompt h_t, response a_t, separator, observation o_{t+1}.
+
+    Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9] is the sequence
+    1 5 6 7 2 1 8 9, with a policy loss on 7 2, a world-model loss on 8 9, and none on the rest.
+    """
+
+    group: int
+    trajectory: int
+    """Index over all trajectories of the update."""
+    step: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    separator_ids: list[int]
+    observation_ids: list[int]
+    sampled_logp: list[float]
+    sampled_entropy: list[float] | None
+    score: float
+    """Episode return less this row's own invalid penalty."""
+    episode_return: float
+    reward: float
+    penalty: float
+    anchor: str
+    advantage: float = 0.0
+    """One scalar a row, broadcast to its response tokens."""
+    old_logp: list[float] = field(default_factory=list)
+    """log pi_old of each response token, from the scoring pass or the engine."""
+    ref_logp: list[float] | None = None
+    """log pi_ref of each response token, when kl_coef > 0."""
+    entropy: float = 0.0
+    """Action entropy H: mean over the response tokens, nats (selection, PaW Eq. (8))."""
+    world_weight: float = 0.0
+    """lambda_g / (G |S_g|) for a selected row with a target, else 0 (PaW Eq. (11))."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids) + len(self.separator_ids) + len(self.observation_ids)
