@@ -32,6 +32,10 @@ class Environment(Protocol):
         """A good response to the current prompt, in the format asked for: what a warm-up imitates."""
         ...
 
+    def choices(self) -> list[str]:
+        """Every response that plays an admissible action now, in the format asked for; [] for open-ended environments."""
+        ...
+
     def close(self) -> None: ...
 
 

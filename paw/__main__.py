@@ -1,0 +1,5 @@
+import sys
+
+from paw.cli import main
+
+sys.exit(main())

@@ -1,0 +1,165 @@
+"""Episodes: environments and the engine, each finished turn sent on at once.
+
+A finished response goes to its environment and the next turn's request enters the engine immediately; only live
+episodes generate. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on which
+others it was batched with.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paw.errors import UserError
+from paw.experience.chat import Chat
+from paw.experience.engines.base import Engine, Request
+from paw.experience.envs.base import Environment, Suite
+from paw.types import Group, Task, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How one response is sampled."""
+
+    temperature: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+
+
+@dataclass
+class RolloutStats:
+    """What happened besides the episodes themselves."""
+
+    env_failures: int = 0
+    groups_dropped: int = 0
+    prompts_truncated: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    cached_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Episode:
+    environment: Environment
+    trajectory: Trajectory
+    group: int
+    prompt: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    anchor: str = ""
+
+
+class Rollouts:
+    """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
+
+    def __init__(self, suite: Suite, engine: Engine, chat: Chat):
+        self.suite, self.engine, self.chat = suite, engine, chat
+        self._idle: list[Environment] = []
+        self._key = 0
+
+    def play(
+        self,
+        tasks: list[Task],
+        *,
+        group_size: int,
+        limits: Limits,
+        seed: int,
+        stream: str,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[list[Group], RolloutStats]:
+        """Play each task `group_size` times with the engine's current weights.
+
+        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
+        fails is left out; a group left with fewer than min(2, group_size) members is dropped. `progress` gets
+        (episodes finished, episodes in all).
+        """
+        stats = RolloutStats()
+        groups = [Group(task, [Trajectory(task, member) for member in range(group_size)]) for task in tasks]
+        total, finished = len(tasks) * group_size, 0
+        in_flight: dict[int, _Episode] = {}
+
+        def submit(episode: _Episode) -> None:
+            episode.prompt, episode.anchor = episode.environment.prompt(), episode.environment.anchor()
+            episode.prompt_ids, cut = self.chat.prompt_ids(episode.prompt, max_tokens=limits.max_prompt_tokens)
+            stats.prompts_truncated += cut > 0
+            stats.prompt_tokens += len(episode.prompt_ids)
+            trajectory = episode.trajectory
+            self._key += 1
+            in_flight[self._key] = episode
+            request = Request(
+                key=self._key,
+                prompt_ids=episode.prompt_ids,
+                seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
+                temperature=limits.temperature,
+                max_tokens=limits.max_response_tokens,
+            )
+            self.engine.submit(request)
+
+        def retire(episode: _Episode, failure: Exception | None = None) -> None:
+            nonlocal finished
+            finished += 1
+            if failure is None:
+                self._idle.append(episode.environment)
+            else:
+                episode.trajectory.failure = f"{type(failure).__name__}: {failure}"
+                stats.env_failures += 1
+                stats.failures.append(f"{episode.trajectory.task.id}: {episode.trajectory.failure}")
+                episode.environment.close()
+            if progress:
+                progress(finished, total)
+
+        for g, group in enumerate(groups):
+            for trajectory in group.trajectories:
+                environment = self._idle.pop() if self._idle else self.suite.make()
+                episode = _Episode(environment, trajectory, g)
+                try:
+                    environment.reset(trajectory.task)
+                except UserError:
+                    raise
+                except Exception as error:  # whatever an environment raises costs its own episode, not the run
+                    retire(episode, error)
+                    continue
+                submit(episode)
+        while in_flight:
+            for completion in self.engine.step():
+                episode = in_flight.pop(completion.key)
+                response = self.chat.decode(completion.token_ids)
+                stats.response_tokens += len(completion.token_ids)
+                stats.cached_tokens += completion.cached_tokens
+                try:
+                    outcome = episode.environment.step(response)
+                except Exception as error:
+                    retire(episode, error)
+                    continue
+                episode.trajectory.turns.append(
+                    Turn(
+                        prompt_ids=episode.prompt_ids,
+                        response_ids=completion.token_ids,
+                        sampled_logp=completion.logp,
+                        entropy=completion.entropy,
+                        prompt=episode.prompt,
+                        response=response,
+                        outcome=outcome,
+                        anchor=episode.anchor,
+                        version=self.engine.version,
+                    )
+                )
+                if outcome.done:
+                    retire(episode)
+                else:
+                    submit(episode)
+        for group in groups:
+            group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
+        kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
+        stats.groups_dropped = len(groups) - len(kept)
+        return kept, stats
+
+    def close(self) -> None:
+        for environment in self._idle:
+            environment.close()
+        self._idle.clear()
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from the coordinates of a draw; stable across platforms and Python versions."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

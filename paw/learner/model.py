@@ -1,0 +1,100 @@
+"""The policy: a Hugging Face causal LM seen as a body that gives hidden states and a head that the kernels read.
+
+Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from paw.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy(nn.Module):
+    """A causal LM with fp32 parameters; `dtype` bfloat16 runs the body under autocast.
+
+    Parameters stay fp32 because bf16 ones lose updates of lr 1e-6 to rounding.
+    """
+
+    def __init__(self, lm: PreTrainedModel, *, dtype: str = "float32", gradient_checkpointing: bool = False):
+        super().__init__()
+        self.lm = lm
+        self.dtype = DTYPES[dtype]
+        lm.config.use_cache = False
+        if gradient_checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D], tied to the embedding or not."""
+        return self.lm.get_output_embeddings().weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        return getattr(self.lm.get_output_embeddings(), "bias", None)
+
+    def autocast(self) -> Any:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """[B, L] right-padded int64 -> [B, L, D]. No mask: under causal attention padding on the right reaches no row."""
+        with self.autocast():
+            return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    def named_parameters_once(self) -> dict[str, nn.Parameter]:
+        """Parameters by Hugging Face name, a tied head listed under its embedding alone."""
+        return dict(self.lm.named_parameters())
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.lm.parameters())
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path = '{path}': no tokenizer found ({_first_line(error)})") from None
+
+
+def load_policy(
+    path: str | Path, *, dtype: str = "float32", device: torch.device | None = None, gradient_checkpointing: bool = False
+) -> Policy:
+    """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config."""
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"model.path = '{path}': the folder has no config.json, so it is not a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(path)
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model.path = '{path}': cannot be loaded: {_first_line(error)}") from None
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UserError(f"model.path = '{path}': {len(missing)} weights are missing from its files, first '{missing[0]}'")
+    policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    return policy.to(device or torch.device("cpu"))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,207 @@
+"""`paw warmup`: make the quickstart model. A supervised warm-up on expert play of the environment, cached.
+
+The demonstrations are fresh games of the warm-up stream, which shares none with RL or evaluation. Random actions are
+executed now and then, so that the model sees states off the expert's path, and they stay in the labels: the policy
+starts with the entropy that RL needs to explore.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from paw import __version__
+from paw.config import Config
+from paw.errors import UserError
+from paw.experience.chat import Chat
+from paw.experience.engines.transformers import TransformersEngine
+from paw.experience.envs.base import Suite
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner import quickstart
+from paw.learner.model import Policy
+from paw.show.evaluate import success_metrics
+
+CORPUS_GAMES = 1500
+CHECK_EVERY = 100
+CHECK_GAMES, CHECK_GROUP = 32, 8
+
+Demonstration = tuple[str, str, str]
+"""(prompt, response, next observation)."""
+
+
+def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None]) -> Path:
+    """Folder of the warmed-up quickstart model for this configuration, made now unless it is cached."""
+    recipe = {
+        "version": __version__,
+        "warmup": config.warmup.model_dump(mode="json"),
+        "env": config.env.model_dump(mode="json"),
+        "temperature": config.rollout.temperature,
+        "games": suite.fingerprint(),
+    }
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_dir() / f"quickstart-{digest}"
+    if (folder / "warmup.json").is_file():
+        report(f"warm-up: cached in {folder}")
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        summary = _warm_up(config, suite, unfinished, report)
+        (unfinished / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        unfinished.rename(folder)
+    except OSError as error:
+        if (folder / "warmup.json").is_file():  # another run finished the same warm-up first
+            return folder
+        raise UserError(f"cannot write the warm-up model to {folder}: {error.strerror}; set PAW_CACHE") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def cache_dir() -> Path:
+    """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
+    if "PAW_CACHE" in os.environ:
+        return Path(os.environ["PAW_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
+
+
+def demonstrations(suite: Suite, *, start: int, seed: int, random_actions: float) -> Iterator[Demonstration]:
+    """An endless stream of turns of expert play with random actions mixed in, from warm-up game `start` on."""
+    rng = random.Random(f"{seed}/{start}")
+    environment = suite.make()
+    while True:
+        for task in suite.warmup_tasks(start, 64, seed):
+            environment.reset(task)
+            done = False
+            while not done:
+                prompt = environment.prompt()
+                choices = environment.choices() if rng.random() < random_actions else []
+                response = rng.choice(choices) if choices else environment.expert()
+                outcome = environment.step(response)
+                yield prompt, response, outcome.observation
+                done = outcome.done
+        start += 64
+
+
+def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
+    settings = config.warmup
+    started = time.monotonic()
+    tokenizer = quickstart.build_tokenizer(*_corpus(suite, settings.seed, settings.random_actions))
+    chat = Chat(tokenizer)
+    lm = quickstart.build_model(tokenizer, settings)
+    policy = Policy(lm)
+    report(f"warm-up: {policy.parameter_count():,} parameters, {len(tokenizer)} tokens in the vocabulary")
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    rollouts = Rollouts(suite, TransformersEngine(policy, end_ids=chat.end_ids), chat)
+    limits = Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
+    batches = _batches(suite, chat, config)
+    summary: dict[str, float] = {}
+    for step in range(1, settings.max_steps + 1):
+        loss = _step(policy, optimizer, next(batches), lr=settings.lr * min(1.0, step / 40), config=config)
+        if step % CHECK_EVERY and step != settings.max_steps:
+            continue
+        tasks = suite.warmup_tasks(_CHECK_START, CHECK_GAMES, settings.seed)
+        groups, _ = rollouts.play(tasks, group_size=CHECK_GROUP, limits=limits, seed=settings.seed, stream="warmup")
+        success = success_metrics(groups, prefix="warmup")["warmup/success"]
+        mixed = sum(0 < sum(t.won for t in g.trajectories) < CHECK_GROUP for g in groups) / len(groups)
+        report(
+            f"warm-up: step {step}, loss {loss:.3f}, success {success:.2f} at temperature {limits.temperature:g}, "
+            f"mixed groups {mixed:.2f}, {time.monotonic() - started:.0f} s"
+        )
+        summary = {"steps": step, "loss": loss, "success": success, "mixed_groups": mixed}
+        if success >= settings.stop_success:
+            break
+    else:
+        report(f"warm-up: success stayed below warmup.stop_success = {settings.stop_success}; going on with it")
+    rollouts.close()
+    quickstart.save(lm, tokenizer, folder)
+    return {**summary, "seconds": time.monotonic() - started}
+
+
+_CHECK_START = 10_000_000
+"""Warm-up games from here on are for measuring, not for learning."""
+
+
+def _corpus(suite: Suite, seed: int, random_actions: float) -> tuple[list[str], set[str], list[str]]:
+    prompts, actions, observations = [], set(), []
+    environment = suite.make()
+    rng = random.Random(seed)
+    for task in suite.warmup_tasks(0, CORPUS_GAMES, seed):
+        environment.reset(task)
+        done = False
+        while not done:
+            choices = environment.choices()
+            prompts.append(environment.prompt())
+            actions.update(choices)
+            response = rng.choice(choices) if rng.random() < random_actions else environment.expert()
+            outcome = environment.step(response)
+            observations.append(outcome.observation)
+            done = outcome.done
+    return prompts, actions, observations
+
+
+def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[list[int], int, int]]]:
+    """Batches of (token ids, start of the response, end of the response), rows of like length together."""
+    settings = config.warmup
+    stream = demonstrations(suite, start=0, seed=settings.seed, random_actions=settings.random_actions)
+    rng = random.Random(settings.seed)
+    end = chat.end_ids[0]
+    while True:
+        rows = []
+        for _ in range(8 * settings.batch_size):
+            prompt, response, observation = next(stream)
+            head, _ = chat.prompt_ids(prompt, max_tokens=config.rollout.max_prompt_tokens)
+            answer = [*chat.encode(response), end]
+            target = chat.observation_ids(observation, max_tokens=config.wm.max_tokens)
+            rows.append((head + answer + chat.separator_ids + target, len(head), len(head) + len(answer)))
+        rows.sort(key=lambda row: len(row[0]))
+        cut = [rows[i : i + settings.batch_size] for i in range(0, len(rows), settings.batch_size)]
+        rng.shuffle(cut)
+        yield from cut
+
+
+def _step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: list[tuple[list[int], int, int]],
+    *,
+    lr: float,
+    config: Config,
+) -> float:
+    """One AdamW step: negative log-likelihood of the answer, plus lm_weight times that of everything else."""
+    longest = max(len(ids) for ids, _, _ in batch)
+    input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _, _ in batch])
+    place = torch.arange(1, longest)[None]
+    length, start, end = (torch.tensor([f(row) for row in batch])[:, None] for f in (_length, _start, _end))
+    is_answer = (place >= start) & (place < end)
+    is_rest = (place < length) & ~is_answer
+    logits = policy.hidden(input_ids)[:, :-1] @ policy.head_weight.T  # a toy vocabulary: full logits are small here
+    logp = torch.log_softmax(logits, -1).gather(2, input_ids[:, 1:, None])[..., 0]
+    answer_loss = -(logp * is_answer).sum() / len(batch)
+    rest_loss = -(logp * is_rest).sum() / is_rest.sum()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    (answer_loss + config.warmup.lm_weight * rest_loss).backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    return float(answer_loss)
+
+
+def _length(row: tuple[list[int], int, int]) -> int:
+    return len(row[0])
+
+
+def _start(row: tuple[list[int], int, int]) -> int:
+    return row[1]
+
+
+def _end(row: tuple[list[int], int, int]) -> int:
+    return row[2]

@@ -1,0 +1,185 @@
+"""Micro-batches and the joint objective, PaW Eq. (11), through the fused head.
+
+    L = mean over groups of [ L_RL(g) + lambda_g * mean over the selected rows of g of CMAE ]
+
+The policy term is a mean over the response tokens of the mini-batch (or over its rows); the world-model weights were
+fixed for the whole update and are scaled by (rows in the update / rows in the mini-batch). Both normalisers live in
+the token weights, so the gradient of a mini-batch is the same however it is cut into micro-batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from paw_kernels import LossRows, PawLoss, paw_loss, token_stats
+from torch import Tensor
+
+from paw.signal.packing import by_token_budget
+from paw.types import Row
+
+SKIP, ACTION, OBSERVATION = 0, 1, 2
+
+
+class Head(Protocol):
+    """What the losses need of a model: hidden states, and the head's parameters (never logits)."""
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """[B, L] right-padded int64 -> [B, L, D]; causal, so that padding after a row cannot reach it."""
+        ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    @property
+    def head_bias(self) -> Tensor | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass
+class Batch:
+    """Rows of one forward pass, right-padded; T loss tokens picked from it.
+
+    Example: row 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read at
+    position [2, 3, 5, 6] (each predicted by the token before it), kind [1, 1, 2, 2].
+    """
+
+    input_ids: Tensor
+    """[B, L] int64."""
+    position: Tensor
+    """[T] int64 into the flattened [B * L]: the token that predicts each target."""
+    target: Tensor
+    """[T] int64."""
+    kind: Tensor
+    """[T] uint8: ACTION or OBSERVATION."""
+    row: list[int]
+    """[B] indices of the rows in the sequence the batch was cut from."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The coefficients of the loss (ALGORITHM sections 4 and 5)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    loss_norm: str = "token"
+    rho: float = 0.2
+    observation_loss: str = "cmae"
+    world_scale: float = 1.0
+    temperature: float = 1.0
+
+    def dead(self, row: Row) -> bool:
+        """Whether a row can have no gradient at all, so that its forward pass is not worth making."""
+        return row.advantage == 0.0 and self.kl_coef == 0.0 and self.entropy_coef == 0.0 and row.world_weight == 0.0
+
+
+def collate(rows: Sequence[Row], indices: Sequence[int], *, with_observation: bool, device: torch.device) -> Batch:
+    """Pad the given rows; observations only of rows that carry a world-model weight."""
+    sequences, position, target, kind = [], [], [], []
+    for i in indices:
+        row = rows[i]
+        ids = row.prompt_ids + row.response_ids
+        spans = [(len(row.prompt_ids), len(ids), ACTION)]
+        if with_observation and row.world_weight > 0.0:
+            start = len(ids) + len(row.separator_ids)
+            ids = ids + row.separator_ids + row.observation_ids
+            spans.append((start, len(ids), OBSERVATION))
+        sequences.append((ids, spans))
+    longest = max(len(ids) for ids, _ in sequences)
+    for b, (ids, spans) in enumerate(sequences):
+        for start, end, what in spans:
+            position.extend(range(b * longest + start - 1, b * longest + end - 1))
+            target.extend(ids[start:end])
+            kind.extend([what] * (end - start))
+    padded = [ids + [0] * (longest - len(ids)) for ids, _ in sequences]
+    return Batch(
+        input_ids=torch.tensor(padded, device=device),
+        position=torch.tensor(position, dtype=torch.int64, device=device),
+        target=torch.tensor(target, dtype=torch.int64, device=device),
+        kind=torch.tensor(kind, dtype=torch.uint8, device=device),
+        row=list(indices),
+    )
+
+
+def micro_batches(
+    rows: Sequence[Row], *, budget: int, with_observation: bool, device: torch.device, skip: Any = None
+) -> Iterator[Batch]:
+    """Batches of at most `budget` padded tokens over the rows for which `skip(row)` is false."""
+    kept = [i for i, row in enumerate(rows) if skip is None or not skip(row)]
+    lengths = [
+        len(rows[i]) if with_observation and rows[i].world_weight > 0.0 else _acting_length(rows[i]) for i in kept
+    ]
+    for picked in by_token_budget(lengths, budget=budget):
+        yield collate(rows, [kept[j] for j in picked], with_observation=with_observation, device=device)
+
+
+@torch.no_grad()
+def score(model: Head, rows: Sequence[Row], *, temperature: float, budget: int) -> list[tuple[list[float], list[float]]]:
+    """(log-prob, full-vocabulary entropy) of each response token of each row, nats, under the model as it is."""
+    scores: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
+    for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
+        hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
+        stats = token_stats(hidden, model.head_weight, batch.target, bias=model.head_bias, temperature=temperature)
+        logp, entropy = stats.logp.tolist(), stats.entropy.tolist()
+        at = 0
+        for i in batch.row:
+            end = at + len(rows[i].response_ids)
+            scores[i] = (logp[at:end], entropy[at:end])
+            at = end
+    return scores
+
+
+def loss_rows(
+    batch: Batch, rows: Sequence[Row], objective: Objective, *, update_rows: int, minibatch: Sequence[Row]
+) -> LossRows:
+    """Token weights and references of a batch cut from `minibatch`; `update_rows` rows were in the whole update."""
+    tokens = sum(len(row.response_ids) for row in minibatch)
+    world_scale = objective.world_scale * update_rows / len(minibatch)
+    weight: list[float] = []
+    advantage: list[float] = []
+    old_logp: list[float] = []
+    ref_logp: list[float] = []
+    observed = int((batch.kind == OBSERVATION).sum()) > 0
+    for i in batch.row:
+        row = rows[i]
+        n, m = len(row.response_ids), len(row.observation_ids) if observed and row.world_weight > 0.0 else 0
+        per_token = 1.0 / tokens if objective.loss_norm == "token" else 1.0 / (len(minibatch) * n)
+        weight += [per_token] * n + [row.world_weight * world_scale / m] * m if m else [per_token] * n
+        advantage += [row.advantage] * n + [0.0] * m
+        old_logp += row.old_logp + [0.0] * m
+        if objective.kl_coef > 0.0:
+            assert row.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+            ref_logp += row.ref_logp + [0.0] * m
+
+    def as_tensor(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=batch.target.device)
+
+    return LossRows(
+        kind=batch.kind,
+        weight=as_tensor(weight),
+        advantage=as_tensor(advantage),
+        old_logp=as_tensor(old_logp),
+        ref_logp=as_tensor(ref_logp) if objective.kl_coef > 0.0 else None,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        kl_coef=objective.kl_coef,
+        entropy_coef=objective.entropy_coef,
+        rho=objective.rho,
+        observation_loss=objective.observation_loss,
+    )
+
+
+def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float) -> PawLoss:
+    """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
+    hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
+    return paw_loss(hidden, model.head_weight, batch.target, rows, bias=model.head_bias, temperature=temperature)
+
+
+def _acting_length(row: Row) -> int:
+    return len(row.prompt_ids) + len(row.response_ids)

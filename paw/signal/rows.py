@@ -1,0 +1,47 @@
+"""Trajectories -> rows: one row per turn (ALGORITHM: prompt h_t, response a_t, separator, observation o_{t+1})."""
+
+from collections.abc import Callable
+
+from paw.types import Group, Row
+
+
+def to_rows(
+    groups: list[Group],
+    *,
+    separator_ids: list[int],
+    encode_observation: Callable[[str], list[int]] | None,
+    invalid_penalty: float,
+) -> list[Row]:
+    """Rows of an update in group, trajectory, step order.
+
+    Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the raw next
+    observation into target ids; None (world model off) leaves every row without a target, as an empty observation does.
+    """
+    rows = []
+    trajectory_index = 0
+    for group_index, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            episode_return = trajectory.episode_return
+            for step, turn in enumerate(trajectory.turns):
+                penalty = 0.0 if turn.outcome.valid else invalid_penalty
+                target = encode_observation(turn.outcome.observation) if encode_observation else []
+                rows.append(
+                    Row(
+                        group=group_index,
+                        trajectory=trajectory_index,
+                        step=step,
+                        prompt_ids=turn.prompt_ids,
+                        response_ids=turn.response_ids,
+                        separator_ids=separator_ids if target else [],
+                        observation_ids=target,
+                        sampled_logp=turn.sampled_logp,
+                        sampled_entropy=turn.entropy,
+                        score=episode_return - penalty,
+                        episode_return=episode_return,
+                        reward=turn.outcome.reward,
+                        penalty=penalty,
+                        anchor=turn.anchor,
+                    )
+                )
+            trajectory_index += 1
+    return rows
