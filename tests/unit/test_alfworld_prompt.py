@@ -80,7 +80,8 @@ def test_compact_prompts():
     style = CompactStyle(history=1)
     assert style.prompt(FIRST) == (
         "task: put a mug in shelf.\n"
-        "see: You are in the middle of a room. Looking quickly around you, you see a drawer 1, and a shelf 1.\n"
+        "see:\n"
+        "You are in the middle of a room. Looking quickly around you, you see a drawer 1, and a shelf 1.\n"
         "can:\n"
         "go to drawer 1\n"
         "go to shelf 1\n"
@@ -88,7 +89,7 @@ def test_compact_prompts():
         "look"
     )
     assert style.prompt(THIRD) == (
-        "task: put a mug in shelf.\ndid: fly\nsee: Nothing happens.\ncan:\nlook\nopen drawer 1"
+        "task: put a mug in shelf.\ndid:\nfly\nsee:\nNothing happens.\ncan:\nlook\nopen drawer 1"
     )
     assert "did:" not in CompactStyle(history=0).prompt(THIRD)
 

@@ -126,10 +126,14 @@ class PaperStyle:
 class CompactStyle:
     """Task, the last actions without what was seen, the observation, the admissible actions; one line each.
 
+    Actions and the observation fill whole lines, so that a tokenizer can make each action one token wherever it stands.
+
     >>> print(CompactStyle(history=1).prompt(View("look at a mug.", [("", "open fridge 1")], "It is.", ["look"])))
     task: look at a mug.
-    did: open fridge 1
-    see: It is.
+    did:
+    open fridge 1
+    see:
+    It is.
     can:
     look
     """
@@ -142,8 +146,10 @@ class CompactStyle:
         return "\n".join(
             [
                 f"task: {view.task}",
-                *(f"did: {_line(action)}" for _, action in view.past[len(view.past) - shown :]),
-                f"see: {_scene(view.observation)}",
+                *(["did:"] if shown else []),
+                *(_line(action) for _, action in view.past[len(view.past) - shown :]),
+                "see:",
+                _scene(view.observation),
                 "can:",
                 *(action for action in view.admissible if action != "help"),
             ]
