@@ -1,0 +1,10 @@
+"""Fused language-model head: per-row log-probabilities, entropies and policy / world-model losses without full logits.
+
+Usable without the trainer: needs torch and nothing else.
+"""
+
+from paw_kernels.coefficients import ACTION, OBSERVATION, SKIP, LossRows
+from paw_kernels.paw_loss import PawLoss, paw_loss
+from paw_kernels.token_stats import TokenStats, token_stats
+
+__all__ = ["ACTION", "OBSERVATION", "SKIP", "LossRows", "PawLoss", "TokenStats", "paw_loss", "token_stats"]

@@ -1,0 +1,45 @@
+"""Argument checks of the public functions. Each error names the argument and what it should have been."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> None:
+    """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device."""
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden must be [T, D], got shape {list(hidden.shape)}")
+    if hidden.dtype not in _DTYPES:
+        raise ValueError(f"hidden must be float32, bfloat16 or float16, got {hidden.dtype}")
+    T, D = hidden.shape
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != D:
+        raise ValueError(f"weight must be [V, D] with V > 0 and D = {D} as in hidden, got shape {list(weight.shape)}")
+    check_tensor("weight", weight, list(weight.shape), hidden.dtype, hidden.device)
+    check_tensor("target", target, [T], torch.int64, hidden.device)
+    if bias is not None:
+        check_tensor("bias", bias, [weight.shape[0]], hidden.dtype, hidden.device)
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+
+
+def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} as hidden is, got {tensor.device}")
+
+
+def out_of_range(target: Tensor, vocabulary: int) -> Tensor:
+    return ((target < 0) | (target >= vocabulary)).any()
+
+
+def raise_first(problems: dict[str, Tensor]) -> None:
+    """Raises ValueError with the first message whose flag (a scalar bool tensor) is set. Waits for the device once."""
+    for message, flag in zip(problems, torch.stack(list(problems.values())).tolist(), strict=True):
+        if flag:
+            raise ValueError(message)
