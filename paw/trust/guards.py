@@ -1,0 +1,114 @@
+"""Guards of the training loop: no update from non-finite numbers, a word when the policy collapses, a clean stop."""
+
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, Self
+
+from paw.errors import UserError
+
+
+class TrainingStopped(UserError):
+    """The run stopped itself; the message says why and what to change."""
+
+
+class UpdateGuard:
+    """Decides from the loss and the total gradient norm whether an optimizer step happens.
+
+    One NaN gradient makes every parameter NaN, through clipping and AdamW. Give it all-reduced values, so that every
+    rank decides alike: a NaN on one rank is a NaN in the sum.
+
+    >>> guard = UpdateGuard(max_skipped=3)
+    >>> guard.allows(loss=0.1, grad_norm=2.0), guard.allows(loss=0.1, grad_norm=float("nan")), guard.skipped
+    (True, False, 1)
+    """
+
+    def __init__(self, max_skipped: int) -> None:
+        self.max_skipped = max_skipped
+        self.skipped = 0
+        """Steps skipped in the whole run."""
+        self.in_a_row = 0
+
+    def allows(self, *, loss: float, grad_norm: float) -> bool:
+        """True: step. False: drop these gradients. Raises TrainingStopped at the `max_skipped`-th refusal in a row."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self.max_skipped:
+            raise TrainingStopped(
+                f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm "
+                f"({grad_norm}); the weights are those of the last good step: lower optim.lr, or set "
+                'model.dtype = "float32" (run.max_skipped sets the patience)'
+            )
+        return False
+
+    def state(self) -> dict[str, int]:
+        """JSON for the checkpoint."""
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+
+
+COLLAPSE_WINDOW = 5
+
+
+def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:
+    """A message at the update on which the collapse signature completes, else None.
+
+    `history` holds the metrics of the updates so far, oldest first. The signature, over the last 5 updates: every
+    action well-formed (`health/valid_actions` >= 0.98), next to no success (`success/all` <= 0.01) after there had been
+    some, entropy (`policy/entropy`) under a tenth of its highest. It comes of groups in which all fail: only the
+    invalid-action penalty varies, and the division by the standard deviation blows it up to full scale.
+    """
+    if not _collapsed(history) or _collapsed(history[:-1]):
+        return None
+    return (
+        f"warning: the policy looks collapsed: for {COLLAPSE_WINDOW} updates every action was well-formed, none "
+        'succeeded, and the entropy is near 0. Resume an earlier checkpoint with advantage.penalty_only = "drop", a '
+        "lower optim.lr or a smaller env.invalid_penalty"
+    )
+
+
+def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
+    keys = ("health/valid_actions", "success/all", "policy/entropy")
+    rows = [row for row in history if all(row.get(key) is not None for key in keys)]
+    before, window = rows[:-COLLAPSE_WINDOW], rows[-COLLAPSE_WINDOW:]
+    if len(window) < COLLAPSE_WINDOW or not before:
+        return False
+    valid, success, entropy = ([float(row[key] or 0.0) for row in window] for key in keys)
+    had_success = max(float(row["success/all"] or 0.0) for row in before) > 0.01
+    peak = max(float(row["policy/entropy"] or 0.0) for row in before)
+    return had_success and min(valid) >= 0.98 and max(success) <= 0.01 and max(entropy) <= 0.1 * peak
+
+
+class StopSignal:
+    """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
+
+    The loop looks at `requested` after each update, saves and leaves with exit code 0. Ranks get the signal at
+    different moments: agree on the flag (all-reduce) before acting on it. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._first)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _first(self, number: int, _: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # os.write: a buffered print may not be re-entered from a signal handler
+        os.write(2, f"\n{signal.Signals(number).name}: finishing this update, then saving (again: stop now)\n".encode())

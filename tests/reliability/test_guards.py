@@ -1,0 +1,163 @@
+"""No update from non-finite numbers, a warning on the collapse signature, a clean stop on signals."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from paw.errors import UserError
+from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, collapse_warning
+
+BAD = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_non_finite_loss_or_norm_is_refused(bad):
+    guard = UpdateGuard(max_skipped=9)
+    assert not guard.allows(loss=bad, grad_norm=1.0)
+    assert not guard.allows(loss=1.0, grad_norm=bad)
+    assert guard.allows(loss=-1.0, grad_norm=0.0)
+    assert guard.skipped == 2
+
+
+def test_it_stops_after_k_in_a_row_and_not_before():
+    guard = UpdateGuard(max_skipped=3)
+    for _ in range(5):  # never three in a row
+        assert not guard.allows(loss=1.0, grad_norm=math.nan)
+        assert not guard.allows(loss=1.0, grad_norm=math.nan)
+        assert guard.allows(loss=1.0, grad_norm=1.0)
+    guard.allows(loss=1.0, grad_norm=math.nan)
+    guard.allows(loss=1.0, grad_norm=math.nan)
+    with pytest.raises(TrainingStopped, match=r"3 optimizer steps in a row.*optim\.lr") as caught:
+        guard.allows(loss=1.0, grad_norm=math.nan)
+    assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
+
+
+def test_the_count_survives_a_resume():
+    guard = UpdateGuard(max_skipped=2)
+    guard.allows(loss=math.nan, grad_norm=1.0)
+    resumed = UpdateGuard(max_skipped=2)
+    resumed.load_state(guard.state())
+    assert resumed.skipped == 1
+    with pytest.raises(TrainingStopped):
+        resumed.allows(loss=math.nan, grad_norm=1.0)
+
+
+def test_a_skipped_step_leaves_weights_and_moments_bit_for_bit():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    guard = UpdateGuard(max_skipped=3)
+
+    def update(poison: bool) -> None:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum() * (math.nan if poison else 1.0)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if guard.allows(loss=loss.item(), grad_norm=norm.item()):
+            optimizer.step()
+
+    def snapshot() -> list[torch.Tensor]:
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return [tensor.clone() for tensor in (*model.parameters(), *moments)]
+
+    update(poison=False)
+    before = snapshot()
+    update(poison=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
+    update(poison=False)
+    assert not torch.equal(before[0], snapshot()[0]) and all(tensor.isfinite().all() for tensor in snapshot())
+
+
+def row(valid: float, success: float, entropy: float | None) -> dict[str, float | None]:
+    return {"health/valid_actions": valid, "success/all": success, "policy/entropy": entropy}
+
+
+HEALTHY = [row(0.8, 0.3, 1.0)] * 6
+COLLAPSED = row(1.0, 0.0, 0.01)
+
+
+def test_collapse_is_told_once_when_the_signature_completes():
+    history = HEALTHY + [COLLAPSED] * 8
+    told = [collapse_warning(history[: i + 1]) is not None for i in range(len(history))]
+    assert [i for i, said in enumerate(told) if said] == [len(HEALTHY) + 4]
+    message = collapse_warning(history[: len(HEALTHY) + 5]) or ""
+    assert "advantage.penalty_only" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [COLLAPSED] * 20,  # a model that never succeeded has nothing to lose
+        HEALTHY + [row(1.0, 0.9, 0.01)] * 8,  # learned the game: sure and right
+        HEALTHY + [row(0.5, 0.0, 0.01)] * 8,
+        HEALTHY + [row(1.0, 0.0, 0.5)] * 8,
+        HEALTHY + [COLLAPSED, row(1.0, 0.1, 0.01)] * 4,
+        [{"eval/success": 0.5}] * 8,
+        [row(0.8, 0.3, None)] * 12,
+    ],
+    ids=["empty", "from the start", "mastered", "invalid", "entropy left", "some success", "no metrics", "nulls"],
+)
+def test_no_false_alarm(history):
+    assert all(collapse_warning(history[: i + 1]) is None for i in range(len(history)))
+
+
+def test_rows_without_the_metrics_do_not_count():
+    mixed = [entry for pair in zip([*HEALTHY, *[COLLAPSED] * 5], [{}] * 11, strict=True) for entry in pair][:-1]
+    assert collapse_warning(mixed) is not None
+
+
+LOOP = """
+import sys, time
+from paw.trust.guards import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("requested", flush=True)
+    if sys.argv[1] == "hang":
+        time.sleep(60)
+print("saved", flush=True)
+"""
+
+
+def start(mode: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOOP, mode], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_finishes_the_step_and_exits_0(number):
+    child = start("stop")
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, out) == (0, "requested\nsaved\n")
+    assert number.name in err
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(first, second):
+    child = start("hang")
+    child.send_signal(first)
+    assert child.stdout is not None and child.stdout.readline() == "requested\n"
+    child.send_signal(second)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == -second and "saved" not in out
+
+
+def test_handlers_return_to_what_they_were(capfd):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert "SIGTERM" in capfd.readouterr().err
