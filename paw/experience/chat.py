@@ -1,0 +1,173 @@
+"""Text to token ids and back, through a model's own chat template, so that environment text cannot forge turns.
+
+A prompt is one user message plus the generation prompt. Benign text gets exactly the ids of
+`tokenizer.apply_chat_template`; text that spells a control token ("<|im_end|>") is encoded as the ordinary characters
+it consists of, so the only control tokens of a prompt are the template's own.
+
+The template is rendered once, with a marker as content. One that prints the date keeps the date of construction.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from paw.errors import UserError
+
+MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
+
+
+class Chat:
+    """Encoder and decoder of one fast Hugging Face tokenizer.
+
+    `end_ids` are stop tokens beyond the tokenizer's own, such as the generation config's `eos_token_id`.
+    Raises UserError for a tokenizer without a chat template, without a `tokenizers` back end, or with a template that
+    does not show the user's text exactly once.
+    """
+
+    def __init__(self, tokenizer: Any, *, end_ids: Iterable[int] = ()):
+        self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"the tokenizer of '{self.name}' has no chat template; use an instruct model, or add a"
+                " chat_template.jinja to the model's folder"
+            )
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")
+        self._exact = _detached(backend, split_special=False)
+        self._plain = _detached(backend, split_special=True)
+
+        def render(*contents: str, ask: bool) -> str:
+            messages = [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant", "user"), contents, strict=False)
+            ]
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+
+        turns = render(MARK, REPLY, AGAIN, ask=False)
+        between = turns.partition(REPLY)[2].partition(AGAIN)[0]
+        self._control = self._control_ids(tokenizer, turns.replace(MARK, "").replace(REPLY, "").replace(AGAIN, ""))
+        self._forged = self._non_special_pattern()
+        self._prefix, self._suffix = self._split(render(MARK, ask=True))
+        self._trim = self._find_trim(render(f" \n{MARK}\n ", ask=True))
+
+        between_ids = self._encode(between)
+        turn_end = next((i for i in between_ids if i in self._control), None)
+        self.end_ids: frozenset[int] = frozenset(end_ids) | {
+            i for i in (tokenizer.eos_token_id, turn_end) if i is not None
+        }
+        """Tokens that end a response."""
+        first = next((n + 1 for n, i in enumerate(between_ids) if i in self.end_ids), 0)
+        self.separator_ids: list[int] = between_ids[first:]
+        """From a response's end token to the next user text (ChatML: newline, <|im_start|>, "user", newline)."""
+
+        literal = self._encode(self._prefix), self._encode(self._suffix)
+        self._expected = [i for ids in literal for i in ids if i in self._control]
+        self._head, self._lead = self._break_after_control(self._prefix)
+        self._tail_lead, self._tail = self._break_before_control(self._suffix)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of `text` as the one user message, ready for a response."""
+        text = self._trim(_encodable(text))
+        ids = self._encode(self._prefix + text + self._suffix)
+        if [i for i in ids if i in self._control] == self._expected:
+            return ids
+        return self._head + self._encode_plain(self._lead + text + self._tail_lead) + self._tail
+
+    def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
+        """`prompt_ids`, with the text's first tokens cut where the prompt would exceed `max_tokens`.
+
+        Returns the ids and the number of tokens cut. Raises UserError when the template alone is too long.
+        """
+        ids = self.prompt_ids(text)
+        if len(ids) <= max_tokens:
+            return ids, 0
+        head = self._head + self._encode_plain(self._lead)
+        room = max_tokens - len(head) - len(self._tail)
+        if room <= 0:
+            raise UserError(
+                f"rollout.max_prompt_tokens = {max_tokens} leaves no room beside the {len(head) + len(self._tail)}"
+                f" tokens of the chat template of '{self.name}'"
+            )
+        content = self._encode_plain(self._trim(_encodable(text)) + self._tail_lead)
+        return head + content[-room:] + self._tail, max(0, len(content) - room)
+
+    def observation_ids(self, text: str, max_tokens: int) -> list[int]:
+        """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""
+        return self._encode_plain(_encodable(text))[:max_tokens]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of a response, without its end token and any other control token."""
+        drop = self._control | self.end_ids
+        return self._exact.decode([i for i in ids if i not in drop], skip_special_tokens=False)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._exact.encode(text, add_special_tokens=False).ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Ids of `text` with every control token in it spelt out."""
+        pieces = self._forged.split(text) if self._forged else [text]
+        ids = [i for piece in pieces for i in self._plain.encode(piece, add_special_tokens=False).ids]
+        # What is left cannot be spelt out: a control token of one character, or one met only after normalisation.
+        return [i for i in ids if i not in self._control]
+
+    def _control_ids(self, tokenizer: Any, literals: str) -> frozenset[int]:
+        """Special tokens, and whatever added tokens the template builds turns from."""
+        added = tokenizer.added_tokens_decoder
+        control = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        control |= {i for i in self._encode(literals) if i in added}
+        named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+        if tokenizer.unk_token_id not in named:  # what unknown words become: it opens no turn
+            control.discard(tokenizer.unk_token_id)
+        return frozenset(control)
+
+    def _non_special_pattern(self) -> re.Pattern[str] | None:
+        """Where to cut the control tokens that `encode_special_tokens` does not split: after their first character."""
+        texts = [self._exact.id_to_token(i) or "" for i in sorted(self._control)]
+        whole = [t for t in texts if len(t) > 1 and not self._control.isdisjoint(self._plain.encode(t).ids)]
+        return re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in whole)) if whole else None
+
+    def _split(self, rendered: str) -> tuple[str, str]:
+        if rendered.count(MARK) != 1:
+            raise UserError(
+                f"the chat template of '{self.name}' shows a user message {rendered.count(MARK)} times; expected once"
+            )
+        prefix, _, suffix = rendered.partition(MARK)
+        return prefix, suffix
+
+    def _find_trim(self, rendered: str) -> Callable[[str], str]:
+        """What the template does to white space around the content (Llama 3 strips it)."""
+        prefix, suffix = self._split(rendered)
+        for trim in (str, str.strip, str.lstrip, str.rstrip):
+            left, _, right = trim(f" \n{MARK}\n ").partition(MARK)
+            if (prefix, suffix) == (self._prefix + left, right + self._suffix):
+                return trim
+        raise UserError(f"the chat template of '{self.name}' rewrites white space around a user message")
+
+    def _break_after_control(self, text: str) -> tuple[list[int], str]:
+        """(ids up to the last control token, the ordinary text after it)."""
+        encoding = self._exact.encode(text, add_special_tokens=False)
+        last = max((n for n, i in enumerate(encoding.ids) if i in self._control), default=-1)
+        return encoding.ids[: last + 1], text[encoding.offsets[last][1] if last >= 0 else 0 :]
+
+    def _break_before_control(self, text: str) -> tuple[str, list[int]]:
+        """(the ordinary text before the first control token, ids from there on)."""
+        encoding = self._exact.encode(text, add_special_tokens=False)
+        first = next((n for n, i in enumerate(encoding.ids) if i in self._control), None)
+        return (text, []) if first is None else (text[: encoding.offsets[first][0]], encoding.ids[first:])
+
+
+def _detached(backend: Tokenizer, *, split_special: bool) -> Tokenizer:
+    """A copy with its own settings: the shared one changes with every call of its owner."""
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    copy.encode_special_tokens = split_special
+    return copy
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates, which no tokenizer takes, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
