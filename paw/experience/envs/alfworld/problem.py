@@ -215,10 +215,8 @@ class Game:
         name: str = "problem",
         help: str = HELP,
         sink_types: Iterable[str] = ("sinkbasintype",),
-        can_contain: frozenset[tuple[str, str]] | None = None,
-        scene: Any = None,
     ) -> "Game":
-        """A game from its initial facts; `can_contain`, when given, stands for the facts of that name.
+        """A game from its initial facts.
 
         Raises:
             UserError: facts that every game has are missing or malformed.
@@ -267,7 +265,7 @@ class Game:
             at={place: tuple(receptacles) for place, receptacles in at.items()},
             receptacle_type=receptacle_type,
             object_type=object_type,
-            can_contain=frozenset(pairs("cancontain")) if can_contain is None else can_contain,
+            can_contain=frozenset(pairs("cancontain")),
             openable=having("openable"),
             pickupable=having("pickupable"),
             cleanable=cleanable,
@@ -285,7 +283,6 @@ class Game:
             destinations={f"go to {names[receptacle]}": receptacle for receptacle in location},
             candidates=frozenset(thing for thing, t in object_type.items() if t == goal.object and thing in able),
             targets=tuple(sorted(thing for thing, t in target_type.items() if t == goal.target)),
-            scene=scene,
         )
 
 
