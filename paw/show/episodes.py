@@ -1,0 +1,131 @@
+"""Sample episodes as HTML one can read: action, real next observation shaded by the model's surprise, and its own guess.
+
+Everything shown was written by a model or an environment, so every string passes `esc`.
+"""
+
+import difflib
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+PER_END = 3
+"""Episodes shown of the first and of the last sampled update."""
+EPISODE_BYTES = 200_000
+TEXT_CHARS = 4_000
+MAX_TOKENS = 600
+
+
+def esc(value: object) -> str:
+    """Any value as HTML text, also inside a quoted attribute; unpaired surrogates become `?`."""
+    return html.escape(str(value)).encode("utf-8", "replace").decode()
+
+
+def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Up to `PER_END` episodes of the first sampled update and of the last, the same tasks in both where there are."""
+    samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
+    if not samples:
+        return []
+    start, end = min(s["step"] for s in samples), max(s["step"] for s in samples)
+    early = [s for s in samples if s["step"] == start][:PER_END]
+    if start == end:
+        return early
+    tasks = {str(s.get("task")) for s in early}
+    late = sorted((s for s in samples if s["step"] == end), key=lambda s: str(s.get("task")) not in tasks)
+    return early + late[:PER_END]
+
+
+def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = False) -> str:
+    """One collapsible episode; long ones stop after `EPISODE_BYTES` and say so."""
+    turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
+    won = sample.get("won")
+    outcome = "" if won is None else _badge("won", "good") if won else _badge("not won", "bad")
+    body = ""
+    for index, turn in enumerate(turns):
+        body += _turn(turn, index, rho)
+        if len(body) > EPISODE_BYTES:
+            body += f'<p class="note">{len(turns) - index - 1} more turns in samples.jsonl.</p>'
+            break
+    return (
+        f'<details class="episode"{" open" if is_open else ""}><summary><b>Update {sample["step"]}</b>'
+        f"<span>{esc(sample.get('kind', ''))}</span>{outcome}"
+        f'<span class="note">{len(turns)} turns · return {_number(sample.get("return"))}</span>'
+        f'<span class="task">{esc(sample.get("task", ""))}</span></summary>{body}</details>'
+    )
+
+
+def _turn(turn: dict[str, Any], index: int, rho: float | None) -> str:
+    badges = _badge("selected", "pick") if turn.get("selected") else ""
+    if turn.get("valid") is False:
+        badges += _badge("invalid", "bad")
+    entropy = turn.get("entropy")
+    if type(entropy) in (int, float):
+        badges += f'<span class="note">H {entropy:.2f} nats</span>'
+    action, response = str(turn.get("action") or ""), str(turn.get("response") or "")
+    parts = [f'<p class="action"><code>{esc(_clip(action)) or "–"}</code>{badges}</p>']
+    if turn.get("prompt"):
+        opened = " open" if index == 0 else ""
+        parts.insert(0, f"<details{opened}><summary>Prompt</summary><pre>{esc(_clip(turn['prompt']))}</pre></details>")
+    if response.strip() not in ("", action.strip()):
+        parts.append(f"<details><summary>Response</summary><pre>{esc(_clip(response))}</pre></details>")
+    observation = str(turn.get("observation") or "")
+    real = f"<div><h4>Next observation</h4><pre>{_shaded(observation, turn, rho) or '–'}</pre></div>"
+    if turn.get("predicted") is not None:
+        real += _prediction(str(turn["predicted"]), observation)
+    parts.append(f'<div class="pair">{real}</div>')
+    return f'<section class="turn"><span class="index">{index + 1}</span><div>{"".join(parts)}</div></section>'
+
+
+def _prediction(predicted: str, observation: str) -> str:
+    """The model's greedy guess, words that differ from the real text marked."""
+    exact = predicted.strip() == observation.strip()
+    if exact:
+        marked = esc(_clip(predicted))
+    else:
+        words, real = re.findall(r"\s+|[^\s]+", _clip(predicted)), re.findall(r"\s+|[^\s]+", _clip(observation))
+        marked = ""
+        for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
+            if low < high:
+                text = esc("".join(words[low:high]))
+                marked += text if tag == "equal" else f"<mark>{text}</mark>"
+    badge = _badge("exact", "good") if exact else ""
+    return f"<div><h4>Model's prediction {badge}</h4><pre>{marked or '–'}</pre></div>"
+
+
+def _shaded(observation: str, turn: dict[str, Any], rho: float | None) -> str:
+    """The observation with one `<i>` per token, darker the less probable, underlined where p <= rho."""
+    tokens, probabilities = turn.get("observation_tokens"), turn.get("observation_token_p")
+    if not isinstance(tokens, list) or not isinstance(probabilities, list):
+        return esc(_clip(observation))
+    out, at = "", 0
+    for token, p in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
+        text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+        if not observation.startswith(text, at):
+            # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
+            text = text.strip() or text
+            found = observation.find(text, at, at + len(text) + 16)
+            if found >= 0:
+                gap = observation[at:found]
+                out += gap if gap.isspace() else ""
+                at = found
+        if observation.startswith(text, at):
+            at += len(text)
+        if type(p) in (int, float) and 0 <= p <= 1:
+            kept = ' class="kept"' if rho is not None and p <= rho else ""
+            out += f'<i{kept} style="--q:{1 - p:.2f}" title="p = {p:.3f}">{esc(text)}</i>'
+        else:
+            out += esc(text)
+    return out + esc(_clip(observation[at:]) if at else "")
+
+
+def _badge(text: str, look: str) -> str:
+    return f'<span class="badge {look}">{text}</span>'
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if type(value) in (int, float) else "–"
+
+
+def _clip(text: object) -> str:
+    text = str(text)
+    return text if len(text) <= TEXT_CHARS else text[:TEXT_CHARS] + " …"

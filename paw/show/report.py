@@ -1,0 +1,355 @@
+"""`paw report`: one HTML page that says what a run learnt, at what cost, and shows what it did; or compares several runs.
+
+The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so,
+since part of its text comes from environments and models. The figures are also saved as PNG.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from paw.errors import UserError
+from paw.show.episodes import episode_html, esc, pick_episodes
+from paw.show.rundir import Run, load_run
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+TAIL = 10
+"""Updates averaged for the first and last columns of the table."""
+
+
+class Metric(NamedTuple):
+    key: str
+    label: str
+    unit: str = ""
+    """"%": a share, shown in per cent. "n": a count an update, summed over the run. Else the unit's name."""
+    note: str = ""
+    chart: bool = True
+
+
+SECTIONS: dict[str, list[Metric]] = {
+    "Policy": [
+        Metric("reward/mean", "Mean episode return", note="Environment reward of training episodes, without penalties."),
+        Metric("success/all", "Success in training", "%", chart=False),
+        Metric("policy/entropy", "Policy entropy", "nats", "Per response token. Towards 0, exploration ends."),
+        Metric("policy/kl", "KL to the start model", "nats", "k3 estimate per token."),
+        Metric("policy/clip_frac", "Clipped tokens", "%", "Share of response tokens outside the trust region."),
+        Metric("optim/grad_norm", "Gradient norm", note="Before clipping."),
+        Metric("health/groups_mixed", "Groups with mixed outcomes", "%", "Only these tell the policy what to change."),
+        Metric("health/valid_actions", "Valid actions", "%", chart=False),
+        Metric("policy/loss", "Policy loss", chart=False),
+        Metric("optim/lr", "Learning rate", chart=False),
+    ],
+    "World model": [
+        Metric("world/lambda", "World-model weight λ", note="Mean over groups of 1 − mean return / R_max: falls as tasks are solved."),
+        Metric("world/loss", "World-model loss", note="Mean over selected turns."),
+        Metric("world/masked_frac", "Observation tokens with p ≤ ρ", "%", "The tokens not yet predicted, which carry the loss."),
+        Metric("world/live_frac", "Live rows f", "%", "Head rows with a non-zero gradient; cost of the loss is 1 + 2f passes."),
+        Metric("world/selected_frac", "Turns selected by entropy", "%", chart=False),
+    ],
+    "Cost": [
+        Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
+        Metric("perf/peak_gib", "Peak memory", "GiB"),
+        Metric("time/rollout", "Rollout", "s", chart=False),
+        Metric("time/score", "Scoring pass", "s", chart=False),
+        Metric("time/update", "Update", "s", chart=False),
+        Metric("time/sync", "Weight sync", "s", chart=False),
+        Metric("time/eval", "Evaluation (when one ran)", "s", chart=False),
+    ],
+    "Health": [
+        Metric("health/env_failures", "Environment failures", "n", chart=False),
+        Metric("health/groups_dropped", "Groups dropped", "n", chart=False),
+        Metric("optim/skipped", "Updates skipped, non-finite gradient", "n", chart=False),
+        Metric("health/sampler_mismatch", "Sampler against trainer, |Δ log p|", "nats", chart=False),
+    ],
+}  # fmt: skip
+LEADS = {
+    "Policy": "Thin lines are single updates, thick ones a moving mean.",
+    "World model": "Predicting the next observation, on the turns where the policy was least certain.",
+    "Cost": "Where the time went.",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for report.html and plots/ (default: RUN_DIR; for several, comparison/ beside it)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    first, *others = args.run_dir
+    print(write_report(first, *others, out=args.out))
+    return 0
+
+
+def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
+    """Write report.html and plots/*.png into `out` and return the page's path.
+
+    `out` defaults to `run_dir`, or with `others`, runs to compare with, to `comparison/` beside it. A damaged line or a
+    missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder that is not writable.
+    """
+    runs = [load_run(path) for path in (run_dir, *others)]
+    out = out or (run_dir.resolve().parent / "comparison" if others else run_dir)
+    page = out / "report.html"
+    try:
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        text = _page(runs, out / "plots")
+        page.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the report: {error.strerror}; choose another folder with --out") from None
+    return page
+
+
+def _page(runs: Sequence[Run], plots_dir: Path) -> str:
+    single = len(runs) == 1
+    title = runs[0].name if single else f"{len(runs)} runs compared"
+    css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
+    version = esc(runs[0].info.get("paw", ""))
+    sections = _figures(runs, plots_dir)
+    return "".join([
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{esc(title)} · PaW</title><style>{css}</style></head><body><main>",
+        f'<header><p class="note">PaW {version} · run report</p><h1>{esc(title)}</h1>',
+        f'<p class="lead">{esc(_what(runs[0]))}</p></header>' if single else "</header>",
+        _hero(runs[0]) if single else _comparison(runs),
+        sections,
+        _table(runs),
+        _episodes(runs[0]) if single else "",
+        _config(runs),
+        "</main></body></html>\n",
+    ])  # fmt: skip
+
+
+def _what(run: Run) -> str:
+    """The run in one line: algorithm, environment, model."""
+    config, info = run.config, run.info
+    parts = []
+    if estimator := config.get("advantage.estimator"):
+        world = " + world-model co-training" if config.get("wm.enabled") else ", no world model"
+        parts.append({"grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO"}.get(estimator, str(estimator)) + world)
+    if environment := config.get("env.name"):
+        where = "games" if config.get("env.data") else f"generated games ({config.get('env.difficulty', 'full')})"
+        parts.append(f"{environment}, {where}")
+    model = info.get("model") or config.get("model.path")
+    if model:
+        count = info.get("parameters")
+        parts.append(f"{model}, {_count(count)} parameters" if type(count) is int else str(model))
+    return " · ".join(parts)
+
+
+def _hero(run: Run) -> str:
+    steps, values = run.series("eval/success")
+    change = '<p class="lead">No evaluation was logged.</p>'
+    if steps:
+        after = _score(run, steps[-1], "after")
+        change = f'<div class="change">{after}</div>'
+        if len(steps) > 1:
+            before = _score(run, steps[0], "before")
+            change = f'<div class="change">{before}<span class="arrow">→</span>{after}</div>'
+        games = run.last("eval/games")
+        on = f"{games:g} unseen games" if games else "unseen games"
+        heat = run.config.get("eval.temperature")
+        change += f'<p class="lead">Success on {on}{f" at temperature {heat:g}" if type(heat) in (int, float) else ""}'
+        if len(steps) > 1:
+            change += f", {100 * (values[-1] - values[0]):+.1f} points"
+        change += ". In brackets the 95% Wilson interval of that one evaluation; other seeds may end elsewhere.</p>"
+    rows = "".join(f"<dt>{label}</dt><dd>{esc(value)}</dd>" for label, value in _facts(run).items())
+    return f'<div class="hero card"><div>{change}</div><dl>{rows}</dl></div>'
+
+
+def _score(run: Run, step: int, look: str) -> str:
+    when = "before training" if step == 0 else f"after update {step}"
+    return f'<div class="{look}"><b>{100 * (run.at("eval/success", step) or 0):.1f}%</b>' + (
+        f"<span>{_interval(run, step)}<br>{when}</span></div>"
+    )
+
+
+def _interval(run: Run, step: int) -> str:
+    low, high = run.at("eval/ci_low", step), run.at("eval/ci_high", step)
+    return "" if low is None or high is None else f"[{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _facts(run: Run) -> dict[str, str]:
+    info, planned = run.info, run.config.get("run.updates")
+    facts = {
+        "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates)
+    }
+    if type(info.get("wall_s")) in (int, float):
+        warmup = info.get("warmup_s")
+        facts["Wall time"] = _duration(info["wall_s"])
+        if type(warmup) in (int, float) and warmup > 0:
+            facts["Warm-up"] = _duration(warmup)
+    versions = " · ".join(f"{name} {info[key]}" for key, name in (("torch", "PyTorch"),) if info.get(key))
+    facts["Device"] = str(info.get("device") or "")
+    facts["Software"] = " · ".join(filter(None, [versions, f"engine {info['engine']}" if info.get("engine") else "",
+                                                 f"kernels {info['backend']}" if info.get("backend") else ""]))  # fmt: skip
+    facts["Games"] = str(info.get("games") or "")
+    facts["Started"] = str(info.get("started") or "")
+    trouble = [
+        f"{sum(run.series(key)[1]):g} {what}"
+        for key, what in (
+            ("optim/skipped", "skipped updates"),
+            ("health/env_failures", "environment failures"),
+            ("health/groups_dropped", "groups dropped"),
+        )
+        if run.series(key)[0]
+    ]
+    facts["Health"] = ", ".join(trouble)
+    if run.unreadable:
+        facts["Damaged log"] = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
+    return {label: value for label, value in facts.items() if value}
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    from paw.show.plots import CSS_NAMES, PALETTE
+
+    rows = ""
+    for index, run in enumerate(runs):
+        steps, values = run.series("eval/success")
+        start = f"{100 * values[0]:.1f}%" if len(steps) > 1 else "–"
+        end = f"<b>{100 * values[-1]:.1f}%</b> {_interval(run, steps[-1])}" if steps else "–"
+        facts = _facts(run)
+        colour = CSS_NAMES[PALETTE[index % len(PALETTE)]]
+        rows += (
+            f'<tr><td><span class="key" style="background:var(--{colour})"></span>{esc(run.name)}<br>'
+            f'<span class="note">{esc(_what(run))}</span></td><td>{start}</td><td>{end}</td>'
+            f"<td>{run.updates}</td><td>{esc(facts.get('Wall time', '–'))}</td></tr>"
+        )
+    head = "<th>Run</th><th>Start</th><th>End [95% interval]</th><th>Updates</th><th>Wall time</th>"
+    note = "Success on each run's unseen games. One run of each setting: differences between seeds are not in the intervals."
+    return (
+        f'<p class="lead">{note}</p><div class="card scroll grid"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
+    """Draw, save and inline every figure for which there is data."""
+    from paw.show import plots  # matplotlib takes a while to load, and `paw --help` does not need it
+
+    def card(name: str, title: str, figure, *, aside: str = "", note: str = "") -> str:
+        if figure is None:
+            return ""
+        svg = plots.to_svg(figure, name, title)
+        plots.save_png(figure, plots_dir / f"{name}.png")
+        foot = f"<p>{note}</p>" if note else ""
+        return f'<figure class="card"><figcaption><h3>{title}</h3><span>{aside}</span></figcaption>{svg}{foot}</figure>'
+
+    wide = card("learning_curve", "Success over training", plots.learning_curve(runs, (5.4, 3.4)))
+    wide += card("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
+    wide = f'<div class="grid pair-wide">{wide}</div>' if wide else ""
+    kinds = card("success_by_kind_curves", "Success by task type over training", plots.kind_curves(runs, (6.6, 3)))
+    kinds = f'<div class="grid">{kinds}</div>' if kinds else ""
+    page = f"<h2>Learning</h2>{wide}{kinds}" if wide or kinds else ""
+    for section, lead in LEADS.items():
+        cards = ""
+        if section == "Cost":
+            cards += card("time", "Time by phase", plots.phase_times(runs, (4.4, 2.6)))
+        for m in filter(lambda m: m.chart, SECTIONS[section]):
+            unit = f" ({m.unit})" if m.unit else ""
+            figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
+            first, last = runs[0].first(m.key, TAIL), runs[0].last(m.key, TAIL)
+            aside = f"{_value(first, m.unit)} → {_value(last, m.unit)}" if len(runs) == 1 else ""
+            cards += card(m.key.replace("/", "_"), m.label, figure, aside=aside, note=m.note)
+        if cards:
+            page += f'<h2>{section}</h2><p class="lead">{lead}</p><div class="grid">{cards}</div>'
+    return page
+
+
+def _table(runs: Sequence[Run]) -> str:
+    single = len(runs) == 1
+    count = min(TAIL, max(run.updates for run in runs))
+    body = ""
+    for section, metrics in SECTIONS.items():
+        rows = ""
+        for m in metrics:
+            if not any(run.series(m.key)[0] for run in runs):
+                continue
+            if m.unit == "n":
+                cells = [f"{sum(run.series(m.key)[1]):g} in all" for run in runs]
+                cells = ["", *cells] if single else cells
+            elif single:
+                cells = [_value(runs[0].first(m.key, count), m.unit), _value(runs[0].last(m.key, count), m.unit)]
+            else:
+                cells = [_value(run.last(m.key, count), m.unit) for run in runs]
+            unit = f", {m.unit}" if m.unit not in ("", "%", "n") else ""
+            rows += f"<tr><td>{m.label}{unit} <code>{m.key}</code></td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
+        if rows:
+            body += f'<tr><th colspan="{1 + (2 if single else len(runs))}">{section}</th></tr>{rows}'
+    if not body:
+        return ""
+    names = [f"First {count}", f"Last {count}"] if single else [esc(run.name) for run in runs]
+    head = "<th>Metric</th>" + "".join(f"<th>{name}</th>" for name in names)
+    lead = f"Means over {'the first and the last' if single else 'the last'} {count} values of each metric."
+    return (
+        f'<h2>Numbers</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _episodes(run: Run) -> str:
+    picked = pick_episodes(run.samples)
+    if not picked:
+        return ""
+    rho = run.config.get("wm.rho")
+    rho = float(rho) if type(rho) in (int, float) else None
+    scale = " ".join(f'<i style="--q:{1 - p:.2f}">p {p:g}</i>' for p in (1.0, 0.75, 0.5, 0.25, 0.0))
+    kept = f' <i class="kept" style="--q:.95">p ≤ ρ = {rho:g}</i>, where the world-model loss applies.' if rho else ""
+    lead = (
+        "Sampled as training began and as it ended. Each token of a real observation is shaded by the probability the "
+        f'model gave it: <span class="scale">{scale}</span>; underlined{kept} Beside it is what the model itself '
+        "would have predicted, <mark>wavy</mark> where it differs. “Selected” turns train the world model."
+    )
+    last = picked[-1]["step"]
+    first_late = next(i for i, sample in enumerate(picked) if sample["step"] == last)
+    body = "".join(episode_html(s, rho=rho, is_open=i == first_late) for i, s in enumerate(picked))
+    return f'<h2>Episodes</h2><p class="lead">{lead}</p>{body}'
+
+
+def _config(runs: Sequence[Run]) -> str:
+    out = ""
+    if len(runs) > 1:
+        keys = dict.fromkeys(key for run in runs for key in run.config)
+        rows = ""
+        for key in keys:
+            values = [run.config.get(key, "–") for run in runs]
+            if any(value != values[0] for value in values) and key != "run.name":
+                rows += f"<tr><td><code>{esc(key)}</code></td>{''.join(f'<td>{esc(v)}</td>' for v in values)}</tr>"
+        head = "<th>Key</th>" + "".join(f"<th>{esc(run.name)}</th>" for run in runs)
+        if rows:
+            out = f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        out = (
+            f'<h2>Configuration</h2><p class="lead">{"Where the runs differ." if rows else "The same in all."}</p>{out}'
+        )
+    elif runs[0].config_text:
+        text = esc(runs[0].config_text)
+        out = f'<h2>Configuration</h2><details class="card config"><summary>config.toml</summary><pre>{text}</pre></details>'
+    return out
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
+    if unit == "%":
+        return f"{100 * value:.1f}%"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _count(value: int) -> str:
+    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{name}"
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

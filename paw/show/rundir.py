@@ -1,0 +1,132 @@
+"""A run directory read back for the report: metrics, samples, configuration. Forgives what a crash leaves half-written."""
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paw.errors import UserError
+
+Series = tuple[list[int], list[float]]
+"""Steps (updates) in increasing order, and the value at each."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind."""
+
+    name: str
+    path: Path
+    metrics: dict[str, Series]
+    """Finite numbers only; a step that was written twice (a resumed run) counts once, the later line."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """config.toml flattened to dotted keys; empty where it cannot be read."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """run.json."""
+    unreadable: int = 0
+    """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
+
+    def series(self, key: str) -> Series:
+        return self.metrics.get(key, ([], []))
+
+    def first(self, key: str, count: int = 1) -> float | None:
+        """Mean of the first `count` values, None without any."""
+        return _mean(self.series(key)[1][:count])
+
+    def last(self, key: str, count: int = 1) -> float | None:
+        """Mean of the last `count` values, None without any."""
+        return _mean(self.series(key)[1][-count:])
+
+    def at(self, key: str, step: int) -> float | None:
+        """The value at one step, None where it was not logged."""
+        steps, values = self.series(key)
+        return values[steps.index(step)] if step in steps else None
+
+    @property
+    def updates(self) -> int:
+        """Updates done, as far as the metrics tell."""
+        return max((steps[-1] for steps, _ in self.metrics.values()), default=0)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Task types with an evaluation, in the order of the log."""
+        return [key.removeprefix("eval/success_") for key in self.metrics if key.startswith("eval/success_")][:12]
+
+
+def load_run(run_dir: Path) -> Run:
+    """Read `run_dir`. Only metrics.jsonl is needed; every other file may be missing or damaged.
+
+    Raises UserError where the folder or its metrics are missing, or not one line of them can be read.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
+    lines, unreadable = _json_lines(path)
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if type(line.get("step")) is int:
+            by_step.setdefault(line["step"], {}).update(line)
+    metrics: dict[str, Series] = {}
+    for step in sorted(by_step):
+        for key, value in by_step[step].items():
+            if key != "step" and type(value) in (int, float) and math.isfinite(value):
+                steps, values = metrics.setdefault(key, ([], []))
+                steps.append(step)
+                values.append(float(value))
+    if not metrics:
+        raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
+    samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
+    config_text = _text(run_dir / "config.toml")
+    try:
+        config = _flatten(tomllib.loads(config_text))
+    except tomllib.TOMLDecodeError:
+        config = {}
+    return Run(
+        name=run_dir.resolve().name,
+        path=run_dir,
+        metrics=metrics,
+        samples=samples,
+        config_text=config_text,
+        config=config,
+        info=(_json_lines(run_dir / "run.json", whole=True)[0] or [{}])[0],
+        unreadable=unreadable + unreadable_samples,
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json_lines(path: Path, *, whole: bool = False) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file, one a line (`whole`: the file is one object), and the number of unreadable ones."""
+    text = _text(path)
+    parts = [text] if whole else text.split("\n")
+    objects = []
+    bad = 0
+    for part in filter(str.strip, parts):
+        try:
+            value = json.loads(part)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            objects.append(value)
+        else:
+            bad += 1
+    return objects, bad
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
