@@ -1,0 +1,203 @@
+"""A text game in a child process: whatever goes wrong there costs one episode, never the run.
+
+Needed for TextWorld, whose C library holds one game a process and calls exit() on bad input. Parent and child exchange
+one JSON object a line over pipes, request and reply in turn:
+
+    {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
+    {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
+
+The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`, `admissible` and `won`.
+What it prints goes nowhere. It ends with its parent: at the end of its input, or, stuck in a game, when its watchdog
+sees that it was orphaned.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any, NoReturn
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a child to start and import its game, which a busy machine can make slow."""
+MAX_REPLY_BYTES = 1 << 20
+MAX_COMMAND = 4096
+"""Characters of a command that are sent; no game has one as long. Keeps a request well within a pipe's buffer, so that
+writing it cannot block."""
+WATCHDOG_S = 1.0
+
+
+class EnvironmentFailure(Exception):
+    """The environment broke, through no fault of the agent: its episode is dropped. One line says how."""
+
+
+class Worker:
+    """A game in a child process, with the interface of the game itself; the child is kept from episode to episode.
+
+    Args:
+        factory: "module:name" of a callable that makes the game, imported in the child.
+        timeout_s: seconds one `start` or `step` may take.
+        max_reply_bytes: the longest reply accepted.
+    """
+
+    admissible: list[str]
+    won: bool
+
+    def __init__(self, factory: str, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:
+        self.factory, self.timeout_s, self.max_reply_bytes = factory, timeout_s, max_reply_bytes
+        self._child: subprocess.Popen | None = None
+
+    def start(self, **arguments: Any) -> str:
+        """Make a new game from JSON-able `arguments`, in a new child if there is none; returns its first text.
+
+        Raises:
+            EnvironmentFailure: the child raised, died, hung, or answered too much or something else than text.
+        """
+        if self._child is None:
+            command = [sys.executable, "-m", __name__, self.factory, str(self.max_reply_bytes)]
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # imports as here
+            )
+            self._kill = weakref.finalize(self, _kill, self._child)  # also at exit of the interpreter
+            self._receive("start", START_TIMEOUT_S)
+        return self._ask("start", arguments)
+
+    def step(self, command: str) -> str:
+        """Play `command`; returns the feedback. Raises EnvironmentFailure as `start` does."""
+        return self._ask("step", command[:MAX_COMMAND])
+
+    def close(self) -> None:
+        """End the child. The worker can be started again."""
+        if self._child is not None:
+            self._kill()
+            self._child = None
+
+    def _ask(self, what: str, argument: Any) -> str:
+        if self._child is None:
+            raise EnvironmentFailure(f"{what} without a running game")
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):  # a dead child is named when its reply is missing
+            self._child.stdin.write(json.dumps({what: argument}).encode() + b"\n")
+        reply = self._receive(what, self.timeout_s)
+        text, admissible, won = reply.get("text"), reply.get("admissible"), reply.get("won")
+        if not (
+            isinstance(text, str)
+            and isinstance(admissible, list)
+            and all(isinstance(action, str) for action in admissible)
+            and isinstance(won, bool)
+        ):
+            self._fail(f"answered {what} with something else than text, admissible actions and a win flag")
+        try:
+            "".join([text, *admissible]).encode()
+        except UnicodeEncodeError:
+            self._fail(f"answered {what} with text that is not valid Unicode")
+        self.admissible, self.won = admissible, won
+        return text
+
+    def _receive(self, what: str, timeout_s: float) -> dict[str, Any]:
+        """The next line of the child as an object. Failing that, ends the child and raises EnvironmentFailure."""
+        child = self._child
+        assert child is not None and child.stdout is not None
+        deadline, received = time.monotonic() + timeout_s, bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._fail(f"no answer to {what} within {timeout_s:g} s")
+                chunk = os.read(child.stdout.fileno(), 1 << 16)
+                received += chunk
+                if not chunk:
+                    self._fail(f"{_ending(child)} during {what}")
+                if len(received) > self.max_reply_bytes:
+                    self._fail(f"answered {what} with more than {self.max_reply_bytes} bytes")
+        try:
+            reply = json.loads(received.decode())
+        except UnicodeDecodeError:
+            self._fail(f"answered {what} with bytes that are not UTF-8")
+        except ValueError:
+            self._fail(f"answered {what} with something else than JSON")
+        if not isinstance(reply, dict):
+            self._fail(f"answered {what} with something else than a JSON object")
+        if "error" in reply:
+            self._fail(f"{what} raised {reply['error']}")
+        return reply
+
+    def _fail(self, reason: str) -> NoReturn:
+        self.close()
+        raise EnvironmentFailure(f"worker {self.factory}: {reason}")
+
+
+def _ending(child: subprocess.Popen) -> str:
+    try:
+        code = child.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        return "closed its output"
+    return f"died of signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+def _kill(child: subprocess.Popen) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+# ---- the child
+
+
+def _serve(factory: str, max_reply_bytes: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    void = os.open(os.devnull, os.O_RDWR)
+    os.dup2(void, 0)
+    os.dup2(void, 1)  # a game that prints must not write into the replies
+
+    def reply(message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode()
+        if len(line) >= max_reply_bytes:
+            raise ValueError(f"an answer of {len(line)} bytes; {max_reply_bytes} is the limit")
+        replies.write(line + b"\n")
+
+    try:
+        module, _, name = factory.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        reply({})
+        game = None
+        for line in requests:
+            request = json.loads(line)
+            if "start" in request:
+                game = make(**request["start"])
+                text = game.reset()
+            else:
+                text = game.step(request["step"])
+            reply({"text": text, "admissible": game.admissible, "won": game.won})
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        first_line = str(error).partition("\n")[0][:500]
+        reply({"error": f"{type(error).__name__}: {first_line}"})
+
+
+def _watch(parent: int) -> None:
+    """End this process once its parent is gone. PR_SET_PDEATHSIG would do so when the *thread* that made it ends."""
+    while os.getppid() == parent:
+        time.sleep(WATCHDOG_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))
