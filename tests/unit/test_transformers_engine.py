@@ -1,0 +1,223 @@
+"""The transformers engine against a loop of full forward passes, and what its seeds promise."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paw.errors import UserError
+from paw.experience.engines.base import Completion, Request
+from paw.experience.engines.transformers import TransformersEngine, sample, uniforms
+
+VOCAB, END = 61, 3
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def make_model(family="qwen2", seed=0, **overrides):
+    config, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=family != "llama",
+        eos_token_id=END,
+    )
+    return model(config(**(settings | overrides)))
+
+
+def make_requests(count, *, temperature=1.0, max_tokens=12, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 40, (count,), generator=g).tolist()
+    return [
+        Request(
+            key=100 + i,
+            prompt_ids=torch.randint(0, VOCAB, (n,), generator=g).tolist(),
+            seed=1000 * seed + i,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def run(engine, requests):
+    for request in requests:
+        engine.submit(request)
+    assert engine.pending == len(requests)
+    completions = engine.step()
+    assert engine.pending == 0
+    return completions
+
+
+@torch.no_grad()
+def naive(model, request, end_ids):
+    """One full forward pass over the whole sequence for every token."""
+    tokens, logps, entropies = [], [], []
+    while len(tokens) < request.max_tokens:
+        logits = model(input_ids=torch.tensor([request.prompt_ids + tokens])).logits[0, -1].double()
+        logp = (logits / (request.temperature or 1.0)).log_softmax(-1)
+        u = float(uniforms(torch.tensor([request.seed]).numpy().astype("uint64"), len(tokens))[0])
+        token = int(logits.argmax()) if request.temperature == 0 else int((logp.exp().cumsum(-1) <= u).sum())
+        tokens.append(token)
+        logps.append(float(logp[token]))
+        entropies.append(float(-(logp.exp() * logp).sum()))
+        if token in end_ids:
+            break
+    return Completion(request.key, tokens, logps, entropies)
+
+
+def assert_same(got, want):
+    assert (got.key, got.token_ids) == (want.key, want.token_ids)
+    assert got.logp == pytest.approx(want.logp, abs=1e-5)
+    assert got.entropy == pytest.approx(want.entropy, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.4, 0.0])
+def test_equals_a_loop_of_full_forward_passes(family, temperature):
+    model = make_model(family)
+    requests, ends = make_requests(24, temperature=temperature), range(12)
+    completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
+    assert len({len(c.token_ids) for c in completions}) > 3  # rows left the batch at different times
+    for request, completion in zip(requests, completions, strict=True):
+        assert_same(completion, naive(model, request, ends))
+
+
+def test_single_token_responses_need_no_cache():
+    model = make_model()
+    requests = make_requests(20, max_tokens=1)
+    for request, completion in zip(requests, run(TransformersEngine(model, end_ids={END}), requests), strict=True):
+        assert_same(completion, naive(model, request, {END}))
+
+
+def test_long_responses_outgrow_the_cache():
+    model = make_model()
+    requests = make_requests(5, max_tokens=150)
+    for request, completion in zip(requests, run(TransformersEngine(model, end_ids=()), requests), strict=True):
+        assert len(completion.token_ids) == 150
+        assert_same(completion, naive(model, request, ()))
+
+
+def test_tokens_do_not_depend_on_the_batch():
+    model = make_model()
+    requests = make_requests(40)
+    together = run(TransformersEngine(model, end_ids={END}), requests)
+    alone = [run(TransformersEngine(model, end_ids={END}), [r])[0] for r in requests]
+    reversed_ = run(TransformersEngine(model, end_ids={END}, max_batch_tokens=150), requests[::-1])[::-1]
+    for a, b, c in zip(together, alone, reversed_, strict=True):
+        assert_same(a, b)
+        assert_same(a, c)
+
+
+def test_same_seed_same_tokens_other_seed_others():
+    model = make_model()
+    requests = make_requests(16, max_tokens=8)
+    engine = TransformersEngine(model, end_ids=())
+    assert run(engine, requests) == run(engine, requests)
+    other = [Request(r.key, r.prompt_ids, r.seed + 10**6, r.temperature, r.max_tokens) for r in requests]
+    changed = sum(a.token_ids != b.token_ids for a, b in zip(run(engine, requests), run(engine, other), strict=True))
+    assert changed == 16
+
+
+def test_end_token_is_included_and_max_tokens_cuts():
+    model = make_model()
+    completions = run(TransformersEngine(model, end_ids={END, 7}), make_requests(64, max_tokens=20))
+    ended = [c for c in completions if c.token_ids[-1] in (END, 7)]
+    assert 0 < len(ended) < 64
+    for completion in completions:
+        assert not {END, 7} & set(completion.token_ids[:-1])
+        assert len(completion.token_ids) == 20 or completion in ended
+        assert len(completion.token_ids) == len(completion.logp) == len(completion.entropy)
+
+
+def test_requests_of_one_batch_keep_their_own_settings():
+    model = make_model()
+    prompt = [5, 9, 11]
+    requests = [Request(i, prompt, 4, t, n) for i, (t, n) in enumerate([(1.0, 2), (0.0, 9), (0.3, 1), (2.0, 30)])]
+    for request, completion in zip(requests, run(TransformersEngine(model, end_ids={END}), requests), strict=True):
+        assert_same(completion, naive(model, request, {END}))
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, -0.5])
+    n, temperature = 40_000, 0.7
+    u = torch.from_numpy(uniforms(torch.arange(n).numpy().astype("uint64"), 5))
+    token, logp, entropy = sample(logits.expand(n, -1), torch.full((n,), temperature), u)
+    p = (logits.double() / temperature).softmax(-1)
+    counts = torch.bincount(token, minlength=8).double()
+    chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
+    assert chi2 < 24.3  # 99.9 % quantile at 7 degrees of freedom
+    assert torch.allclose(logp.double(), p.log()[token], atol=1e-6)
+    assert torch.allclose(entropy.double(), -(p * p.log()).sum().expand(n), atol=1e-6)
+
+
+def test_uniforms_are_uniform_over_seeds_and_positions():
+    seeds = torch.arange(2000).numpy().astype("uint64")
+    u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(50)])
+    assert u.min() >= 0 and u.max() < 1
+    counts = torch.histc(u, bins=100, min=0, max=1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 149  # 99.9 % quantile at 99 degrees of freedom
+    neighbours = torch.corrcoef(torch.stack([u[:-1].flatten(), u[1:].flatten()]))[0, 1]
+    assert abs(float(neighbours)) < 0.01
+    assert len(u.flatten().unique()) == u.numel()
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
+    for u in (0.0, 0.5, 1 - 2**-53):
+        token, logp, entropy = sample(logits, torch.ones(1), torch.tensor([u], dtype=torch.float64))
+        assert token.item() in (1, 3)
+        assert torch.isfinite(logp).all() and torch.isfinite(entropy).all()
+
+
+def test_the_model_is_left_as_it_was_and_trains():
+    model = make_model().train()
+    model.config._attn_implementation = "eager"
+    run(TransformersEngine(model, end_ids={END}), make_requests(4))
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_trainers_update_is_seen_at_once():
+    model = make_model()
+    engine = TransformersEngine(model, end_ids={END})
+    requests = make_requests(8)
+    before = run(engine, requests)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    engine.sync((pair for pair in ()), version=7)
+    assert engine.version == 7
+    after = run(engine, requests)
+    assert [c.logp for c in before] != [c.logp for c in after]
+    assert_same(after[0], naive(model, requests[0], {END}))
+
+
+def test_misuse():
+    engine = TransformersEngine(make_model(), end_ids={END})
+    assert engine.step() == []
+    request = make_requests(1)[0]
+    engine.submit(request)
+    with pytest.raises(ValueError, match="key in flight"):
+        engine.submit(request)
+    with pytest.raises(RuntimeError, match="1 pending"):
+        engine.sync([], version=1)
+    with pytest.raises(ValueError, match="empty prompt"):
+        engine.submit(Request(1, [], 0, 1.0, 1))
+    with pytest.raises(UserError, match="256 positions"):
+        engine.submit(Request(1, [1] * 250, 0, 1.0, 7))
+    sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(UserError, match="sliding_attention"):
+        TransformersEngine(sliding, end_ids={END})
