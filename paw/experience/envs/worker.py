@@ -176,7 +176,7 @@ def _serve(factory: str, max_reply_bytes: int) -> None:
         module, _, name = factory.partition(":")
         make = getattr(importlib.import_module(module), name)
         reply({})
-        game = None
+        game: Any = None
         for line in requests:
             request = json.loads(line)
             if "start" in request:

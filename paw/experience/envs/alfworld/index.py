@@ -7,7 +7,6 @@ relative to the folder, so it moves with the data; a split whose folders changed
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,9 +123,9 @@ def _remember(root: Path, split: str, known: dict[str, Any]) -> None:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             # Ranks may index at the same time: write aside, then rename, so that no one reads half an index.
-            with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".tmp", delete=False) as file:
-                json.dump({**_read(place), split: known}, file)
-            Path(file.name).replace(place)
+            unfinished = place.with_suffix(f".{os.getpid()}.tmp")
+            unfinished.write_text(json.dumps({**_read(place), split: known}), encoding="utf-8")
+            unfinished.replace(place)
         except OSError:
             continue
         return

@@ -131,6 +131,9 @@ class AlfworldSuite:
 class AlfworldEnv:
     """One episode at a time, in this process (native) or in a child of its own (textworld)."""
 
+    admissible: list[str]
+    """The commands that do something now, sorted, "help" among them."""
+
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
         self.style = make_style(config.style, history=config.history, think=config.think)
@@ -152,12 +155,12 @@ class AlfworldEnv:
             self._text = self._start(self._worker)
         self._task = task_text(self._text)
         self._past: list[tuple[str, str]] = []
-        self._admissible = self._household.admissible
+        self.admissible = self._household.admissible
         self._done = False
         return self._text
 
     def prompt(self) -> str:
-        return self.style.prompt(View(self._task, self._past, self._text, self._admissible))
+        return self.style.prompt(View(self._task, self._past, self._text, self.admissible))
 
     def anchor(self) -> str:
         return self._text
@@ -165,11 +168,11 @@ class AlfworldEnv:
     def step(self, response: str) -> Outcome:
         """Play what `response` projects to; the episode ends when won or after env.max_turns turns."""
         assert self._household is not None and not self._done, "step() before reset() or after the end"
-        action, valid = self.style.project(response, self._admissible)
+        action, valid = self.style.project(response, self.admissible)
         feedback = self._household.step(action)
         won = self._household.won
         self._past.append((self._text, action))
-        self._text, self._admissible = feedback, self._household.admissible
+        self._text, self.admissible = feedback, self._household.admissible
         self._done = won or len(self._past) >= self.config.max_turns
         return Outcome(
             observation=feedback,
@@ -189,7 +192,7 @@ class AlfworldEnv:
         return self.style.answer(expert(household))
 
     def choices(self) -> list[str]:
-        return [self.style.answer(action) for action in self._admissible if action != "help"]
+        return [self.style.answer(action) for action in self.admissible if action != "help"]
 
     def close(self) -> None:
         if self._worker is not None:

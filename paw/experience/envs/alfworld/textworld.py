@@ -21,11 +21,11 @@ class TextworldHousehold:
 
     def __init__(self, path: str) -> None:
         require_textworld()
-        import textworld
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+        from textworld.core import EnvInfos
         from textworld.envs import PddlEnv
 
-        wanted = textworld.EnvInfos(won=True, admissible_commands=True)
+        wanted = EnvInfos(won=True, admissible_commands=True)
         self._engine = AlfredDemangler(PddlEnv(wanted), shuffle=False)
         self._engine.load(path)
 
