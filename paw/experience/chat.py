@@ -59,6 +59,7 @@ class Chat:
             i for i in (tokenizer.eos_token_id, turn_end) if i is not None
         }
         """Tokens that end a response."""
+        self._turn_end: int = turn_end if turn_end is not None else tokenizer.eos_token_id
         first = next((n + 1 for n, i in enumerate(between_ids) if i in self.end_ids), 0)
         self.separator_ids: list[int] = between_ids[first:]
         """From a response's end token to the next user text (ChatML: newline, <|im_start|>, "user", newline)."""
@@ -97,6 +98,10 @@ class Chat:
     def observation_ids(self, text: str, max_tokens: int) -> list[int]:
         """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""
         return self._encode_plain(_encodable(text))[:max_tokens]
+
+    def response_ids(self, text: str) -> list[int]:
+        """Ids of a demonstrated response, the turn's end token included (what a warm-up imitates)."""
+        return [*self._encode_plain(_encodable(text)), self._turn_end]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a response, without its end token and any other control token."""
