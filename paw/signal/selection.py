@@ -1,0 +1,81 @@
+"""Which rows the world model learns from, and how much: PaW Eqs. (8) to (11).
+
+The rows whose action the policy was least sure of (top share alpha by action entropy) are selected over the whole
+update; a group's term weighs more the less the group succeeds (lambda_g). The normalisation by the observation's
+length happens at token level, in the loss.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paw.types import Row
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Example: two rows with a target in group 0, mean return 2.5 of 10, both selected, one group:
+    weights [0.375, 0.375], selected [True, True], lambdas [0.75].
+    """
+
+    weights: list[float]
+    """[N] lambda_g / (n_groups * |S_g|) on selected rows, 0 elsewhere."""
+    selected: list[bool]
+    """[N]"""
+    lambdas: list[float]
+    """lambda_g of each group that has rows, in the order of their first row."""
+
+
+def select(
+    rows: Sequence[Row],
+    *,
+    alpha: float,
+    weight: Literal["adaptive"] | float,
+    reward_max: float,
+    n_groups: int,
+) -> Selection:
+    """Select the top ceil(alpha n) rows by `row.entropy` and weigh them.
+
+    Only rows with a target (non-empty observation_ids) take part: n counts them alone, since a row without a target
+    has nothing to learn and would waste a place. Ties go to the lower row index. S_g are the selected rows of group
+    g; a group without any adds nothing, but still counts in n_groups.
+    lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped to [0, 1], or the constant
+    `weight`. Groups are told apart by row.group; each trajectory counts once.
+
+    Raises ValueError for alpha outside [0, 1], reward_max <= 0, fewer n_groups than groups, or entropy that is not
+    finite.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
+    if not reward_max > 0:
+        raise ValueError(f"reward_max must be positive, got {reward_max}")
+    lambdas = group_weights(rows, weight=weight, reward_max=reward_max)
+    if n_groups < len(lambdas):
+        raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the rows")
+
+    candidates = [i for i, row in enumerate(rows) if row.observation_ids]
+    if not all(math.isfinite(rows[i].entropy) for i in candidates):
+        raise ValueError("row.entropy must be finite on every row with a target")
+    # The slack keeps products like 0.1 * 30 = 3.0000000000000004 from selecting one row more.
+    k = math.ceil(alpha * len(candidates) - 1e-9)
+    chosen = sorted(candidates, key=lambda i: -rows[i].entropy)[:k]  # sorted is stable: ties by row index
+
+    size = Counter(rows[i].group for i in chosen)
+    weights, selected = [0.0] * len(rows), [False] * len(rows)
+    for i in chosen:
+        group = rows[i].group
+        weights[i] = lambdas[group] / (n_groups * size[group])
+        selected[i] = True
+    return Selection(weights, selected, list(lambdas.values()))
+
+
+def group_weights(rows: Sequence[Row], *, weight: Literal["adaptive"] | float, reward_max: float) -> dict[int, float]:
+    """lambda_g of each group that has rows (PaW Eq. (10))."""
+    returns: dict[int, dict[int, float]] = {}
+    for row in rows:
+        returns.setdefault(row.group, {})[row.trajectory] = row.episode_return
+    if weight != "adaptive":
+        return dict.fromkeys(returns, float(weight))
+    return {group: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max)) for group, of in returns.items()}

@@ -1,0 +1,109 @@
+"""Properties of the top-alpha selection and of the rows' world-model weights."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paw.signal.selection import select
+from paw.types import Row
+
+
+def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, target=True):
+    return Row(
+        group=group,
+        trajectory=trajectory,
+        step=0,
+        prompt_ids=[1],
+        response_ids=[2],
+        separator_ids=[],
+        observation_ids=[3, 4] if target else [],
+        sampled_logp=[-0.5],
+        sampled_entropy=None,
+        score=episode_return - penalty,
+        episode_return=episode_return,
+        reward=0.0,
+        penalty=penalty,
+        anchor="",
+        entropy=entropy,
+    )
+
+
+@st.composite
+def updates(draw):
+    """Rows of up to 5 groups of up to 4 trajectories; few distinct entropies, so that ties occur."""
+    rows, trajectory = [], 0
+    for group in range(draw(st.integers(0, 5))):
+        for _ in range(draw(st.integers(1, 4))):
+            episode_return = draw(st.sampled_from([0.0, 5.0, 10.0, 12.0, -3.0]))
+            for _ in range(draw(st.integers(1, 4))):
+                entropy, target = draw(st.sampled_from([0.0, 0.1, 0.5, 2.0])), draw(st.booleans())
+                rows.append(make_row(group, trajectory, entropy, episode_return=episode_return, target=target))
+            trajectory += 1
+    return rows
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(rows=updates(), alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 1.0]), extra_groups=st.integers(0, 2))
+def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_groups):
+    present = list(dict.fromkeys(row.group for row in rows))
+    n_groups = len(present) + extra_groups
+    out = select(rows, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
+    candidates = [i for i, row in enumerate(rows) if row.observation_ids]
+    chosen = [i for i, on in enumerate(out.selected) if on]
+    assert len(chosen) == math.ceil(round(alpha * len(candidates), 6))
+    assert set(chosen) <= set(candidates)
+    left_out = set(candidates) - set(chosen)
+    for i in chosen:
+        assert all((rows[i].entropy, -i) > (rows[j].entropy, -j) for j in left_out)
+    # The selected rows of a group carry lambda_g / G together (PaW Eq. (11)).
+    assert len(out.lambdas) == len(present) and all(0 <= value <= 1 for value in out.lambdas)
+    for group, value in zip(present, out.lambdas, strict=True):
+        mine = [i for i in chosen if rows[i].group == group]
+        assert len({out.weights[i] for i in mine}) <= 1
+        if mine:
+            assert sum(out.weights[i] for i in mine) == pytest.approx(value / n_groups)
+    assert all(w == 0 for w, on in zip(out.weights, out.selected, strict=True) if not on)
+
+
+def test_lambda_counts_each_trajectory_once_and_ignores_penalties():
+    rows = [make_row(0, 0, 1.0, episode_return=10.0)] + [make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)]
+    out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
+    assert out.lambdas == [0.5]
+    assert out.weights == pytest.approx([0.05] * 10)
+
+
+def test_a_group_without_failures_has_no_weight_and_a_constant_is_a_constant():
+    rows = [make_row(0, 0, 1.0, episode_return=10.0), make_row(1, 1, 0.5)]
+    adaptive = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
+    assert adaptive.lambdas == [0.0, 1.0] and adaptive.weights == [0.0, 0.5]
+    assert adaptive.selected == [True, True]
+    constant = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
+    assert constant.lambdas == [0.3, 0.3] and constant.weights == [0.15, 0.15]
+
+
+def test_ties_go_to_the_lower_index_and_rounding_adds_no_row():
+    rows = [make_row(0, 0, 1.0) for _ in range(30)]
+    out = select(rows, alpha=0.1, weight=1.0, reward_max=1.0, n_groups=1)
+    assert out.selected == [True] * 3 + [False] * 27
+
+
+def test_rows_without_a_target_take_no_place():
+    rows = [make_row(0, 0, 9.0, target=False), make_row(0, 0, 1.0), make_row(0, 0, 2.0)]
+    out = select(rows, alpha=0.5, weight=1.0, reward_max=1.0, n_groups=1)
+    assert out.selected == [False, False, True] and out.weights == [0.0, 0.0, 1.0]
+
+
+def test_misuse_is_named():
+    row = make_row(0, 0, 1.0)
+    options = {"alpha": 0.75, "weight": "adaptive", "reward_max": 10.0, "n_groups": 1}
+    for change, message in (
+        ({"alpha": 1.5}, "alpha must be in"),
+        ({"reward_max": 0.0}, "reward_max must be positive"),
+        ({"n_groups": 0}, "n_groups=0 is less than the 1 groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select([row], **{**options, **change})
+    with pytest.raises(ValueError, match=r"row\.entropy must be finite"):
+        select([make_row(0, 0, math.nan)], **options)
