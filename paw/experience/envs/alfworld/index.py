@@ -4,6 +4,7 @@ The index is `paw-index.json` next to the splits, or in the user's cache where t
 relative to the folder, so it moves with the data; a split whose folders changed is scanned again.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,14 +37,14 @@ class Split(NamedTuple):
     """sha256 over ids and file contents, hexadecimal."""
 
 
-def find_root(data: Path) -> Path:
-    """The folder with the splits: `data` itself or its json_2.1.1. UserError if it is neither."""
+def find_root(data: Path, *, origin: str = "env.data") -> Path:
+    """The folder with the splits: `data` itself or its json_2.1.1. UserError, naming `origin`, if it is neither."""
     data = data.expanduser()
     for root in (data, data / FOLDER):
         if any((root / split).is_dir() for split in SPLITS):
             return root
     problem = "holds no ALFWorld games" if data.is_dir() else "is no folder"
-    raise UserError(f"env.data: {data} {problem} (looked for {FOLDER}/{{{','.join(SPLITS)}}}); {FIX}")
+    raise UserError(f"{origin}: {data} {problem} (looked for {FOLDER}/{{{','.join(SPLITS)}}}); {FIX}")
 
 
 def load_split(root: Path, split: str) -> Split:
@@ -101,7 +102,8 @@ def _stamp(folder: Path) -> str:
 
 
 def _places(root: Path) -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paw"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("PAW_CACHE") or Path(home) / "paw")
     return [root / INDEX, cache / f"alfworld-{hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]}.json"]
 
 
@@ -109,23 +111,29 @@ def _read(place: Path) -> dict[str, Any]:
     """The index at `place`; empty if there is none or it is not one, which only costs another scan."""
     try:
         index = json.loads(place.read_text(encoding="utf-8"))
-        for known in index.values():
+        for split, known in index.items():
             sound = isinstance(known["stamp"], str) and isinstance(known["digest"], str)
-            if not sound or not all(".." not in name and kind for name, kind in known["games"]):
+            if not sound or not all(_inside(split, name) and kind for name, kind in known["games"]):
                 return {}
         return index
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
+def _inside(split: str, name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 3 and parts[0] == split and ".." not in parts
+
+
 def _remember(root: Path, split: str, known: dict[str, Any]) -> None:
     for place in _places(root):
+        # Ranks may index at the same time: write aside, then rename, so that no one reads half an index.
+        unfinished = place.with_suffix(f".{os.getpid()}.tmp")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            # Ranks may index at the same time: write aside, then rename, so that no one reads half an index.
-            unfinished = place.with_suffix(f".{os.getpid()}.tmp")
             unfinished.write_text(json.dumps({**_read(place), split: known}), encoding="utf-8")
             unfinished.replace(place)
-        except OSError:
-            continue
-        return
+            return
+        except OSError:  # read-only data, or no room for an index: the next place, or none
+            with contextlib.suppress(OSError):
+                unfinished.unlink()

@@ -36,8 +36,8 @@ class AlfworldSuite:
     """The games of one `EnvConfig`.
 
     Raises:
-        UserError: env.data is no ALFWorld folder or lacks env.eval_split, env.kinds is empty, or the textworld back
-            end is not installed.
+        UserError: env.data is no ALFWorld folder or lacks env.eval_split, a split or kind of game is not generated, or
+            the textworld back end is not installed.
     """
 
     name = "alfworld"
@@ -56,10 +56,15 @@ class AlfworldSuite:
         self._generate = functools.lru_cache(KEPT_GAMES)(self._generate_game)
         # All six kinds, the default, are those that the difficulty offers; a choice must be one it does offer.
         self._kinds = None if set(config.kinds) == set(KINDS) else config.kinds
-        if self._root is None:
-            self._generate("train", 0, 0)
-        else:
+        if self._root is not None:
             self._split(config.eval_split)
+            return
+        if config.train_split != "train":
+            raise UserError(
+                f"env.train_split = '{config.train_split}' needs env.data: generated ones have 'train' only"
+            )
+        _check_held_out(config.eval_split)
+        self._generate("train", 0, 0)
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         """`count` games of env.train_split for update `step`; a function of the arguments and the games alone."""
@@ -76,8 +81,7 @@ class AlfworldSuite:
             UserError: the split is unknown, missing or empty.
         """
         if self._root is None:
-            if split != HELD_OUT:
-                raise UserError(f"generated games have no split '{split}' to evaluate on; use '{HELD_OUT}' or env.data")
+            _check_held_out(split)
             return [self._generated("unseen", seed, i) for i in range(count or GENERATED_EVAL)]
         games = self._split(split)
         return [self._from_file(*game) for game in (random.Random(seed).choices(games, k=count) if count else games)]
@@ -203,6 +207,11 @@ class AlfworldEnv:
             return worker.start(path=self._game.name)  # a file's name is its path
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
             return worker.start(path=str(generator.write(self._game, Path(folder))))
+
+
+def _check_held_out(split: str) -> None:
+    if split != HELD_OUT:
+        raise UserError(f"generated games have no split '{split}' to evaluate on; use '{HELD_OUT}', or set env.data")
 
 
 def _shuffled(seed: int, i: int, n: int) -> int:

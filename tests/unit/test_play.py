@@ -1,0 +1,110 @@
+"""`paw play` as a program and as a person use it."""
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paw.errors import UserError
+from paw.experience.envs.alfworld.generator import generate, write
+from paw.show import play
+
+HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")
+KEYS = ["feedback", "admissible", "won", "reward", "done"]
+
+
+def talk(typed: str, *words: str) -> str:
+    parser = argparse.ArgumentParser()
+    play.add_arguments(parser)
+    out = io.StringIO()
+    assert play.run(parser.parse_args(["alfworld", *words]), stdin=io.StringIO(typed), stdout=out) == 0
+    return out.getvalue()
+
+
+def messages(typed: str, *words: str) -> list[dict]:
+    return [json.loads(line) for line in talk(typed, "--json", *words).splitlines()]
+
+
+def test_json_wins_with_the_walkthrough_and_stops_there():
+    game = generate(5, difficulty="tiny")
+    assert game.walkthrough
+    said = messages("\n".join([*game.walkthrough, "look", "look"]), "--seed", "5", "--difficulty", "tiny")
+    assert len(said) == len(game.walkthrough) + 1
+    assert all(list(message) == KEYS for message in said)
+    assert said[0]["feedback"].endswith(game.task)
+    assert [m["done"] for m in said] == [m["won"] for m in said] == [False] * len(game.walkthrough) + [True]
+    assert [m["reward"] for m in said] == [0.0] * len(game.walkthrough) + [10.0]
+    for command, before in zip(game.walkthrough, said, strict=False):
+        assert command in before["admissible"]
+        assert before["admissible"] == sorted(before["admissible"])
+        assert "help" in before["admissible"]
+
+
+def test_json_nonsense_does_nothing_and_ends_with_the_input():
+    said = messages("</action>\n\nfly away\n{}", "--difficulty", "tiny")
+    assert [m["feedback"] for m in said[1:]] == ["Nothing happens."] * 4
+    assert not said[-1]["done"]
+    assert len(messages("", "--difficulty", "tiny")) == 1
+
+
+def test_json_ends_after_fifty_turns():
+    said = messages("look\n" * 60, "--difficulty", "tiny")
+    assert len(said) == 51
+    assert (said[-1]["done"], said[-1]["won"]) == (True, False)
+
+
+def test_json_answers_each_line_before_the_next_is_written(tmp_path: Path):
+    path = write(generate(7, difficulty="tiny"), tmp_path)
+    program = (
+        "import argparse, sys; from paw.show import play; parser = argparse.ArgumentParser(); "
+        "play.add_arguments(parser); sys.exit(play.run(parser.parse_args()))"
+    )
+    command = [sys.executable, "-c", program, "alfworld", "--json", "--game", str(path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert json.loads(child.stdout.readline())["feedback"].startswith("-= Welcome to TextWorld, ALFRED! =-")
+        for command in (b"inventory\n", b"\xff\xfe\n"):
+            child.stdin.write(command)
+            child.stdin.flush()
+            assert list(json.loads(child.stdout.readline())) == KEYS
+        child.stdin.close()
+        assert child.wait(timeout=30) == 0
+
+
+def test_a_person_sees_numbered_actions_and_the_prompt():
+    out = talk("1\nprompt\nquit\nlook\n", "--seed", "3", "--difficulty", "tiny")
+    assert "   1  go to cabinet 1\n" in out
+    assert "\n> go to cabinet 1\n\nYou arrive at cabinet 1." in out
+    assert "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: look at" in out
+    assert "Action 1: 'go to cabinet 1']" in out
+    assert out.count("\n> ") == 3  # nothing is read after quit
+    assert "\ntask: look at" in talk("prompt\n", "--seed", "3", "--difficulty", "tiny", "--style", "compact")
+
+
+def test_a_person_wins():
+    game = generate(5, difficulty="tiny")
+    assert game.walkthrough
+    out = talk("\n".join(game.walkthrough) + "\n", "--seed", "5", "--difficulty", "tiny")
+    assert out.endswith(f"\nWon in {len(game.walkthrough)} steps, reward 10.\n")
+
+
+def test_a_missing_game_is_a_users_mistake(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot be read"):
+        talk("", "--game", str(tmp_path / "game.tw-pddl"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TEXTWORLD, reason="needs the alfworld extra")
+def test_both_engines_say_the_same(tmp_path: Path):
+    game = generate(11, difficulty="small")
+    path = str(write(game, tmp_path))
+    assert game.walkthrough
+    typed = "\n".join(["look", "inventory", "examine nothing", *game.walkthrough])
+    assert messages(typed, "--game", path, "--backend", "textworld") == messages(typed, "--game", path)
