@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from paw.errors import UserError
 from paw.experience.envs.alfworld.problem import KINDS
@@ -38,7 +39,7 @@ class Difficulty:
     copies: int = 3
     """At most so many objects of one type; a two-object task has two of its own at any rate."""
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The task types this difficulty offers."""
         return tuple(kind for kind in KINDS if any(kind in room.kinds for room in self.rooms))

@@ -201,7 +201,7 @@ def _place_objects(
             number = min(rng.choice((0, 1, 1, 2, 3)), difficulty.copies)
             crowd += [type_] * (number - needed if type_ == object_ else number)
     else:
-        crowd = [o for o in room.objects if o != object_] * difficulty.copies
+        crowd = [o for o in room.objects if o != object_ and _holders(types, o)] * difficulty.copies
         crowd += [object_] * (difficulty.copies - needed)
         rng.shuffle(crowd)
         crowd = crowd[: rng.randint(*difficulty.objects) - needed]
@@ -235,7 +235,7 @@ def _id(rng: random.Random, type_: str, taken: set[str]) -> str:
     while True:
         id_ = head
         for _ in range(3):
-            v = rng.randrange(-400, 400)
+            v = int(rng.random() * 800) - 400
             id_ += f"_bar__{'minus' if v < 0 else 'plus'}_{abs(v) // 100:02}_dot_{abs(v) % 100:02}"
         id_ += tail
         if id_ not in taken:

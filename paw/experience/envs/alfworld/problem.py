@@ -292,7 +292,10 @@ def _names(facts: Facts) -> dict[str, str]:
     Among the sorted ids of one type the numbers run downwards: the last one is number 1. Ids without "_bar_" (types,
     the agent) get no number but keep the space before it.
     """
-    ids = {thing for predicate, arguments in facts.items() if predicate != "distance" for a in arguments for thing in a}
+    ids = set()
+    for predicate, arguments in facts.items():
+        if predicate not in ("distance", "cancontain"):  # no engine counts the one; the other is long, and about types
+            ids.update(*arguments)
     types = {}
     for thing in sorted(ids):
         head, bar, _ = thing.partition("_bar_")

@@ -1,0 +1,210 @@
+"""Generated household games: the same for the same seed, solvable, of the promised size, never in two splits."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paw.errors import UserError
+from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
+from paw.experience.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
+from paw.experience.envs.alfworld.household import Household
+from paw.experience.envs.alfworld.problem import KINDS, Game
+from paw.experience.envs.alfworld.tables import ABILITIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
+
+SEEDS = st.integers(0, 2**48)
+LEVELS = st.sampled_from(sorted(DIFFICULTIES))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS, level=LEVELS, data=st.data())
+def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
+    kind = data.draw(st.sampled_from(DIFFICULTIES[level].kinds))
+    game = generate(seed, difficulty=level, kinds=[kind])
+    household = Household(game)
+    assert game.kind == kind
+    assert not household.won
+    for command in game.walkthrough:
+        assert command in household.admissible
+        household.step(command)
+    assert household.won
+    assert game.task.startswith("Your task is to: ") and game.task.endswith(".")
+    assert len(game.walkthrough) <= 12
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, level=LEVELS)
+def test_a_seed_makes_one_game(seed, level):
+    first, second = generate(seed, difficulty=level), generate(seed, difficulty=level)
+    assert first.scene == second.scene
+    assert first.walkthrough == second.walkthrough
+
+
+def test_games_do_not_depend_on_the_process():
+    code = (
+        "from paw.experience.envs.alfworld.generator import games\n"
+        "for level in ('tiny', 'full'):\n"
+        "    print([game.scene for game in games('unseen', 5, 3, seed=1, difficulty=level)])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize("level", ["tiny", "small"])
+def test_splits_never_share_a_game(level):
+    contents = {
+        split: {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty=level)}
+        for split in SPLITS
+    }
+    assert not contents["train"] & contents["warmup"]
+    assert not contents["train"] & contents["unseen"]
+    assert not contents["warmup"] & contents["unseen"]
+    assert all(len(content) > 550 for content in contents.values())  # and a split hardly repeats itself
+
+
+def test_split_looks_at_content_alone():
+    scene = generate(5, difficulty="tiny").scene
+    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
+    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
+    assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
+
+
+def test_stream_can_be_entered_anywhere():
+    whole = [game.scene for game in games("train", 0, 12, seed=3, difficulty="tiny")]
+    assert [game.scene for game in games("train", 7, 5, seed=3, difficulty="tiny")] == whole[7:]
+    assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != whole
+    assert {game.name for game in games("train", 0, 2, difficulty="tiny", kinds=["look"])} == {
+        game.name for game in games("train", 0, 2, difficulty="tiny", kinds=("look",))
+    }
+
+
+@pytest.mark.parametrize(
+    ("level", "kinds", "receptacles", "objects"),
+    [
+        ("tiny", KINDS[:5], (4, 5), (3, 6)),
+        ("small", KINDS, (5, 8), (5, 9)),
+        ("medium", KINDS, (9, 14), (10, 17)),
+        ("full", KINDS, (8, 46), (5, 90)),
+    ],
+)
+def test_presets_keep_their_promises(level, kinds, receptacles, objects):
+    made = [generate(seed, difficulty=level) for seed in range(200)]
+    assert DIFFICULTIES[level].kinds == kinds
+    assert {game.kind for game in made} == set(kinds)
+    for game in made:
+        # a bathroom has no more receptacles than its table allows, whatever the preset would like
+        assert min(receptacles[0], 8) <= len(game.scene.receptacles) <= receptacles[1]
+        assert objects[0] <= len(game.scene.objects) <= objects[1]
+    if level == "tiny":
+        assert all(game.names[id_].endswith(" 1") for game in made for id_ in (*game.location, *game.object_type))
+    if level == "full":
+        heads = {game.scene.floor_plan // 100 for game in made}
+        assert heads == {0, 2, 3, 4}  # all four rooms
+
+
+def test_objects_lie_where_alfworld_lets_them():
+    for level in DIFFICULTIES:
+        for seed in range(40):
+            scene = generate(seed, difficulty=level).scene
+            for _, type_, index in scene.objects:
+                assert type_ == "DeskLamp" or type_ in HOLDS[scene.receptacles[index][1]]
+    for difficulty in DIFFICULTIES.values():
+        for room in difficulty.rooms:
+            for type_ in room.objects:
+                assert any(type_ in HOLDS[receptacle] for receptacle in room.receptacles), type_
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, level=LEVELS)
+def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, level):
+    game = generate(seed, difficulty=level)
+    path = write(game, tmp_path_factory.mktemp("games"))
+    loaded = Game.load(path)
+    assert loaded.walkthrough == game.walkthrough
+    assert loaded.kind == game.kind
+    ours, theirs, rng = Household(game), Household(loaded), random.Random(seed)
+    assert ours.reset() == theirs.reset()
+    for _ in range(30):
+        assert ours.admissible == theirs.admissible
+        command = rng.choice(ours.admissible)
+        assert ours.step(command) == theirs.step(command)
+        assert ours.won == theirs.won
+
+
+def test_written_layout_is_alfworlds(tmp_path):
+    game = generate(11, difficulty="full", kinds=["heat"])
+    path = write(game, tmp_path)
+    kind, object_, _, parent, scene = path.parent.parent.name.split("-")
+    trajectory = json.loads((path.parent / "traj_data.json").read_text())
+    assert kind == trajectory["task_type"] == "pick_heat_then_place_in_recep"
+    assert trajectory["pddl_params"]["object_target"] == object_
+    assert trajectory["pddl_params"]["parent_target"] == parent
+    assert trajectory["scene"]["scene_num"] == int(scene)
+    data = json.loads(path.read_text())
+    assert data["solvable"] is True
+    assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
+    with pytest.raises(ValueError, match="was not generated"):
+        write(Game.load(path), tmp_path)
+
+
+def test_speed():
+    """CPU time, best of three. The floors are far under what one core does: 2,700 tiny and 700 full games a second."""
+    for level, count, least in (("tiny", 200, 1000), ("full", 50, 100)):
+        best = 0.0
+        for repeat in range(3):
+            start = time.process_time()
+            for seed in range(count):
+                generate(repeat * count + seed, difficulty=level)
+            best = max(best, count / (time.process_time() - start))
+        assert best >= least, f"{best:.0f} {level} games/s"
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match='difficulty "huge" is not known; choose one of tiny, small, medium, full'):
+        generate(0, difficulty="huge")
+    with pytest.raises(UserError, match='task type "two" is not offered by difficulty "tiny"'):
+        generate(0, difficulty="tiny", kinds=["two"])
+    with pytest.raises(UserError, match='split "test" of generated games is not known'):
+        next(games("test", 0, 1))
+    with pytest.raises(UserError, match="kinds is empty"):
+        generate(0, kinds=[])
+
+
+def test_tables_and_data_are_alfworlds():
+    constants = pytest.importorskip("alfworld.gen.constants")
+    library = pytest.importorskip("alfworld.gen.goal_library")
+    info = pytest.importorskip("alfworld.info")
+
+    def whole(types):
+        return {type_ for type_ in types if not type_.endswith("Sliced")}
+
+    for receptacle, types in HOLDS.items():
+        assert set(types) == whole(constants.VAL_RECEPTACLE_OBJECTS[receptacle])
+    for predicate in ("Cleanable", "Heatable", "Coolable", "Sliceable"):
+        assert ABILITIES[predicate.lower()] == whole(constants.VAL_ACTION_OBJECTS[predicate])
+    assert ABILITIES["isReceptacleObject"] == constants.MOVABLE_RECEPTACLES_SET
+    for kind, task_type in TASK_TYPES.items():
+        goal = library.gdict[task_type]["pddl"].format(obj="Mug", recep="Desk", toggle="Desk", mrecep="")
+        ours = f"(:goal (and {GOALS[kind].format(object='Mug', target='Desk')})))"
+        assert "".join(ours.split()) == "".join(goal.replace("#", "-").split())
+        templates = [s.format(obj="O", recep="T", toggle="T", mrecep="") for s in library.gdict[task_type]["templates"]]
+        assert [s.format(object="O", target="T") for s in SENTENCES[kind]] == templates
+    for name, path in (("alfred.pddl", info.ALFRED_PDDL_PATH), ("alfred.twl2", info.ALFRED_TWL2_PATH)):
+        with open(path, "rb") as file:  # noqa: PTH123
+            assert (_DATA / name).read_bytes() == file.read()

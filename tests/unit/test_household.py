@@ -1,0 +1,279 @@
+"""The native ALFWorld engine: what it says, what it allows, what it refuses to read."""
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paw.errors import UserError
+from paw.experience.envs.alfworld.expert import expert, solve
+from paw.experience.envs.alfworld.generator import generate, write
+from paw.experience.envs.alfworld.household import Household
+from paw.experience.envs.alfworld.problem import KINDS, Game
+
+# Two cabinets share a location with a countertop; a mug, an apple (already cool) and a knife lie on the countertop.
+FACTS = """
+    (receptacleType CounterTop_bar_1 CounterTopType) (receptacleAtLocation CounterTop_bar_1 loc_a)
+    (receptacleType Cabinet_bar_1 CabinetType) (receptacleAtLocation Cabinet_bar_1 loc_a) (openable Cabinet_bar_1)
+    (receptacleType Cabinet_bar_2 CabinetType) (receptacleAtLocation Cabinet_bar_2 loc_a) (openable Cabinet_bar_2)
+    (receptacleType Microwave_bar_1 MicrowaveType) (receptacleAtLocation Microwave_bar_1 loc_b)
+    (openable Microwave_bar_1)
+    (receptacleType Sink_bar_1_bar_SinkBasin SinkBasinType) (receptacleAtLocation Sink_bar_1_bar_SinkBasin loc_c)
+    (receptacleType Desk_bar_1 DeskType) (receptacleAtLocation Desk_bar_1 loc_d)
+    (canContain CounterTopType MugType) (canContain CounterTopType AppleType) (canContain CounterTopType KnifeType)
+    (canContain CabinetType MugType) (canContain DeskType MugType)
+    (objectType Mug_bar_1 MugType) (pickupable Mug_bar_1) (isReceptacleObject Mug_bar_1)
+    (objectType Mug_bar_2 MugType) (pickupable Mug_bar_2) (isReceptacleObject Mug_bar_2)
+    (objectType Apple_bar_1 AppleType) (pickupable Apple_bar_1) (cleanable Apple_bar_1) (heatable Apple_bar_1)
+    (sliceable Apple_bar_1) (isCool Apple_bar_1)
+    (objectType Knife_bar_1 KnifeType) (pickupable Knife_bar_1)
+    (objectType DeskLamp_bar_1 DeskLampType) (toggleable DeskLamp_bar_1)
+    (inReceptacle Mug_bar_1 CounterTop_bar_1) (objectAtLocation Mug_bar_1 loc_a)
+    (inReceptacle Mug_bar_2 Cabinet_bar_1) (objectAtLocation Mug_bar_2 loc_a)
+    (inReceptacle Apple_bar_1 CounterTop_bar_1) (objectAtLocation Apple_bar_1 loc_a)
+    (inReceptacle Knife_bar_1 CounterTop_bar_1) (objectAtLocation Knife_bar_1 loc_a)
+    (inReceptacle DeskLamp_bar_1 Desk_bar_1) (objectAtLocation DeskLamp_bar_1 loc_d)
+    (atLocation agent1 loc_start)
+"""
+TWO = """(exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1 MugType) (receptacleType ?r CabinetType)
+    (inReceptacle ?o1 ?r) (exists (?o2 - object) (and (not (= ?o1 ?o2)) (objectType ?o2 MugType)
+    (receptacleType ?r CabinetType) (inReceptacle ?o2 ?r))))))"""
+LOOK = """(exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and (objectType ?ot DeskLampType)
+    (toggleable ?ot) (isToggled ?ot) (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r)))
+    (exists (?o - object ?a - agent) (and (objectType ?o MugType) (holds ?a ?o)))"""
+
+
+def kitchen(goal: str = TWO) -> Household:
+    problem = f"(define (problem p) (:domain alfred) (:init {FACTS}) (:goal (and {goal})))"
+    return Household(Game.parse(problem, "Your task is to: be quick."))
+
+
+def play(household: Household, *commands: str) -> str:
+    """Feedback of the last command; every one must be admissible."""
+    feedback = ""
+    for command in commands:
+        assert command in household.admissible, command
+        feedback = household.step(command)
+    return feedback
+
+
+def test_welcome_names_every_receptacle_but_look_sees_none_before_the_first_move():
+    household = kitchen()
+    assert household.reset() == (
+        "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
+        "a cabinet 2, a cabinet 1, a countertop 1, a desk 1, a microwave 1, and a sinkbasin 1."
+        "\n\nYour task is to: be quick."
+    )
+    assert play(household, "look") == ("You are in the middle of a room. Looking quickly around you, you see nothing.")
+
+
+def test_admissible_commands_are_sorted_and_leave_out_going_where_one_is():
+    household = kitchen()
+    household.step("go to cabinet 1")
+    assert household.admissible == [
+        *("examine cabinet 1", "examine cabinet 2", "examine countertop 1"),
+        *("go to desk 1", "go to microwave 1", "go to sinkbasin 1", "help", "inventory", "look"),
+        *("open cabinet 1", "open cabinet 2"),
+        *("take apple 1 from countertop 1", "take knife 1 from countertop 1", "take mug 2 from countertop 1"),
+    ]
+
+
+def test_what_is_not_admissible_does_nothing():
+    household = kitchen()
+    before = household.admissible
+    for command in ("", "fly away", "take mug 2 from countertop 1", "GO TO DESK 1", "open cabinet 1"):
+        assert household.step(command) == "Nothing happens."
+    assert household.admissible == before
+    assert household.step("  go to desk 1 \n") == "You arrive at desk 1. On the desk 1, you see a desklamp 1."
+
+
+def test_doors_hide_what_is_inside():
+    household = kitchen()
+    assert play(household, "go to cabinet 2") == "You arrive at cabinet 2. The cabinet 2 is closed."
+    assert not any("mug 1" in command for command in household.admissible)
+    assert play(household, "open cabinet 2") == "You open the cabinet 2. The cabinet 2 is open. In it, you see a mug 1."
+    assert play(household, "take mug 1 from cabinet 2") == "You pick up the mug 1 from the cabinet 2."
+    assert play(household, "inventory") == "You are carrying: a mug 1."
+    assert play(household, "close cabinet 2") == "You close the cabinet 2."
+    assert "move mug 1 to cabinet 2" not in household.admissible
+
+
+def test_an_object_moved_between_neighbours_lies_next_to_them():
+    household = kitchen()
+    play(household, "go to countertop 1", "take mug 2 from countertop 1", "open cabinet 1", "move mug 2 to cabinet 1")
+    facing = "You are facing the cabinet 2, cabinet 1, and countertop 1. Next to it, you see "
+    assert play(household, "look") == facing + "a mug 2."
+    play(household, "take mug 2 from cabinet 1", "open cabinet 2", "move mug 2 to cabinet 2")
+    assert play(household, "look") == facing + "a mug 2, and a mug 2."  # once for each place it was taken from
+    play(household, "take mug 2 from cabinet 2")
+    assert play(household, "look") == facing + "nothing."
+
+
+def test_states_of_an_object_and_that_only_a_held_one_can_be_examined():
+    household = kitchen()
+    play(household, "go to countertop 1")
+    assert "examine apple 1" not in household.admissible
+    play(household, "take apple 1 from countertop 1")
+    assert play(household, "examine apple 1") == "This is a cold apple 1."
+    assert play(household, "go to sinkbasin 1", "clean apple 1 with sinkbasin 1") == (
+        "You clean the apple 1 using the sinkbasin 1."
+    )
+    assert play(household, "examine apple 1") == "This is a cool and clean apple 1."
+    play(household, "go to microwave 1", "heat apple 1 with microwave 1")  # through the closed door
+    assert play(household, "examine apple 1") == "This is a hot and clean apple 1."
+    play(household, "go to countertop 1", "move apple 1 to countertop 1", "take knife 1 from countertop 1")
+    assert play(household, "slice apple 1 with knife 1") == "You sliced the apple 1 with the knife 1."
+    play(household, "move knife 1 to countertop 1", "take apple 1 from countertop 1")
+    assert play(household, "examine apple 1") == "This is a hot and clean sliced apple 1."
+    play(household, "move apple 1 to countertop 1", "take mug 2 from countertop 1")
+    assert play(household, "examine mug 2") == "This is a normal mug 2. In it, you see nothing."
+
+
+def test_a_lamp_only_ever_turns_on_and_wins_with_the_object_in_hand():
+    household = kitchen(LOOK)
+    assert household.game.kind == "look"
+    assert play(household, "go to desk 1", "use desklamp 1") == "You turn on the desklamp 1."
+    assert play(household, "use desklamp 1") == "You turn on the desklamp 1."
+    play(household, "go to countertop 1", "take mug 2 from countertop 1")
+    assert not household.won
+    play(household, "go to desk 1")
+    assert household.won
+    play(household, "move mug 2 to desk 1")
+    assert not household.won
+
+
+def test_two_objects_must_lie_in_one_receptacle():
+    household = kitchen()
+    play(household, "go to countertop 1", "take mug 2 from countertop 1", "open cabinet 1", "move mug 2 to cabinet 1")
+    assert not household.won
+    play(household, "open cabinet 2", "take mug 1 from cabinet 2", "move mug 1 to cabinet 1")
+    assert household.won
+    household.reset()
+    assert not household.won and household.held is None
+
+
+def test_expert_gathers_two_objects_that_lie_in_two_targets():
+    household = kitchen()
+    play(household, "go to countertop 1", "open cabinet 1", "take mug 2 from countertop 1", "move mug 2 to cabinet 1")
+    steps = 0
+    while not household.won and steps < 10:
+        play(household, expert(household))
+        steps += 1
+    assert household.won
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), wander=st.integers(0, 80))
+def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
+    household = Household(generate(seed, difficulty="small", kinds=[kind]))
+    rng = random.Random(seed)
+    for _ in range(wander):
+        handling = [c for c in household.admissible if not c.startswith(("go to", "examine"))]
+        household.step(rng.choice(handling if rng.random() < 0.6 else household.admissible))
+    for _ in range(20):
+        if household.won:
+            return
+        play(household, expert(household))
+    pytest.fail(f"the expert has not won {household.game.name} in 20 steps")
+
+
+def test_official_sample_replays_to_a_win(official_games):
+    kinds = set()
+    for name, data in official_games(stop=480, step=12):
+        game = Game.from_data(data, name=name)
+        household = Household(game)
+        play(household, *game.walkthrough)
+        assert household.won, name
+        kinds.add(game.kind)
+    assert len(kinds) > 1
+
+
+@pytest.mark.slow
+def test_every_official_walkthrough_and_the_expert_win(official_games):
+    kinds, count = dict.fromkeys(KINDS, 0), 0
+    for name, data in official_games():
+        game = Game.from_data(data, name=name)
+        household = Household(game)
+        assert not household.won, name
+        play(household, *game.walkthrough)
+        assert household.won, name
+        assert len(solve(game)) <= 50, name
+        kinds[game.kind] += 1
+        count += 1
+    assert count == 3893
+    assert all(kinds.values())
+
+
+def test_speed():
+    """20,000 steps per CPU second, best of three, reading the admissible commands and the win flag after every one."""
+    played = []
+    rng = random.Random(0)
+    for seed in range(20):
+        household, commands = Household(generate(seed, difficulty="full")), []
+        for _ in range(50):
+            commands.append(expert(household) if rng.random() < 0.3 else rng.choice(household.admissible))
+            household.step(commands[-1])
+        played.append((household, commands))
+    best = 0.0
+    for _ in range(3):
+        start = time.process_time()
+        for household, commands in played:
+            household.reset()
+            for command in commands:
+                household.step(command)
+                assert household.admissible
+                assert household.won is not None
+        best = max(best, sum(len(commands) for _, commands in played) / (time.process_time() - start))
+    assert best >= 20_000, f"{best:.0f} steps/s"
+
+
+def corrupt(data: dict, **changes) -> str:
+    return json.dumps({key: value for key, value in {**data, **changes}.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text, data: "", "not valid JSON"),
+        (lambda text, data: text[: len(text) // 2], "not valid JSON"),
+        (lambda text, data: "[1, 2]", "holds a JSON list"),
+        (lambda text, data: corrupt(data, pddl_problem=...), '"pddl_problem" is missing'),
+        (lambda text, data: corrupt(data, grammar=3), '"grammar" is no text'),
+        (lambda text, data: corrupt(data, walkthrough="look"), '"walkthrough" is no list'),
+        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"][:-30]), "cut off"),
+        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"][:99]), "(:goal"),
+        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"].replace("(atLocation", "(at")), "no agent"),
+        (
+            lambda text, data: corrupt(
+                data, pddl_problem=data["pddl_problem"].replace("(inReceptacle", "(inReceptacle x")
+            ),
+            "has not two arguments",
+        ),
+        (
+            lambda text, data: corrupt(data, pddl_problem="(define (:init (a b)) (:goal (and (isSliced ?o))))"),
+            "none of ALFWorld's six",
+        ),
+        (lambda text, data: corrupt(data, grammar="{}"), "names no task"),
+        (lambda text, data: corrupt(data, grammar=data["grammar"].replace("move {o} to", "put {o} in")), "json_2.1.2"),
+    ],
+)
+def test_a_damaged_file_is_one_clear_line(tmp_path, change, complaint):
+    path = write(generate(3, difficulty="tiny"), tmp_path)
+    text = path.read_text()
+    path.write_text(change(text, json.loads(text)))
+    with pytest.raises(UserError) as error:
+        Game.load(path)
+    message = str(error.value)
+    assert str(path) in message and complaint in message and "\n" not in message
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            Game.load(path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        Game.load(tmp_path / "binary")
