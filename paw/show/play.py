@@ -6,6 +6,7 @@ first stands for the start. It ends with the episode or the input.
 """
 
 import argparse
+import io
 import json
 import sys
 from typing import TextIO
@@ -41,12 +42,10 @@ def run(args: argparse.Namespace, *, stdin: TextIO | None = None, stdout: TextIO
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
     environment = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style)).make()
     talk = _json if args.json else _terminal
-    if stdin is None:
-        stdin = sys.stdin
-        if hasattr(stdin, "reconfigure"):
-            stdin.reconfigure(errors="replace")  # what is not text is no action either
+    if stdin is None and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
     try:
-        talk(environment, Task(game.name, game.kind, game), stdin, stdout or sys.stdout)
+        talk(environment, Task(game.name, game.kind, game), stdin or sys.stdin, stdout or sys.stdout)
     except EnvironmentFailure as error:
         print(f"paw play: {error}", file=sys.stderr)
         return 1

@@ -85,7 +85,7 @@ def test_a_person_sees_numbered_actions_and_the_prompt():
     assert "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: look at" in out
     assert "Action 1: 'go to cabinet 1']" in out
     assert out.count("\n> ") == 3  # nothing is read after quit
-    assert "\ntask: look at" in talk("prompt\n", "--seed", "3", "--difficulty", "tiny", "--style", "compact")
+    assert "> task: look at" in talk("prompt\n", "--seed", "3", "--difficulty", "tiny", "--style", "compact")
 
 
 def test_a_person_wins():
