@@ -1,0 +1,41 @@
+"""Rollout engines: `transformers` on the trainer's own weights, or `vllm`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paw.experience.engines.base import Completion, Engine, Request
+
+if TYPE_CHECKING:
+    from paw.config import Config
+    from paw.experience.chat import Chat
+    from paw.learner.model import Policy
+
+__all__ = ["Completion", "Engine", "Request", "make_engine"]
+
+
+def make_engine(config: "Config", *, policy: "Policy", chat: "Chat", model_path: str | Path) -> Engine:
+    """The engine that `config.rollout.engine` names; push the policy's weights before the first request.
+
+    `model_path`, a folder or Hugging Face name, gives vLLM the architecture. Responses end at the chat template's end
+    token or at any the model's generation config names.
+    """
+    named = policy.lm.generation_config.eos_token_id if policy.lm.generation_config else None
+    end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
+    if config.rollout.engine == "transformers":
+        from paw.experience.engines.transformers import TransformersEngine
+
+        return TransformersEngine(
+            policy.lm,
+            end_ids=end_ids,
+            max_batch_tokens=config.rollout.max_batch_tokens,
+            autocast=policy.autocast,
+        )
+    from paw.experience.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        model_path,
+        end_ids=end_ids,
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        dtype=config.model.dtype,
+        gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+    )

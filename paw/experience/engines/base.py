@@ -6,9 +6,10 @@ transformers engine finishes whatever is queued in one step; vLLM batches contin
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,12 @@ class Engine(Protocol):
         """Requests submitted and not yet returned."""
         ...
 
-    def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
         ...
 
     def close(self) -> None: ...

@@ -82,6 +82,9 @@ class TransformersEngine:
             raise RuntimeError(f"weights may not change under {self.pending} pending requests")
         self.version = version
 
+    def sleep(self) -> None:
+        """Nothing to give back: the KV cache lives only inside `step`."""
+
     def close(self) -> None:
         self._queue.clear()
 

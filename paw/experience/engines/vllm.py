@@ -1,0 +1,205 @@
+"""vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
+
+Written for vLLM 0.32; everything that knows its internals is in this file. What is not obvious:
+- `add_request` returns an internal id, outputs carry ours; duplicate ids are accepted silently: numbered here.
+- The default output kind is cumulative with an aliased list: FINAL_ONLY.
+- A prompt and max_tokens beyond the limit are clipped silently: refused here.
+- Per-request seeds with chunked prefill crash the CPU engine: off there.
+- Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
+  them away from the policy and are never set; neither is generation_config.json read.
+- Construction reseeds every global random generator and sets the number of threads: both are put back.
+"""
+
+import itertools
+import os
+import random
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paw.errors import UserError
+from paw.experience.engines.base import Completion, Request
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class VllmEngine:
+    """One vLLM engine; under torchrun one in each rank.
+
+    `model_dir` needs only the architecture (config.json): weights are random until the first `sync`. Raises UserError
+    when vLLM is missing or cannot serve the model.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        end_ids: Collection[int],
+        max_model_len: int,
+        dtype: str = "bfloat16",
+        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = 256,
+    ):
+        vllm = _import_vllm()
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        arguments: dict[str, Any] = dict(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(8192, max_model_len),
+            gpu_memory_utilization=gpu_memory_utilization,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=0,
+        )
+        if on_cpu:
+            arguments |= dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
+        else:
+            arguments |= dict(enable_sleep_mode=True)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            arguments |= dict(distributed_executor_backend="external_launcher")
+        try:
+            with _global_state_kept():
+                self._llm: Any = vllm.LLM(str(model_dir), **arguments)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise UserError(f"vLLM cannot serve model.path = '{model_dir}': {_reason(error)}") from error
+        self.version = -1
+        """-1 until the first `sync`."""
+        self._vllm = vllm
+        self._sleep_mode = not on_cpu
+        self._asleep = False
+        self._end_ids = sorted(end_ids)
+        self._max_model_len = max_model_len
+        self._ids = itertools.count()
+        self._key_of: dict[str, int] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self._key_of)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it joins the batch at the next `step`.
+
+        Raises ValueError for a malformed one, UserError for one beyond `max_model_len`.
+        """
+        if self.version < 0 or self._asleep:
+            raise RuntimeError("the engine has no weights: call sync first")
+        if not request.prompt_ids or request.max_tokens < 1 or request.temperature < 0:
+            raise ValueError(f"empty prompt, max_tokens < 1 or temperature < 0: {request}")
+        if request.key in self._key_of.values():
+            raise ValueError(f"key in flight: {request.key}")
+        if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the"
+                f" {self._max_model_len} the engine was made for (rollout.max_prompt_tokens +"
+                " rollout.max_response_tokens)"
+            )
+        parameters = self._vllm.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed & (2**63 - 1),
+            stop_token_ids=self._end_ids,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        name = str(next(self._ids))
+        self._llm.llm_engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt_ids), parameters)
+        self._key_of[name] = request.key
+
+    def step(self) -> list[Completion]:
+        """One token for every running request; the requests that finished with it."""
+        if not self._key_of:
+            return []
+        return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
+
+    def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
+        self._must_be_idle("sync")
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(parameters)))
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache: requests are still running")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Move the weights to host memory and free the KV cache until the next `sync`; on CPU a no-op."""
+        self._must_be_idle("sleep")
+        if self._sleep_mode and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def close(self) -> None:
+        """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            self._key_of.clear()
+
+    def _must_be_idle(self, action: str) -> None:
+        if self._key_of:
+            raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")
+
+    def _completion(self, output: Any) -> Completion:
+        answer = output.outputs[0]
+        token_ids = list(answer.token_ids)
+        logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
+        return Completion(
+            key=self._key_of.pop(output.request_id),
+            token_ids=token_ids,
+            logp=logp,
+            entropy=None,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+
+
+def _import_vllm() -> Any:
+    os.environ.update(ENVIRONMENT)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+        import vllm.inputs
+        import vllm.platforms
+        import vllm.sampling_params
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engine = 'vllm' needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use"
+            " --rollout.engine transformers"
+        ) from None
+    return vllm
+
+
+@contextmanager
+def _global_state_kept() -> Iterator[None]:
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _reason(error: BaseException) -> str:
+    """One line of an error that may be a page long."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
