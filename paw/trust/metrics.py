@@ -255,7 +255,8 @@ class LiveView:
             self._live = None
 
     def header(self, lines: Iterable[str]) -> None:
-        """Lines said once, at the top: recipe, model, device, run directory."""
+        """Lines said once, when training begins: recipe, model, device. The first update's time counts from here."""
+        self._last = time.monotonic()
         for line in lines:
             self.message(line)
 
@@ -269,7 +270,7 @@ class LiveView:
         """Show the metrics of update `step`; a name that is absent, or null, is left out."""
         now = time.monotonic()
         if step > self.step:
-            self._seconds.append((now - self._last) / (step - self.step))
+            self._seconds.append(now - self._last)
         self._last, self.step = now, step
         self._metrics = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
         evaluation = {name.removeprefix("eval/"): v for name, v in self._metrics.items() if name.startswith("eval/")}

@@ -207,12 +207,16 @@ def test_off_prints_nothing():
     assert out.getvalue() == ""
 
 
-def test_time_left_counts_this_session_only(monkeypatch):
+@pytest.mark.parametrize(
+    "begin", [lambda view: view.header(["x"]), lambda view: view.update(50, {"eval/success": 0.4})]
+)
+def test_time_left_counts_updates_of_this_session_only(monkeypatch, begin):
     now = [1000.0]
     monkeypatch.setattr("paw.trust.metrics.time.monotonic", lambda: now[0])
     out = io.StringIO()
     with LiveView(100, start=50, console=Console(file=out)) as view:
-        view.update(50, {"eval/success": 0.4})
+        now[0] += 600.0  # loading the model, warming it up
+        begin(view)
         now[0] += 30.0
         view.update(51, {})
     assert out.getvalue().splitlines()[-1] == "step  51/100  30.0 s  left 0:24:30"
