@@ -1,4 +1,4 @@
-"""Sample episodes as HTML one can read: action, real next observation shaded by the model's surprise, and its own guess.
+"""Sample episodes as HTML: each action, the real next observation shaded by the model's surprise, and its own guess.
 
 Everything shown was written by a model or an environment, so every string passes `esc`.
 """
@@ -36,20 +36,24 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = False) -> str:
-    """One collapsible episode; long ones stop after `EPISODE_BYTES` and say so."""
+    """One collapsible episode; long ones are cut after `EPISODE_BYTES` and say so."""
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
     won = sample.get("won")
+    when = f"Update {sample['step']}" if sample["step"] else "Before training"
     outcome = "" if won is None else _badge("won", "good") if won else _badge("not won", "bad")
-    body = ""
-    for index, turn in enumerate(turns):
-        body += _turn(turn, index, rho)
+    total = sample["length"] if type(sample.get("length")) is int else len(turns)
+    body, shown = "", 0
+    for turn in turns:
         if len(body) > EPISODE_BYTES:
-            body += f'<p class="note">{len(turns) - index - 1} more turns in samples.jsonl.</p>'
             break
+        body += _turn(turn, shown, rho)
+        shown += 1
+    if shown < total:
+        body += f'<p class="note">The first {shown} of {total} turns.</p>'
     return (
-        f'<details class="episode"{" open" if is_open else ""}><summary><b>Update {sample["step"]}</b>'
+        f'<details class="episode"{" open" if is_open else ""}><summary><b>{when}</b>'
         f"<span>{esc(sample.get('kind', ''))}</span>{outcome}"
-        f'<span class="note">{len(turns)} turns · return {_number(sample.get("return"))}</span>'
+        f'<span class="note">{total} turns · return {_number(sample.get("return"))}</span>'
         f'<span class="task">{esc(sample.get("task", ""))}</span></summary>{body}</details>'
     )
 

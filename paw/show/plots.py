@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -25,13 +26,14 @@ CSS_NAMES = {
     INK: "ink", MUTED: "muted", GRID: "rule", BLUE: "blue", VERMILLION: "vermillion", GREEN: "green",
     PURPLE: "purple", ORANGE: "orange", SKY: "sky",
 }  # fmt: skip
-STYLE = {
+STYLE: Any = {
     "font.size": 9, "axes.labelsize": 9, "xtick.labelsize": 8.5, "ytick.labelsize": 8.5, "legend.fontsize": 8.5,
     "text.color": INK, "axes.labelcolor": MUTED, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
     "axes.edgecolor": GRID, "xtick.color": GRID, "ytick.color": GRID, "grid.color": GRID, "grid.linewidth": 0.7,
     "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.spines.top": False,
     "axes.spines.right": False, "axes.spines.left": False, "ytick.left": False, "legend.frameon": False,
-    "lines.solid_capstyle": "round", "svg.fonttype": "none", "svg.hashsalt": "paw", "figure.constrained_layout.use": True,
+    "lines.solid_capstyle": "round", "svg.fonttype": "none", "svg.hashsalt": "paw",
+    "figure.constrained_layout.use": True,
     # Task types come from the environment: a `$` in one is text, not mathematics.
     "text.parse_math": False,
 }  # fmt: skip
@@ -50,41 +52,42 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
 
 
 @styled
-def learning_curve(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None:
-    """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games."""
-    if not any(run.series("eval/success")[0] for run in runs):
+def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str | None = None) -> Figure | None:
+    """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games.
+
+    `kind` restricts it to one task type, as a chart without interval and legend. A wide one marks both ends.
+    """
+    evaluation, training = (
+        ("eval/success", "success/all") if kind is None else (f"eval/success_{kind}", f"success/{kind}")
+    )
+    if not any(run.series(evaluation)[0] for run in runs):
         return None
     figure, axes = _axes(size)
+    single, wide = len(runs) == 1, size[0] > 5
     for index, run in enumerate(runs):
         colour, dash = _look(index)
-        if len(runs) == 1:
-            steps, values = run.series("success/all")
-            if steps:
-                window = smoothing_window(len(steps))
-                axes.plot(steps, np.multiply(values, 100), color=VERMILLION, linewidth=0.7, alpha=0.22)
-                label = f"training games, mean over {window} updates" if window > 1 else "training games"
-                axes.plot(steps, 100 * smooth(values, window), color=VERMILLION, linewidth=1.4, label=label)
-        steps, values = run.series("eval/success")
+        steps, values = run.series(training)
+        if single and steps:
+            window = smoothing_window(len(steps))
+            if window > 1 and kind is None:
+                axes.plot(steps, np.multiply(values, 100), color=VERMILLION, linewidth=0.7, alpha=0.2)
+            label = f"training games ({window}-update mean)" if window > 1 else "training games"
+            axes.plot(steps, 100 * smooth(values, window), color=VERMILLION, linewidth=1.4, label=label)
+        steps, values = run.series(evaluation)
         if not steps:
             continue
-        band = [s for s in steps if run.at("eval/ci_low", s) is not None and run.at("eval/ci_high", s) is not None]
-        low, high = ([100 * (run.at(f"eval/ci_{side}", s) or 0) for s in band] for side in ("low", "high"))
-        label = "unseen games, 95% interval" if len(runs) == 1 and band else "unseen games"
-        if len(runs) > 1:
-            label = _label(run.name)
+        low, high = (dict(zip(*run.series(f"eval/ci_{side}"), strict=True)) for side in ("low", "high"))
+        band = [step for step in steps if kind is None and step in low and step in high]
+        low, high = ([100 * side[step] for step in band] for side in (low, high))
         axes.fill_between(band, low, high, color=colour, alpha=0.16 if len(runs) < 4 else 0.08, linewidth=0)
+        label = _label(run.name) if not single else "unseen games, 95% interval" if band else "unseen games"
         shown = np.multiply(values, 100)
-        axes.plot(steps, shown, color=colour, linestyle=dash, linewidth=2.2, marker="o", markersize=4, label=label)
-        if len(runs) == 1:
-            for at in {0, len(steps) - 1}:
-                side = -9 if at == 0 and len(steps) > 1 and values[1] >= values[0] else 7
-                axes.annotate(
-                    f"{shown[at]:.1f}%", (steps[at], shown[at]), (0, side), textcoords="offset points", color=colour,
-                    ha="center" if len(steps) == 1 else ("left" if at == 0 else "right"),
-                    va="top" if side < 0 else "bottom", fontsize=10, fontweight="bold",
-                )  # fmt: skip
+        axes.plot(steps, shown, color=colour, linestyle=dash, linewidth=2, marker="o", markersize=3.6, label=label)
+        if single and wide:
+            _mark_ends(axes, steps, shown, colour)
     axes.set(xlabel="Update", ylabel="Success rate (%)", ylim=(0, 100))
-    _legend(axes, columns=2)
+    if kind is None:
+        _legend(axes, columns=3 if not single else 2 if wide else 1)
     return figure
 
 
@@ -122,38 +125,7 @@ def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | 
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    _legend(axes, columns=2)
-    return figure
-
-
-@styled
-def kind_curves(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None:
-    """Small multiples, one task type each: evaluations, and for one run the training games behind them."""
-    kinds = _kinds(runs)
-    if not kinds or max(len(run.series("eval/success")[0]) for run in runs) < 2:
-        return None
-    columns = min(3, len(kinds))
-    rows = -(-len(kinds) // columns)
-    figure = Figure((size[0], 0.5 + 1.15 * rows))
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(kinds) :]:
-        axes.set_visible(False)
-    for axes, kind in zip(grid.flat, kinds, strict=False):
-        for index, run in enumerate(runs):
-            colour, dash = _look(index)
-            steps, values = run.series(f"success/{kind}")
-            if len(runs) == 1 and steps:
-                shown = 100 * smooth(values, smoothing_window(len(steps)))
-                axes.plot(steps, shown, color=VERMILLION, linewidth=1.0, alpha=0.75)
-            steps, values = run.series(f"eval/success_{kind}")
-            axes.plot(
-                steps, np.multiply(values, 100), color=colour, linestyle=dash, linewidth=1.8, marker="o", markersize=2.5
-            )
-        axes.set_title(_label(kind), loc="left", fontsize=9, color=INK)
-        axes.set(ylim=(0, 104), yticks=(0, 50, 100))
-        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
-    figure.supylabel("Success rate (%)", fontsize=9, color=MUTED)
-    figure.supxlabel("Update", fontsize=9, color=MUTED)
+    _legend(axes, columns=2 if len(runs) < 3 else 3)
     return figure
 
 
@@ -161,7 +133,7 @@ def kind_curves(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None
 def metric(
     runs: Sequence[Run], key: str, label: str, size: tuple[float, float], *, percent: bool = False
 ) -> Figure | None:
-    """One metric over the updates: each value thin, the moving mean thick."""
+    """One metric over the updates: each value thin, the moving mean thick; the mean alone for several runs."""
     if not any(run.series(key)[0] for run in runs):
         return None
     figure, axes = _axes(size)
@@ -172,7 +144,7 @@ def metric(
         if not steps:
             continue
         window = smoothing_window(len(steps))
-        if window > 1:
+        if window > 1 and len(runs) == 1:
             axes.plot(steps, np.multiply(values, factor), color=colour, linewidth=0.7, alpha=0.25)
         marker = "o" if len(steps) == 1 else ""
         shown = factor * smooth(values, window)
@@ -183,7 +155,7 @@ def metric(
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -2), min(high, 102))
     if len(runs) > 1:
-        _legend(axes, columns=2)
+        _legend(axes, columns=2 if len(runs) < 3 else 3)
     return figure
 
 
@@ -196,13 +168,15 @@ def phase_times(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None
     figure, axes = _axes(size)
     if len(runs) == 1:
         updates = max(runs[0].updates, 1)
-        edges = np.linspace(0.5, updates + 0.5, min(updates, 40) + 1)
+        edges = np.append(np.arange(0.5, updates + 0.5, -(-updates // 40)), updates + 0.5)
         widths, places = np.diff(edges), (edges[1:] + edges[:-1]) / 2
         bottom = np.zeros(len(places))
+        total = sum(sum(runs[0].series(f"time/{phase}")[1]) for phase in phases)
         for phase in phases:
             steps, seconds = runs[0].series(f"time/{phase}")
+            share = sum(seconds) / total if total else 0.0
             height = np.histogram(steps, edges, weights=seconds)[0] / widths
-            axes.bar(places, height, widths * 0.86, bottom, color=PHASES[phase], label=phase)
+            axes.bar(places, height, widths * 0.86, bottom, color=PHASES[phase], label=f"{phase} {share:.0%}")
             bottom += height
         axes.set(xlabel="Update", ylabel="Time (s per update)")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -215,10 +189,11 @@ def phase_times(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None
         axes.set_yticks(range(len(runs)), [_label(run.name) for run in runs])
         axes.tick_params(axis="y", labelcolor=INK)
         axes.set(xlabel="Time (s per update)")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="x")
         axes.grid(visible=False, axis="y")
         axes.invert_yaxis()
-    _legend(axes, columns=len(phases))
+    _legend(axes, columns=3)
     return figure
 
 
@@ -231,7 +206,7 @@ def save_png(figure: Figure, path: Path) -> None:
 def to_svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an `<svg>` element for an HTML page: no outside reference, colours from the page's CSS variables.
 
-    `name` keeps the ids of several figures apart; `description`, plain text without markup, is read to those who cannot see it.
+    `name` keeps the ids of several figures apart; `description`, already escaped, is read to those who cannot see it.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -252,6 +227,18 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure, axes
+
+
+def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> None:
+    """Write the first value left of its point and the last one right of it, where no curve runs."""
+    for at in sorted({0, len(steps) - 1}):
+        right = at == len(steps) - 1
+        axes.annotate(
+            f"{shown[at]:.1f}%", (steps[at], shown[at]), (7 if right else -7, 0), textcoords="offset points",
+            color=colour, fontsize=10, fontweight="bold", va="center", ha="left" if right else "right",
+        )  # fmt: skip
+    span = max(steps[-1] - steps[0], 1)
+    axes.set_xlim(steps[0] - 0.19 * span, steps[-1] + 0.17 * span)
 
 
 def _legend(axes: Axes, *, columns: int) -> None:

@@ -1,10 +1,13 @@
-"""`paw report`: one HTML page that says what a run learnt, at what cost, and shows what it did; or compares several runs.
+"""`paw report`: one HTML page that says what a run learnt, at what cost, and shows what it did; or
+compares several runs.
 
 The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so,
 since part of its text comes from environments and models. The figures are also saved as PNG.
 """
 
 import argparse
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,49 +25,49 @@ class Metric(NamedTuple):
     key: str
     label: str
     unit: str = ""
-    """"%": a share, shown in per cent. "n": a count an update, summed over the run. Else the unit's name."""
+    """`%`: a share, shown in per cent. `n`: a count of each update; `sum`: its sum so far. Anything else is a unit."""
     note: str = ""
     chart: bool = True
 
 
 SECTIONS: dict[str, list[Metric]] = {
     "Policy": [
-        Metric("reward/mean", "Mean episode return", note="Environment reward of training episodes, without penalties."),
+        Metric("reward/mean", "Mean return", note="Environment reward of a training episode, without penalties."),
         Metric("success/all", "Success in training", "%", chart=False),
         Metric("policy/entropy", "Policy entropy", "nats", "Per response token. Towards 0, exploration ends."),
-        Metric("policy/kl", "KL to the start model", "nats", "k3 estimate per token."),
-        Metric("policy/clip_frac", "Clipped tokens", "%", "Share of response tokens outside the trust region."),
-        Metric("optim/grad_norm", "Gradient norm", note="Before clipping."),
-        Metric("health/groups_mixed", "Groups with mixed outcomes", "%", "Only these tell the policy what to change."),
+        Metric("policy/kl", "KL to the start model", "nats", "k3 estimate per response token."),
+        Metric("policy/clip_frac", "Clipped tokens", "%", "Share of response tokens outside the clip range."),
+        Metric("optim/grad_norm", "Gradient norm", note="Mean over optimizer steps, before clipping."),
+        Metric("health/groups_mixed", "Mixed groups", "%", "Groups with wins and losses: what the policy learns from."),
         Metric("health/valid_actions", "Valid actions", "%", chart=False),
         Metric("policy/loss", "Policy loss", chart=False),
         Metric("optim/lr", "Learning rate", chart=False),
     ],
     "World model": [
-        Metric("world/lambda", "World-model weight λ", note="Mean over groups of 1 − mean return / R_max: falls as tasks are solved."),
-        Metric("world/loss", "World-model loss", note="Mean over selected turns."),
-        Metric("world/masked_frac", "Observation tokens with p ≤ ρ", "%", "The tokens not yet predicted, which carry the loss."),
-        Metric("world/live_frac", "Live rows f", "%", "Head rows with a non-zero gradient; cost of the loss is 1 + 2f passes."),
+        Metric("world/lambda", "Weight λ", note="Mean of 1 − return / R_max over groups: falls as tasks are solved."),
+        Metric("world/loss", "World-model loss", note="As it enters the objective, weights included."),
+        Metric("world/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."),
         Metric("world/selected_frac", "Turns selected by entropy", "%", chart=False),
     ],
     "Cost": [
         Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
-        Metric("perf/peak_gib", "Peak memory", "GiB"),
+        Metric("world/live_frac", "Live rows f", "%", "Rows with a gradient; the head costs 1 + 2f passes."),
+        Metric("perf/peak_gib", "Peak memory", "GiB", chart=False),
         Metric("time/rollout", "Rollout", "s", chart=False),
         Metric("time/score", "Scoring pass", "s", chart=False),
         Metric("time/update", "Update", "s", chart=False),
         Metric("time/sync", "Weight sync", "s", chart=False),
-        Metric("time/eval", "Evaluation (when one ran)", "s", chart=False),
+        Metric("time/eval", "Evaluation, when one ran", "s", chart=False),
     ],
     "Health": [
         Metric("health/env_failures", "Environment failures", "n", chart=False),
         Metric("health/groups_dropped", "Groups dropped", "n", chart=False),
-        Metric("optim/skipped", "Updates skipped, non-finite gradient", "n", chart=False),
-        Metric("health/sampler_mismatch", "Sampler against trainer, |Δ log p|", "nats", chart=False),
+        Metric("optim/skipped", "Steps skipped, not finite", "sum", chart=False),
+        Metric("health/sampler_mismatch", "Sampler mismatch", "nats", chart=False),
     ],
-}  # fmt: skip
+}
 LEADS = {
-    "Policy": "Thin lines are single updates, thick ones a moving mean.",
+    "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
     "World model": "Predicting the next observation, on the turns where the policy was least certain.",
     "Cost": "Where the time went.",
 }
@@ -89,7 +92,7 @@ def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     """Write report.html and plots/*.png into `out` and return the page's path.
 
     `out` defaults to `run_dir`, or with `others`, runs to compare with, to `comparison/` beside it. A damaged line or a
-    missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder that is not writable.
+    missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder not writable.
     """
     runs = [load_run(path) for path in (run_dir, *others)]
     out = out or (run_dir.resolve().parent / "comparison" if others else run_dir)
@@ -179,30 +182,29 @@ def _facts(run: Run) -> dict[str, str]:
     facts = {
         "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates)
     }
-    if type(info.get("wall_s")) in (int, float):
-        warmup = info.get("warmup_s")
-        facts["Wall time"] = _duration(info["wall_s"])
-        if type(warmup) in (int, float) and warmup > 0:
-            facts["Warm-up"] = _duration(warmup)
-    versions = " · ".join(f"{name} {info[key]}" for key, name in (("torch", "PyTorch"),) if info.get(key))
+    facts["Wall time"] = _duration(info.get("wall_s"))
+    facts["Warm-up"] = _duration(info.get("warmup_s"))
     facts["Device"] = str(info.get("device") or "")
-    facts["Software"] = " · ".join(filter(None, [versions, f"engine {info['engine']}" if info.get("engine") else "",
-                                                 f"kernels {info['backend']}" if info.get("backend") else ""]))  # fmt: skip
+    if (peak := max(run.series("perf/peak_gib")[1], default=None)) is not None:
+        facts["Peak memory"] = f"{peak:.3g} GiB"
+    if (speed := run.last("perf/tokens_per_s", TAIL)) is not None:
+        facts["Throughput"] = f"{_value(speed, '')} tokens/s at the end"
+    named = (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels"))
+    facts["Software"] = ", ".join(text.format(info[key]) for key, text in named if info.get(key))
     facts["Games"] = str(info.get("games") or "")
     facts["Started"] = str(info.get("started") or "")
-    trouble = [
-        f"{sum(run.series(key)[1]):g} {what}"
-        for key, what in (
-            ("optim/skipped", "skipped updates"),
-            ("health/env_failures", "environment failures"),
-            ("health/groups_dropped", "groups dropped"),
-        )
-        if run.series(key)[0]
-    ]
-    facts["Health"] = ", ".join(trouble)
+    facts["Health"] = ", ".join(
+        f"{_total(run, m):g} {m.label.lower()}" for m in SECTIONS["Health"] if m.unit in ("n", "sum") and _total(run, m)
+    )
     if run.unreadable:
         facts["Damaged log"] = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
     return {label: value for label, value in facts.items() if value}
+
+
+def _total(run: Run, metric: Metric) -> float:
+    """A counter over the whole run."""
+    values = run.series(metric.key)[1]
+    return sum(values) if metric.unit == "n" else max(values, default=0)
 
 
 def _comparison(runs: Sequence[Run]) -> str:
@@ -221,9 +223,9 @@ def _comparison(runs: Sequence[Run]) -> str:
             f"<td>{run.updates}</td><td>{esc(facts.get('Wall time', '–'))}</td></tr>"
         )
     head = "<th>Run</th><th>Start</th><th>End [95% interval]</th><th>Updates</th><th>Wall time</th>"
-    note = "Success on each run's unseen games. One run of each setting: differences between seeds are not in the intervals."
+    note = "Success on each run's unseen games. The intervals cover the games drawn, not other training seeds."
     return (
-        f'<p class="lead">{note}</p><div class="card scroll grid"><table><thead><tr>{head}</tr></thead>'
+        f'<p class="lead">{note}</p><div class="card scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -232,24 +234,31 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
     """Draw, save and inline every figure for which there is data."""
     from paw.show import plots  # matplotlib takes a while to load, and `paw --help` does not need it
 
-    def card(name: str, title: str, figure, *, aside: str = "", note: str = "") -> str:
+    def card(name: str, title: str, figure, *, aside: str = "", note: str = "", png=None) -> str:
         if figure is None:
             return ""
         svg = plots.to_svg(figure, name, title)
-        plots.save_png(figure, plots_dir / f"{name}.png")
+        plots.save_png(png or figure, plots_dir / f"{name}.png")
         foot = f"<p>{note}</p>" if note else ""
         return f'<figure class="card"><figcaption><h3>{title}</h3><span>{aside}</span></figcaption>{svg}{foot}</figure>'
 
-    wide = card("learning_curve", "Success over training", plots.learning_curve(runs, (5.4, 3.4)))
+    curve, large = plots.learning_curve(runs, (4.8, 3.04)), plots.learning_curve(runs, (6.4, 3.7))
+    wide = card("learning_curve", "Success over training", curve, png=large)
     wide += card("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
     wide = f'<div class="grid pair-wide">{wide}</div>' if wide else ""
-    kinds = card("success_by_kind_curves", "Success by task type over training", plots.kind_curves(runs, (6.6, 3)))
-    kinds = f'<div class="grid">{kinds}</div>' if kinds else ""
-    page = f"<h2>Learning</h2>{wide}{kinds}" if wide or kinds else ""
+    page = f"<h2>Learning</h2>{wide}" if wide else ""
+    kinds = ""
+    for index, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds)):
+        name = f"success_{index}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}"
+        if max(len(run.series(f"eval/success_{kind}")[0]) for run in runs) > 1:
+            kinds += card(name, esc(kind), plots.learning_curve(runs, (3.7, 2.2), kind=kind))
+    if kinds:
+        lead = "Evaluations in blue, training games in orange." if len(runs) == 1 else "Evaluations of each run."
+        page += f'<h2>Task types</h2><p class="lead">{lead}</p><div class="grid">{kinds}</div>'
     for section, lead in LEADS.items():
         cards = ""
         if section == "Cost":
-            cards += card("time", "Time by phase", plots.phase_times(runs, (4.4, 2.6)))
+            cards += card("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5)))
         for m in filter(lambda m: m.chart, SECTIONS[section]):
             unit = f" ({m.unit})" if m.unit else ""
             figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
@@ -270,14 +279,14 @@ def _table(runs: Sequence[Run]) -> str:
         for m in metrics:
             if not any(run.series(m.key)[0] for run in runs):
                 continue
-            if m.unit == "n":
-                cells = [f"{sum(run.series(m.key)[1]):g} in all" for run in runs]
+            if m.unit in ("n", "sum"):
+                cells = [f"{_total(run, m):g} in all" for run in runs]
                 cells = ["", *cells] if single else cells
             elif single:
                 cells = [_value(runs[0].first(m.key, count), m.unit), _value(runs[0].last(m.key, count), m.unit)]
             else:
                 cells = [_value(run.last(m.key, count), m.unit) for run in runs]
-            unit = f", {m.unit}" if m.unit not in ("", "%", "n") else ""
+            unit = f", {m.unit}" if m.unit not in ("", "%", "n", "sum") else ""
             rows += f"<tr><td>{m.label}{unit} <code>{m.key}</code></td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
         if rows:
             body += f'<tr><th colspan="{1 + (2 if single else len(runs))}">{section}</th></tr>{rows}'
@@ -297,13 +306,14 @@ def _episodes(run: Run) -> str:
     if not picked:
         return ""
     rho = run.config.get("wm.rho")
-    rho = float(rho) if type(rho) in (int, float) else None
-    scale = " ".join(f'<i style="--q:{1 - p:.2f}">p {p:g}</i>' for p in (1.0, 0.75, 0.5, 0.25, 0.0))
-    kept = f' <i class="kept" style="--q:.95">p ≤ ρ = {rho:g}</i>, where the world-model loss applies.' if rho else ""
+    masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+    rho = rho if isinstance(rho, int | float) and masked else None
+    scale = "".join(f'<i style="--q:{1 - p:.2f}">p {p:g}</i>' for p in (1.0, 0.75, 0.5, 0.25, 0.0))
+    kept = "" if rho is None else f", underlined at p ≤ ρ = {rho:g}, where the world-model loss acts"
     lead = (
         "Sampled as training began and as it ended. Each token of a real observation is shaded by the probability the "
-        f'model gave it: <span class="scale">{scale}</span>; underlined{kept} Beside it is what the model itself '
-        "would have predicted, <mark>wavy</mark> where it differs. “Selected” turns train the world model."
+        f'model gave it, <span class="scale">{scale}</span>{kept}. Beside it is what the model itself '
+        "would have predicted, <mark>wavy</mark> where it differs."
     )
     last = picked[-1]["step"]
     first_late = next(i for i, sample in enumerate(picked) if sample["step"] == last)
@@ -327,8 +337,8 @@ def _config(runs: Sequence[Run]) -> str:
             f'<h2>Configuration</h2><p class="lead">{"Where the runs differ." if rows else "The same in all."}</p>{out}'
         )
     elif runs[0].config_text:
-        text = esc(runs[0].config_text)
-        out = f'<h2>Configuration</h2><details class="card config"><summary>config.toml</summary><pre>{text}</pre></details>'
+        text = f"<summary>config.toml</summary><pre>{esc(runs[0].config_text)}</pre>"
+        out = f'<h2>Configuration</h2><details class="card config">{text}</details>'
     return out
 
 
@@ -339,7 +349,7 @@ def _value(value: float | None, unit: str) -> str:
         return f"{100 * value:.1f}%"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.2g}"
 
 
 def _count(value: int) -> str:
@@ -349,7 +359,10 @@ def _count(value: int) -> str:
     return str(value)
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: object) -> str:
+    """Empty for anything but a positive number."""
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        return ""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

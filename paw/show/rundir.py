@@ -1,4 +1,4 @@
-"""A run directory read back for the report: metrics, samples, configuration. Forgives what a crash leaves half-written."""
+"""A run directory read back for the report; forgives what a crash leaves half-written."""
 
 import json
 import math

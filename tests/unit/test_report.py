@@ -51,7 +51,7 @@ def evaluation(rng: random.Random, success: float) -> dict:
 def turn(index: int, rng: random.Random) -> dict:
     tokens = re.findall(r"mug 1|shelf 2|[\w']+|[.,]", OBSERVATION)
     return {
-        "prompt": f"Your task is to: put a clean mug in shelf.\nStep {index}\n{OBSERVATION}\nActions: go to shelf 2, look",
+        "prompt": f"Your task is to: put a mug in shelf.\nStep {index}\n{OBSERVATION}\nActions: go to shelf 2, look",
         "response": "<think>The mug may be on the shelf.</think><action>go to shelf 2</action>",
         "action": "go to shelf 2",
         "valid": index != 2,
@@ -94,7 +94,7 @@ def make_run(folder: Path, *, updates: int = 30, seed: int = 0, world: bool = Tr
                 "world/lambda": 1 - success,
                 "world/selected_frac": 0.75,
             }
-            line |= {"world/masked_frac": 0.34 - 0.1 * done + rng.gauss(0, 0.01), "world/live_frac": 0.3 - 0.1 * done}
+            line |= {"world/masked_frac": 0.66 + 0.1 * done + rng.gauss(0, 0.01), "world/live_frac": 0.3 - 0.1 * done}
         line |= {"time/rollout": 0.6 + rng.random() * 0.1, "time/score": 0.12, "time/update": 0.45, "time/sync": 0.01}
         line |= {"perf/tokens_per_s": 30_000 * rng.uniform(0.9, 1.1), "perf/peak_gib": 0.61, "optim/skipped": 0}
         line |= {
@@ -149,7 +149,7 @@ def test_hostile_text_stays_text(tmp_path):
         key: evil for key in ("prompt", "response", "action", "observation", "predicted")
     }
     hostile |= {"observation_tokens": [evil, 3, None], "observation_token_p": [0.1, "x", math.nan]}
-    sample = {"step": 99, "task": evil, "kind": evil, "won": True, "return": 1.0, "turns": [hostile]}
+    sample = {"step": 99, "task": evil, "kind": evil, "won": True, "return": evil, "length": evil, "turns": [hostile]}
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps(sample) + "\n")
     with (run / "metrics.jsonl").open("a") as file:
@@ -220,7 +220,7 @@ def test_long_runs_stay_small(tmp_path):
     (run / "samples.jsonl").write_text((json.dumps(sample) + "\n") * 4)
     page_path = write_report(run)
     assert page_path.stat().st_size < 3_000_000
-    assert "more turns in samples.jsonl" in page_path.read_text()
+    assert re.search(r"The first \d+ of 50 turns", page_path.read_text())
 
 
 @pytest.mark.parametrize(
