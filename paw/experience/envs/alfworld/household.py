@@ -18,6 +18,23 @@ from collections.abc import Iterable
 from paw.experience.envs.alfworld.problem import REQUIRED_STATE, Game
 
 NOTHING_HAPPENS = "Nothing happens."
+# The grammar begins this text with an empty line, which the real engine drops.
+HELP = """\
+Available commands:
+  look:                             look around your current location
+  inventory:                        check your current inventory
+  go to (receptacle):               move to a receptacle
+  open (receptacle):                open a receptacle
+  close (receptacle):               close a receptacle
+  take (object) from (receptacle):  take an object from a receptacle
+  move (object) to (receptacle):  place an object in or on a receptacle
+  examine (something):              examine a receptacle or an object
+  use (object):                     use an object
+  heat (object) with (receptacle):  heat an object using a receptacle
+  clean (object) with (receptacle): clean an object using a receptacle
+  cool (object) with (receptacle):  cool an object using a receptacle
+  slice (object) with (object):     slice an object using a sharp object
+"""
 _KNIVES = ("knifetype", "butterknifetype")
 _NO_STATES: frozenset[str] = frozenset()
 # Rules of examineObject in the order of the grammar: the first whose states all hold is said.
@@ -175,7 +192,7 @@ class Household:
     # ---- what is only said
 
     def _help(self) -> str:
-        return self.game.help
+        return HELP
 
     def _inventory(self) -> str:
         return (

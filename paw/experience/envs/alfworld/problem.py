@@ -23,27 +23,8 @@ REQUIRED_STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 Facts = Mapping[str, Iterable[tuple[str, ...]]]
 """Predicate name -> argument tuples, all lower-case."""
 
-# alfworld 0.4.2's alfred.twl2. The grammar inside the released games writes the same text without its first newline.
-HELP = """
-Available commands:
-  look:                             look around your current location
-  inventory:                        check your current inventory
-  go to (receptacle):               move to a receptacle
-  open (receptacle):                open a receptacle
-  close (receptacle):               close a receptacle
-  take (object) from (receptacle):  take an object from a receptacle
-  move (object) to (receptacle):  place an object in or on a receptacle
-  examine (something):              examine a receptacle or an object
-  use (object):                     use an object
-  heat (object) with (receptacle):  heat an object using a receptacle
-  clean (object) with (receptacle): clean an object using a receptacle
-  cool (object) with (receptacle):  cool an object using a receptacle
-  slice (object) with (object):     slice an object using a sharp object
-"""
-
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
 _TASK = re.compile(r'"rhs":\s*("Your task is to: (?:[^"\\]|\\.)*")')
-_HELP_RULE = re.compile(r'"help\.feedback":\s*\[\s*\{\s*"rhs":\s*("(?:[^"\\]|\\.)*")')
 _SINK_RULE = re.compile(r"^\s*\(receptacleType \?r SinkType\)", re.MULTILINE)
 _STATE_PREDICATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 _KEYS = ("pddl_domain", "grammar", "pddl_problem")
@@ -69,7 +50,6 @@ class Game:
     name: str
     """Path of the file, or what the generator calls it."""
     walkthrough: list[str] | None = field(repr=False)
-    help: str = field(repr=False)
 
     names: dict[str, str] = field(repr=False)
     """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
@@ -158,13 +138,11 @@ class Game:
                 f'game file {name}: its grammar has no "move ... to ..." command, so it is older than release '
                 "json_2.1.2; download the games with alfworld >= 0.4.0, or play it with the textworld back end"
             )
-        help_rule = _HELP_RULE.search(grammar)
         return cls.parse(
             data["pddl_problem"],
             json.loads(task.group(1)),
             walkthrough=walkthrough,
             name=name,
-            help=json.loads(help_rule.group(1)) if help_rule else HELP[1:],
             # The domain inside the released games also cleans in a sink that has no basin.
             sink_types=("sinkbasintype", "sinktype") if _SINK_RULE.search(data["pddl_domain"]) else ("sinkbasintype",),
         )
@@ -177,7 +155,6 @@ class Game:
         *,
         walkthrough: list[str] | None = None,
         name: str = "problem",
-        help: str = HELP,
         sink_types: Iterable[str] = ("sinkbasintype",),
     ) -> "Game":
         """A game from the text of a PDDL `problem`.
@@ -200,7 +177,6 @@ class Game:
             task,
             walkthrough=walkthrough,
             name=name,
-            help=help,
             sink_types=sink_types,
         )
 
@@ -213,7 +189,6 @@ class Game:
         *,
         walkthrough: list[str] | None = None,
         name: str = "problem",
-        help: str = HELP,
         sink_types: Iterable[str] = ("sinkbasintype",),
     ) -> "Game":
         """A game from its initial facts.
@@ -259,7 +234,6 @@ class Game:
             goal=goal,
             name=name,
             walkthrough=walkthrough,
-            help=help,
             names=names,
             location=location,
             at={place: tuple(receptacles) for place, receptacles in at.items()},
