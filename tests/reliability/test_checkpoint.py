@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, corruption found and named, bitwise round trips."""
+"""Checkpoints: whole or absent, corruption found and named."""
 
 import io
 import json
@@ -12,7 +12,6 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -200,6 +199,13 @@ def test_leftovers_of_killed_saves_go_with_the_next(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["step_000010"]
 
 
+def test_tied_weights_are_saved_once(tmp_path):
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    path = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters())}, {})
+    assert list(checkpoint.load(path)[0]["model"]) == ["embed.weight"]
+
+
 def test_state_must_be_exact_json(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         checkpoint.save(tmp_path, 1, {}, {"loss": float("nan")})
@@ -245,10 +251,11 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
 def test_a_read_only_folder_is_one_line(tmp_path):
     good = checkpoint.save(tmp_path / "c", 1, tensors(1), {})
     (tmp_path / "c").chmod(0o500)
+    if os.access(tmp_path / "c", os.W_OK):
+        pytest.skip("this user (root) writes to read-only folders")
     try:
         with pytest.raises(UserError, match="Permission denied"):
             checkpoint.save(tmp_path / "c", 2, tensors(2), {})
@@ -291,110 +298,3 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
         checkpoint.save(folder, 10**6, tensors(0), {})
         assert not list(folder.glob(".tmp_*"))
     assert interrupted, "no kill fell inside a save: the test shows nothing"
-
-
-# --- optimizer and random state ------------------------------------------------------------------------------------
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        loss = model(torch.randn(8, 16)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def build(seed: int, dtype: torch.dtype = torch.float32, **options) -> tuple[torch.nn.Module, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}], ids=["plain", "amsgrad", "fused"])
-def test_resume_through_a_checkpoint_is_bitwise(tmp_path, options):
-    model, optimizer = build(0, **options)
-    train(model, optimizer, 3)
-    optimizer.param_groups[0]["lr"] = 5e-3
-    moments, info = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
-    rng, rng_info = checkpoint.rng_tensors()
-    parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": rng}
-    path = checkpoint.save(tmp_path, 3, parts, {"optimizer": info, "rng": rng_info})
-    train(model, optimizer, 3)
-
-    resumed, fresh = build(1, **options)
-    loaded, state = checkpoint.load(path, like={"model": dict(resumed.named_parameters())})
-    with torch.no_grad():
-        for name, parameter in resumed.named_parameters():
-            parameter.copy_(loaded["model"][name])
-    checkpoint.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"], state["optimizer"])
-    checkpoint.load_rng(loaded["rng"], state["rng"])
-    shutil.rmtree(path)  # nothing loaded may still lean on the files
-    train(resumed, fresh, 3)
-
-    assert [group["lr"] for group in fresh.param_groups] == [5e-3, 1e-2]
-    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(value, fresh.state[b][key]), key
-
-
-def test_optimizer_state_keeps_its_own_dtype():
-    model, optimizer = build(0, torch.bfloat16)
-    parameter = next(model.parameters())
-    optimizer.state[parameter] = {
-        "step": torch.tensor(1.0),
-        "exp_avg": torch.rand(16, 16),
-        "exp_avg_sq": torch.rand(16, 16),
-    }
-    saved, info = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
-    other, fresh = build(1, torch.bfloat16)
-    checkpoint.load_optimizer(fresh, other.named_parameters(), saved, info)
-    restored = fresh.state[next(other.parameters())]
-    assert restored["exp_avg"].dtype == torch.float32
-    assert torch.equal(restored["exp_avg"], optimizer.state[parameter]["exp_avg"])
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [("0.weight/exp_avg", torch.zeros(16, 15)), ("9.weight/exp_avg", torch.zeros(16, 16))],
-    ids=["shape", "unknown parameter"],
-)
-def test_foreign_optimizer_state_is_refused_before_anything_changes(name, tensor):
-    model, optimizer = build(0)
-    train(model, optimizer, 1)
-    saved, info = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
-    other, fresh = build(1)
-    with pytest.raises(CheckpointError, match=f"optimizer.safetensors: '{name}'"):
-        checkpoint.load_optimizer(fresh, other.named_parameters(), {**saved, name: tensor}, info)
-    assert not fresh.state
-    with pytest.raises(CheckpointError, match="written by SGD"):
-        checkpoint.load_optimizer(fresh, other.named_parameters(), saved, {**info, "class": "SGD"})
-
-
-def draw() -> list[float]:
-    return [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand(), torch.randn(1).item()]
-
-
-def test_random_states_return_through_json_mid_pair():
-    """Gaussians come in pairs: one odd draw leaves a cached half that must travel too."""
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    random.gauss(0, 1), np.random.standard_normal()
-    saved, info = checkpoint.rng_tensors()
-    info = json.loads(json.dumps(info))
-    expected = [draw() for _ in range(5)]
-    random.seed(4), np.random.seed(4), torch.manual_seed(4)
-    assert draw() != expected[0]
-    checkpoint.load_rng(saved, info)
-    assert [draw() for _ in range(5)] == expected
-
-
-def test_tied_weights_are_saved_once(tmp_path):
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
-    model["head"].weight = model["embed"].weight
-    path = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters())}, {})
-    assert list(checkpoint.load(path)[0]["model"]) == ["embed.weight"]
