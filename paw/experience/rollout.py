@@ -79,7 +79,7 @@ class Rollouts:
 
         def submit(episode: _Episode) -> None:
             episode.prompt, episode.anchor = episode.environment.prompt(), episode.environment.anchor()
-            episode.prompt_ids, cut = self.chat.prompt_ids(episode.prompt, max_tokens=limits.max_prompt_tokens)
+            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, limits.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
             stats.prompt_tokens += len(episode.prompt_ids)
             trajectory = episode.trajectory

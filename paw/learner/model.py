@@ -3,6 +3,7 @@
 Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class Policy(nn.Module):
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """Parameters by Hugging Face name, a tied head listed under its embedding alone."""
         return dict(self.lm.named_parameters())
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
+        for name, parameter in self.named_parameters_once().items():
+            parameter.copy_(tensors[name])
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.lm.parameters())

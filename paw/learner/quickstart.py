@@ -26,6 +26,8 @@ CHAT_TEMPLATE = (
 )
 ENTITY = r" ?[a-z]+ \d+"
 """A numbered thing, "mug 1"."""
+LABEL = r"\n?[a-z]+:"
+"""What opens a section of the prompt, "task:"."""
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
 
 
@@ -42,11 +44,11 @@ def phrases(observations: Iterable[str], *, at_least: int = 3) -> list[str]:
 def build_tokenizer(prompts: list[str], actions: set[str], observations: list[str]) -> PreTrainedTokenizerFast:
     """A lossless tokenizer whose tokens are actions, numbered things, recurring phrases, words and bytes.
 
-    `actions` are whole lines of a prompt that must become one token each.
+    `actions` are whole lines, each with the line break before it, that must become one token each.
     """
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
     known = "|".join(re.escape(part) for part in phrases(observations))
-    pattern = rf"(?<![^\n])(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])|{ENTITY}|{known}|{WORD}"
+    pattern = rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])|{LABEL}|{ENTITY}|{known}|{WORD}"
     splitter = re.compile(pattern)
     pieces: set[str] = set(actions)
     for text in [*prompts, *observations]:

@@ -29,7 +29,7 @@ from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics
 
 CORPUS_GAMES = 1500
-CHECK_EVERY = 100
+CHECK_EVERY = 50
 CHECK_GAMES, CHECK_GROUP = 32, 8
 
 Demonstration = tuple[str, str, str]
@@ -99,7 +99,8 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     policy = Policy(lm)
     report(f"warm-up: {policy.parameter_count():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    rollouts = Rollouts(suite, TransformersEngine(policy, end_ids=chat.end_ids), chat)
+    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
+    rollouts = Rollouts(suite, engine, chat)
     limits = Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     batches = _batches(suite, chat, config)
     summary: dict[str, float] = {}
@@ -152,14 +153,13 @@ def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[li
     settings = config.warmup
     stream = demonstrations(suite, start=0, seed=settings.seed, random_actions=settings.random_actions)
     rng = random.Random(settings.seed)
-    end = chat.end_ids[0]
     while True:
         rows = []
         for _ in range(8 * settings.batch_size):
             prompt, response, observation = next(stream)
-            head, _ = chat.prompt_ids(prompt, max_tokens=config.rollout.max_prompt_tokens)
-            answer = [*chat.encode(response), end]
-            target = chat.observation_ids(observation, max_tokens=config.wm.max_tokens)
+            head, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
+            answer = chat.response_ids(response)
+            target = chat.observation_ids(observation, config.wm.max_tokens)
             rows.append((head + answer + chat.separator_ids + target, len(head), len(head) + len(answer)))
         rows.sort(key=lambda row: len(row[0]))
         cut = [rows[i : i + settings.batch_size] for i in range(0, len(rows), settings.batch_size)]
@@ -192,7 +192,7 @@ def _step(
     (answer_loss + config.warmup.lm_weight * rest_loss).backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
-    return float(answer_loss)
+    return float(answer_loss.detach())
 
 
 def _length(row: tuple[list[int], int, int]) -> int:

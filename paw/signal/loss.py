@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from paw_kernels import LossRows, PawLoss, paw_loss, token_stats
+from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, token_stats
 from torch import Tensor
 
 from paw.signal.packing import by_token_budget
 from paw.types import Row
-
-SKIP, ACTION, OBSERVATION = 0, 1, 2
 
 
 class Head(Protocol):
@@ -119,7 +117,9 @@ def micro_batches(
 
 
 @torch.no_grad()
-def score(model: Head, rows: Sequence[Row], *, temperature: float, budget: int) -> list[tuple[list[float], list[float]]]:
+def score(
+    model: Head, rows: Sequence[Row], *, temperature: float, budget: int
+) -> list[tuple[list[float], list[float]]]:
     """(log-prob, full-vocabulary entropy) of each response token of each row, nats, under the model as it is."""
     scores: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
     for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
@@ -179,6 +179,60 @@ def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float)
     """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
     hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
     return paw_loss(hidden, model.head_weight, batch.target, rows, bias=model.head_bias, temperature=temperature)
+
+
+@dataclass
+class Totals:
+    """Sums over the micro-batches of an update, for its metrics."""
+
+    actions: int = 0
+    observations: int = 0
+    live: int = 0
+    masked: int = 0
+    clipped: int = 0
+    policy_loss: float = 0.0
+    world_loss: float = 0.0
+    row_loss: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+
+    def add(self, out: PawLoss, rows: LossRows) -> None:
+        action, observation = rows.kind == ACTION, rows.kind == OBSERVATION
+        weighted = rows.weight * out.row_loss
+        sums = torch.stack(
+            [
+                action.sum(),
+                observation.sum(),
+                out.live.sum(),
+                out.masked.sum(),
+                out.clipped.sum(),
+                weighted[action].sum(),
+                weighted[observation].sum(),
+                out.row_loss[observation].sum(),
+                out.entropy[action].sum(),
+                out.kl[action].sum(),
+            ]
+        ).tolist()  # one transfer
+        for name, value in zip(Totals.__dataclass_fields__, sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+
+    def metrics(self, *, minibatches: int) -> dict[str, float]:
+        """Losses are means over the optimizer steps; fractions and means are over tokens."""
+        actions, steps = max(1, self.actions), max(1, minibatches)
+        metrics = {
+            "policy/loss": self.policy_loss / steps,
+            "policy/clip_frac": self.clipped / actions,
+            "policy/entropy": self.entropy / actions,
+            "policy/kl": self.kl / actions,
+            "world/live_frac": self.live / max(1, self.actions + self.observations),
+        }
+        if self.observations:
+            metrics |= {
+                "world/loss": self.world_loss / steps,
+                "world/token_loss": self.row_loss / self.observations,
+                "world/masked_frac": self.masked / self.observations,
+            }
+        return metrics
 
 
 def _acting_length(row: Row) -> int:

@@ -161,7 +161,8 @@ class CompactStyle:
         return action, action != "help" and action in admissible
 
     def answer(self, action: str) -> str:
-        return action
+        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        return f"\n{action}"
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:

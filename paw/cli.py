@@ -1,0 +1,208 @@
+"""The command line: `paw train | eval | rollout | play | report | export | warmup | data | doctor`.
+
+Heavy modules are imported by the command that needs them, so that `paw --help` loads no torch. A user's mistake is
+one line on stderr and exit code 2.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paw import __version__
+from paw.errors import UserError
+
+if TYPE_CHECKING:
+    from paw.config import Config
+
+OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"):  # nothing phones home
+        os.environ.setdefault(name, "1")
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    try:
+        overrides = _overrides(rest) if options.overrides else _refuse(rest)
+        return options.command(options, overrides)
+    except UserError as error:
+        print(f"paw: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away (`paw rollout | head`)
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paw", description="Policy and world-model co-training for language agents.")
+    parser.add_argument("--version", action="version", version=f"paw {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, command, *, overrides: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, epilog=OVERRIDES if overrides else None)
+        sub.set_defaults(command=command, overrides=overrides)
+        return sub
+
+    sub = add("train", "train a recipe and write a run directory with a report", _train)
+    sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
+    sub.add_argument("--resume", choices=["auto"], help="continue the newest run of this name from its checkpoint")
+    sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+
+    sub = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
+    sub.add_argument("model", help="run directory, model folder or Hugging Face name")
+    sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = add("rollout", "play episodes and write every turn as JSON lines", _rollout)
+    sub.add_argument("model", help="run directory, model folder or Hugging Face name")
+    sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
+    sub.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
+    sub.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
+
+    sub = add("play", "play a game in the terminal and see what the agent sees", _play, overrides=False)
+    from paw.show import play  # argparse only: no torch
+
+    play.add_arguments(sub)
+
+    sub = add("report", "write report.html and plots of one run, or of several to compare", _report, overrides=False)
+    from paw.show import report
+
+    report.add_arguments(sub)
+
+    sub = add("export", "write a checkpoint of a run in Hugging Face format", _export, overrides=False)
+    sub.add_argument("run", type=Path, help="run directory")
+    sub.add_argument("--checkpoint", help="folder name, such as step_000050 (default: the newest that verifies)")
+    sub.add_argument("--out", type=Path, help="folder to write (default: RUN/hf)")
+
+    sub = add("warmup", "make the quickstart model of a recipe (cached)", _warmup)
+    sub.add_argument("recipe", nargs="?", default="quickstart")
+
+    sub = add("data", "download, index or generate games", _data, overrides=False)
+    from paw.experience.envs.alfworld import data
+
+    data.add_arguments(sub)
+
+    add("doctor", "say what is installed, what is missing and how to get it", _doctor, overrides=False)
+    return parser
+
+
+def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from paw.config import dump
+
+    config = _load(options.recipe, overrides, resume=bool(options.resume))
+    if options.dry_run:
+        print(dump(config), end="")
+        return 0
+    from paw.train import train
+
+    report = train(config, resume=bool(options.resume))
+    print(f"report: {report}")
+    return 0
+
+
+def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from paw.show.player import evaluate_model
+
+    return evaluate_model(options.model, options.recipe, overrides, as_json=options.json)
+
+
+def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from paw.show.player import rollout_model
+
+    return rollout_model(options.model, options.recipe, overrides, tasks=options.tasks, out=options.out)
+
+
+def _play(options: argparse.Namespace, _: dict[str, str]) -> int:
+    from paw.show import play
+
+    return play.run(options)
+
+
+def _report(options: argparse.Namespace, _: dict[str, str]) -> int:
+    from paw.show import report
+
+    return report.run(options)
+
+
+def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
+    from paw.learner.export import export_run
+
+    print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out))
+    return 0
+
+
+def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = _load(options.recipe, overrides)
+    from paw.experience.envs import make_suite
+    from paw.learner.warmup import ensure_warm_model
+
+    print(ensure_warm_model(config, make_suite(config.env), lambda line: print(line, file=sys.stderr, flush=True)))
+    return 0
+
+
+def _data(options: argparse.Namespace, _: dict[str, str]) -> int:
+    from paw.experience.envs.alfworld import data
+
+    return data.run(options)
+
+
+def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
+    from paw.show.doctor import run
+
+    return run()
+
+
+def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "Config":
+    """The configuration; a run without a name of its own takes the recipe's, with the next free number."""
+    from paw.config import load
+
+    config = load(recipe, overrides)
+    if "run.name" in overrides:
+        return config
+    stem = Path(recipe).stem
+    taken = [name for name in _numbered(config.run.dir, stem) if (config.run.dir / name / "metrics.jsonl").exists()]
+    if resume:
+        name = taken[-1] if taken else stem
+    else:
+        name = f"{stem}-{_number(taken[-1]) + 1}" if taken else stem
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _numbered(folder: Path, stem: str) -> list[str]:
+    if not folder.is_dir():
+        return []
+    pattern = re.compile(rf"{re.escape(stem)}(-\d+)?")
+    return sorted((p.name for p in folder.iterdir() if pattern.fullmatch(p.name)), key=_number)
+
+
+def _number(name: str) -> int:
+    match = re.search(r"-(\d+)$", name)
+    return int(match[1]) if match else 1
+
+
+def _overrides(rest: list[str]) -> dict[str, str]:
+    """`--a.b value` and `--a.b=value` pairs."""
+    found: dict[str, str] = {}
+    words = iter(rest)
+    for word in words:
+        if not word.startswith("--"):
+            raise UserError(f"command line: '{word}' is not an option; overrides look like --optim.lr 5e-4")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"command line: '--{key}' needs a value")
+        found[key] = value
+    return found
+
+
+def _refuse(rest: list[str]) -> dict[str, str]:
+    if rest:
+        raise UserError(f"command line: unknown option '{rest[0]}'; see --help")
+    return {}

@@ -1,0 +1,284 @@
+"""A run: everything `train` needs, built from a configuration, and everything it leaves in the run directory.
+
+runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/, plots/, report.html}
+"""
+
+import json
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paw import __version__
+from paw.config import Config, dump, load
+from paw.errors import UserError
+from paw.experience.chat import Chat
+from paw.experience.engines import make_engine
+from paw.experience.engines.base import Engine
+from paw.experience.envs import make_suite
+from paw.experience.envs.base import Suite
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner.export import export
+from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
+from paw.learner.optim import make_optimizer
+from paw.learner.warmup import ensure_warm_model
+from paw.show.evaluate import success_metrics
+from paw.show.report import write_report
+from paw.show.samples import sample_episodes
+from paw.trust import checkpoint
+from paw.trust.guards import StopSignal, UpdateGuard
+from paw.trust.metrics import LiveView, MetricsLog, check_trackers
+
+SAMPLES = 3
+"""Episodes written to samples.jsonl at each evaluation."""
+
+
+@dataclass
+class Run:
+    """The parts of a run in progress; `train` reads and advances it."""
+
+    config: Config
+    directory: Path
+    suite: Suite
+    tokenizer: Any
+    chat: Chat
+    policy: Policy
+    reference: Policy
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    view: LiveView
+    guard: UpdateGuard
+    signal: StopSignal
+    info: dict[str, Any]
+    log: MetricsLog = field(init=False)
+    step: int = 0
+    """Updates done; the weight version."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the update in progress."""
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        @lru_cache(maxsize=65536)  # environments repeat themselves
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(self.chat.observation_ids(text, self.config.wm.max_tokens))
+
+        self.encode_observation: Callable[[str], list[int]] = lambda text: list(encode(text))
+
+    @property
+    def stopping(self) -> bool:
+        return self.signal.requested
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Adds the seconds spent inside to `time/<phase>`."""
+        started = time.perf_counter()
+        yield
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        key = f"time/{phase}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
+
+    def evaluate(self, rollouts: Rollouts) -> None:
+        """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
+        settings, limits = self.config.eval, self.config.rollout
+        with self.clock("eval"):
+            tasks = self.suite.eval_tasks(self.config.env.eval_split, settings.games, settings.seed)
+            groups, _ = rollouts.play(
+                tasks,
+                group_size=1,
+                limits=Limits(settings.temperature, limits.max_prompt_tokens, limits.max_response_tokens),
+                seed=settings.seed,
+                stream="eval",
+            )
+            self.metrics.update(success_metrics(groups, prefix="eval"))
+            for sample in sample_episodes(
+                groups, self.policy, self.engine, self.chat, count=SAMPLES, max_tokens=self.config.wm.max_tokens
+            ):
+                self.log.sample(self.step, sample)
+        if self.step == 0:
+            self._write_metrics()
+
+    def end_update(self, rollouts: Rollouts, *, tokens: int) -> None:
+        """Evaluate and save where due, then write the update's line."""
+        last = self.step == self.config.run.updates or self.stopping
+        every = self.config.eval.every
+        phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
+        self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
+        self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
+        if last or (every and self.step % every == 0):
+            self.evaluate(rollouts)
+        self._write_metrics()
+        if last or (self.config.run.save_every and self.step % self.config.run.save_every == 0):
+            self.save()
+
+    def save(self) -> Path:
+        """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
+        names = self.policy.named_parameters_once()
+        tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items())
+        random_tensors, random_state = checkpoint.rng_tensors()
+        folder = self.directory / "checkpoints"
+        path = checkpoint.save(
+            folder,
+            self.step,
+            {
+                "model": {name: p.detach() for name, p in names.items()},
+                "optimizer": tensors,
+                "rng": random_tensors,
+            },
+            {"step": self.step, "optimizer": optimizer, "rng": random_state, "guard": self.guard.state()},
+        )
+        checkpoint.prune(folder, self.config.run.keep)
+        return path
+
+    def restore(self) -> None:
+        """Continue from the newest checkpoint that verifies; UserError when there is none."""
+        path = checkpoint.latest(self.directory / "checkpoints", warn=self.view.message)
+        if path is None:
+            raise UserError(
+                f"--resume auto: no usable checkpoint in {self.directory}/checkpoints; start without --resume"
+            )
+        names = self.policy.named_parameters_once()
+        tensors, state = checkpoint.load(path, like={"model": names})
+        self.policy.load(tensors["model"])
+        checkpoint.load_optimizer(self.optimizer, names.items(), tensors["optimizer"], state["optimizer"])
+        checkpoint.load_rng(tensors["rng"], state["rng"])
+        self.guard.load_state(state["guard"])
+        self.step = state["step"]
+        self.view.message(f"resumed from {path}")
+
+    def finish(self) -> Path:
+        """Export to Hugging Face format and write the report; returns the report's path."""
+        export(self.policy, self.tokenizer, self.directory / "hf", config=self.config, step=self.step)
+        self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
+        self._write_info()
+        return write_report(self.directory)
+
+    def _write_metrics(self) -> None:
+        self.log.log(self.step, self.metrics)
+        self.view.update(self.step, self.metrics)
+        self.metrics.clear()
+
+    def _write_info(self) -> None:
+        (self.directory / "run.json").write_text(json.dumps(self.info, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
+    """Build every part of a run, cheap checks first, and take them down in order whatever happens."""
+    check_trackers(config.run.trackers)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    torch.manual_seed(config.run.seed)
+    directory = _prepare_directory(config, resume=resume)
+    with ExitStack() as stack:
+        view = stack.enter_context(LiveView(total=config.run.updates))
+        suite = make_suite(config.env)
+        suite.train_tasks(0, 1, config.run.seed)
+        suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+        device = pick_device(config.model.device)
+        warmup_started = time.monotonic()
+        path = config.model.path
+        if path == "quickstart":
+            path = str(ensure_warm_model(config, suite, view.message))
+        warmup_s = time.monotonic() - warmup_started
+        tokenizer = load_tokenizer(path)
+        chat = Chat(tokenizer)
+        options = {"dtype": config.model.dtype, "device": device}
+        policy = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **options)
+        reference = load_policy(path, **options).eval().requires_grad_(False) if config.policy.kl_coef else policy
+        engine = make_engine(config, policy=policy, chat=chat, model_path=path)
+        stack.callback(engine.close)
+        info = {
+            "paw": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": device_name(device),
+            "threads": torch.get_num_threads(),
+            "engine": config.rollout.engine,
+            "backend": "torch",
+            "model": config.model.path,
+            "parameters": policy.parameter_count(),
+            "vocabulary": policy.head_weight.shape[0],
+            "games": suite.fingerprint(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "warmup_s": round(warmup_s, 1),
+        }
+        run = Run(
+            config=config,
+            directory=directory,
+            suite=suite,
+            tokenizer=tokenizer,
+            chat=chat,
+            policy=policy,
+            reference=reference,
+            engine=engine,
+            optimizer=make_optimizer(policy.parameters(), config.optim),
+            view=view,
+            guard=UpdateGuard(config.run.max_skipped),
+            signal=stack.enter_context(StopSignal()),
+            info=info,
+        )
+        if resume:
+            run.restore()
+        run.log = stack.enter_context(
+            MetricsLog(
+                directory,
+                resume_step=run.step if resume else None,
+                trackers=config.run.trackers,
+                config=config.model_dump(mode="json"),
+            )
+        )
+        (directory / "config.toml").write_text(dump(config), encoding="utf-8")
+        run._write_info()
+        view.header(header_lines(run))
+        yield run
+
+
+def header_lines(run: Run) -> list[str]:
+    info, config = run.info, run.config
+    world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}" if config.wm.enabled else "no world model"
+    return [
+        f"run {run.directory}",
+        f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
+        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
+        f"{config.advantage.estimator} + {world}; {config.rollout.tasks} x {config.rollout.group_size} episodes an update",
+    ]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's allocator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _prepare_directory(config: Config, *, resume: bool) -> Path:
+    directory = config.run_dir
+    taken = (directory / "metrics.jsonl").exists()
+    if resume and not taken:
+        raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
+    if not resume and taken:
+        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+    if resume:
+        before = load(directory / "config.toml")
+        if before.model.path != config.model.path:
+            raise UserError(f"--resume auto: {directory} was trained from model.path = '{before.model.path}'")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
+    return directory

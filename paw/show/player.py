@@ -1,0 +1,122 @@
+"""`paw eval` and `paw rollout`: a trained run, a model folder or a Hugging Face model plays games."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from paw.config import Config, load
+from paw.errors import UserError
+from paw.experience.chat import Chat
+from paw.experience.engines import make_engine
+from paw.experience.envs import make_suite
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner.export import start_model
+from paw.learner.model import load_policy, load_tokenizer, pick_device
+from paw.learner.sync import push_weights
+from paw.show.evaluate import success_metrics
+from paw.types import Group, Task
+
+
+def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *, as_json: bool) -> int:
+    """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals."""
+    config, path = _resolve(model, recipe, overrides)
+    with _player(config, path) as rollouts:
+        tasks = rollouts.suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
+        groups = _play(rollouts, config, tasks, group_size=1, temperature=config.eval.temperature, stream="eval")
+        metrics = {key.removeprefix("eval/"): value for key, value in success_metrics(groups, prefix="eval").items()}
+        games = rollouts.suite.fingerprint()
+    if as_json:
+        print(json.dumps({"model": path, "games": games, "temperature": config.eval.temperature, **metrics}))
+        return 0
+    print(f"{path} on {games}, temperature {config.eval.temperature:g}")
+    print(
+        f"success {metrics['success']:.1%} of {metrics['games']:.0f} games "
+        f"(95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%})"
+    )
+    for key in sorted(metrics):
+        if key.startswith("success_"):
+            print(f"  {key.removeprefix('success_'):<6} {metrics[key]:.1%}")
+    print(f"mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
+    return 0
+
+
+def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, tasks: int, out: str) -> int:
+    """Play `tasks` training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
+    config, path = _resolve(model, recipe, overrides)
+    if tasks < 1:
+        raise UserError(f"--tasks {tasks}: play at least 1")
+    with _player(config, path) as rollouts, ExitStack() as stack:
+        try:
+            file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"--out {out}: {error.strerror}") from None
+        groups = _play(
+            rollouts,
+            config,
+            rollouts.suite.train_tasks(0, tasks, config.run.seed),
+            group_size=config.rollout.group_size,
+            temperature=config.rollout.temperature,
+            stream="train/0",
+        )
+        for group in groups:
+            for trajectory in group.trajectories:
+                for number, turn in enumerate(trajectory.turns):
+                    where = {"task": group.task.id, "kind": group.task.kind, "member": trajectory.member, "turn": number}
+                    file.write(json.dumps({**where, **asdict(turn)}) + "\n")
+    won = success_metrics(groups, prefix="rollout")
+    print(f"{won['rollout/games']:.0f} episodes, success {won['rollout/success']:.1%}", file=sys.stderr)
+    return 0
+
+
+def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[Config, str]:
+    """(configuration, model path) of a run directory, or of a model with a recipe."""
+    run = Path(model)
+    if (run / "config.toml").is_file():
+        config = load(recipe or run / "config.toml", overrides)
+        if (run / "hf" / "config.json").is_file():
+            return config, str(run / "hf")
+        from paw.learner.export import export_run
+
+        return config, str(export_run(run))
+    if recipe is None and (run / "paw.toml").is_file():
+        return load(run / "paw.toml", overrides), model
+    if recipe is None:
+        raise UserError(f"{model} is not a run directory; name the environment with --recipe (e.g. --recipe quickstart)")
+    config = load(recipe, overrides)
+    return config, start_model(run, config) if model == "quickstart" else model
+
+
+@contextmanager
+def _player(config: Config, path: str) -> Iterator[Rollouts]:
+    suite = make_suite(config.env)
+    chat = Chat(load_tokenizer(path))
+    policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
+    engine = make_engine(config, policy=policy, chat=chat, model_path=path)
+    push_weights(policy.lm, engine, version=0)
+    rollouts = Rollouts(suite, engine, chat)
+    try:
+        yield rollouts
+    finally:
+        rollouts.close()
+        engine.close()
+
+
+def _play(
+    rollouts: Rollouts, config: Config, tasks: list[Task], *, group_size: int, temperature: float, stream: str
+) -> list[Group]:
+    limits = Limits(temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    seed = config.eval.seed if stream == "eval" else config.run.seed
+    groups, stats = rollouts.play(
+        tasks, group_size=group_size, limits=limits, seed=seed, stream=stream, progress=progress
+    )
+    for failure in stats.failures:
+        print(f"environment failed: {failure}", file=sys.stderr)
+    return groups

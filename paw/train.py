@@ -1,0 +1,199 @@
+"""Algorithm 1 of PaW (arXiv 2606.02388): policy and world-model co-training, as one loop.
+
+    tasks -> environments x engine -> trajectories -> rows -> advantages -> scoring pass -> selection and weights
+          -> packed micro-batches -> fused loss -> optimizer -> weights to the engine
+
+Deviations from the reference code, on purpose: no random duplication of rows to fill a batch, no generation for
+finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+
+from paw.config import Config
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner.optim import learning_rate, set_learning_rate
+from paw.learner.sync import push_weights, sampler_mismatch
+from paw.run import Run, open_run
+from paw.show.evaluate import success_by_kind
+from paw.signal import loss as losses
+from paw.signal.advantage import advantages
+from paw.signal.packing import minibatches
+from paw.signal.rows import to_rows
+from paw.signal.selection import Selection, select
+from paw.trust.guards import collapse_warning
+from paw.types import Group, Row
+
+
+def train(config: Config, *, resume: bool = False) -> Path:
+    """Train to config.run.updates and write the run directory; returns the path of the report.
+
+    `resume` continues from the newest checkpoint that verifies. Raises UserError for anything a user can mend.
+    """
+    with open_run(config, resume=resume) as run:
+        rollouts = Rollouts(run.suite, run.engine, run.chat)
+        push_weights(run.policy.lm, run.engine, version=run.step)
+        if run.step == 0:
+            run.evaluate(rollouts)
+        while run.step < config.run.updates and not run.stopping:
+            update(run, rollouts)
+        rollouts.close()
+        return run.finish()
+
+
+def update(run: Run, rollouts: Rollouts) -> None:
+    """One update: sample, weigh, learn, hand over the weights, write down what happened."""
+    config, log = run.config, run.metrics
+    with run.clock("rollout"):
+        tasks = run.suite.train_tasks(run.step, config.rollout.tasks, config.run.seed)
+        groups, sampled = rollouts.play(
+            tasks,
+            group_size=config.rollout.group_size,
+            limits=rollout_limits(config),
+            seed=config.run.seed,
+            stream=f"train/{run.step}",
+        )
+    log.update(rollout_metrics(groups))
+    log.update({"health/env_failures": sampled.env_failures, "health/groups_dropped": sampled.groups_dropped})
+    for failure in sampled.failures[:3]:
+        run.view.message(f"environment failed: {failure}")
+
+    rows = to_rows(
+        groups,
+        separator_ids=run.chat.separator_ids,
+        encode_observation=run.encode_observation if config.wm.enabled else None,
+        invalid_penalty=run.suite.invalid_penalty,
+    )
+    for row, advantage in zip(rows, advantages(rows, **config.advantage.model_dump()), strict=True):
+        row.advantage = advantage
+
+    with run.clock("score"):
+        score_rows(run, rows)
+    if config.wm.enabled:
+        selection = select(
+            rows,
+            alpha=config.wm.alpha,
+            weight=config.wm.weight,
+            reward_max=run.suite.reward_max,
+            n_groups=len(groups),
+        )
+        for row, weight in zip(rows, selection.weights, strict=True):
+            row.world_weight = weight
+        log.update(selection_metrics(rows, selection))
+
+    with run.clock("update"):
+        log.update(learn(run, rows))
+    run.step += 1
+    with run.clock("sync"):
+        push_weights(run.policy.lm, run.engine, version=run.step)
+    run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
+    if warning := collapse_warning(run.log.history):
+        run.view.message(warning)
+
+
+def score_rows(run: Run, rows: list[Row]) -> None:
+    """Fill old log-probs and action entropies from the scoring pass, or from the engine where that is asked for.
+
+    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs.
+    """
+    config = run.config
+    from_engine = config.policy.old_logp == "engine"
+    sampled_entropy = config.wm.entropy == "sampled" or not config.wm.enabled
+    entropy_known = sampled_entropy or all(row.sampled_entropy is not None for row in rows)
+    if from_engine and entropy_known:
+        scored = [(row.sampled_logp, row.sampled_entropy or []) for row in rows]
+    else:
+        scored = losses.score(
+            run.policy, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
+        )
+        mismatch = sampler_mismatch([logp for logp, _ in scored], [row.sampled_logp for row in rows])
+        run.metrics["health/sampler_mismatch"] = mismatch.max
+    for row, (logp, entropy) in zip(rows, scored, strict=True):
+        row.old_logp = row.sampled_logp if from_engine else logp
+        if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
+            entropy = [-math.exp(value) * value for value in row.sampled_logp]
+        row.entropy = sum(entropy) / len(entropy)
+    if config.policy.kl_coef > 0.0:
+        reference = losses.score(
+            run.reference, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
+        )
+        for row, (logp, _) in zip(rows, reference, strict=True):
+            row.ref_logp = logp
+
+
+def learn(run: Run, rows: list[Row]) -> dict[str, float]:
+    """Optimizer steps over the update's rows: mini-batches, each cut into micro-batches, each one fused pass."""
+    config, policy = run.config, run.policy
+    objective = objective_of(config)
+    lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
+    set_learning_rate(run.optimizer, lr)
+    sums = losses.Totals()
+    norms: list[float] = []
+    steps = 0
+    for epoch in range(config.optim.epochs):
+        seed = config.run.seed * 1_000_003 + run.step * 31 + epoch
+        for minibatch in minibatches(rows, size=config.optim.minibatch_rows, seed=seed):
+            loss = 0.0
+            for batch in losses.micro_batches(
+                minibatch,
+                budget=config.optim.micro_batch_tokens,
+                with_observation=config.wm.enabled,
+                device=policy.device,
+                skip=objective.dead,
+            ):
+                coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows), minibatch=minibatch)
+                out = losses.joint_loss(policy, batch, coefficients, temperature=objective.temperature)
+                out.loss.backward()
+                loss += float(out.loss)
+                sums.add(out, coefficients)
+            steps += 1
+            norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip))
+            if run.guard.allows(loss=loss, grad_norm=norm):
+                run.optimizer.step()
+                norms.append(norm)
+            run.optimizer.zero_grad(set_to_none=True)
+    return {
+        **sums.metrics(minibatches=steps),
+        "optim/lr": lr,
+        "optim/grad_norm": sum(norms) / max(1, len(norms)),
+        "optim/skipped": run.guard.skipped,
+    }
+
+
+def objective_of(config: Config) -> losses.Objective:
+    return losses.Objective(
+        **config.policy.model_dump(exclude={"old_logp"}),
+        rho=config.wm.rho,
+        observation_loss=config.wm.loss,
+        world_scale=config.wm.scale,
+        temperature=config.rollout.temperature,
+    )
+
+
+def rollout_limits(config: Config) -> Limits:
+    return Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Reward and success of the episodes an update learns from."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    mixed = sum(0 < sum(t.won for t in group.trajectories) < len(group.trajectories) for group in groups)
+    metrics = {
+        "reward/mean": sum(e.episode_return for e in episodes) / max(1, len(episodes)),
+        "success/all": sum(e.won for e in episodes) / max(1, len(episodes)),
+        "health/valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
+        "health/groups_mixed": mixed / max(1, len(groups)),
+    }
+    for kind, wins in success_by_kind(groups).items():
+        metrics[f"success/{kind}"] = sum(wins) / len(wins)
+    return metrics
+
+
+def selection_metrics(rows: list[Row], selection: Selection) -> dict[str, float]:
+    return {
+        "world/lambda": sum(selection.lambdas) / max(1, len(selection.lambdas)),
+        "world/selected_frac": sum(selection.selected) / max(1, len(rows)),
+    }
