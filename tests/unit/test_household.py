@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,42 +14,15 @@ from paw.experience.envs.alfworld.expert import expert, solve
 from paw.experience.envs.alfworld.generator import generate, write
 from paw.experience.envs.alfworld.household import Household
 from paw.experience.envs.alfworld.problem import KINDS, Game
+from paw.experience.envs.alfworld.tables import GOALS
 
-# Two cabinets share a location with a countertop; a mug, an apple (already cool) and a knife lie on the countertop.
-FACTS = """
-    (receptacleType CounterTop_bar_1 CounterTopType) (receptacleAtLocation CounterTop_bar_1 loc_a)
-    (receptacleType Cabinet_bar_1 CabinetType) (receptacleAtLocation Cabinet_bar_1 loc_a) (openable Cabinet_bar_1)
-    (receptacleType Cabinet_bar_2 CabinetType) (receptacleAtLocation Cabinet_bar_2 loc_a) (openable Cabinet_bar_2)
-    (receptacleType Microwave_bar_1 MicrowaveType) (receptacleAtLocation Microwave_bar_1 loc_b)
-    (openable Microwave_bar_1)
-    (receptacleType Sink_bar_1_bar_SinkBasin SinkBasinType) (receptacleAtLocation Sink_bar_1_bar_SinkBasin loc_c)
-    (receptacleType Desk_bar_1 DeskType) (receptacleAtLocation Desk_bar_1 loc_d)
-    (canContain CounterTopType MugType) (canContain CounterTopType AppleType) (canContain CounterTopType KnifeType)
-    (canContain CabinetType MugType) (canContain DeskType MugType)
-    (objectType Mug_bar_1 MugType) (pickupable Mug_bar_1) (isReceptacleObject Mug_bar_1)
-    (objectType Mug_bar_2 MugType) (pickupable Mug_bar_2) (isReceptacleObject Mug_bar_2)
-    (objectType Apple_bar_1 AppleType) (pickupable Apple_bar_1) (cleanable Apple_bar_1) (heatable Apple_bar_1)
-    (sliceable Apple_bar_1) (isCool Apple_bar_1)
-    (objectType Knife_bar_1 KnifeType) (pickupable Knife_bar_1)
-    (objectType DeskLamp_bar_1 DeskLampType) (toggleable DeskLamp_bar_1)
-    (inReceptacle Mug_bar_1 CounterTop_bar_1) (objectAtLocation Mug_bar_1 loc_a)
-    (inReceptacle Mug_bar_2 Cabinet_bar_1) (objectAtLocation Mug_bar_2 loc_a)
-    (inReceptacle Apple_bar_1 CounterTop_bar_1) (objectAtLocation Apple_bar_1 loc_a)
-    (inReceptacle Knife_bar_1 CounterTop_bar_1) (objectAtLocation Knife_bar_1 loc_a)
-    (inReceptacle DeskLamp_bar_1 Desk_bar_1) (objectAtLocation DeskLamp_bar_1 loc_d)
-    (atLocation agent1 loc_start)
-"""
-TWO = """(exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1 MugType) (receptacleType ?r CabinetType)
-    (inReceptacle ?o1 ?r) (exists (?o2 - object) (and (not (= ?o1 ?o2)) (objectType ?o2 MugType)
-    (receptacleType ?r CabinetType) (inReceptacle ?o2 ?r))))))"""
-LOOK = """(exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and (objectType ?ot DeskLampType)
-    (toggleable ?ot) (isToggled ?ot) (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r)))
-    (exists (?o - object ?a - agent) (and (objectType ?o MugType) (holds ?a ?o)))"""
+TWO_CABINETS = Path(__file__).with_name("two_cabinets.pddl")
 
 
-def kitchen(goal: str = TWO) -> Household:
-    problem = f"(define (problem p) (:domain alfred) (:init {FACTS}) (:goal (and {goal})))"
-    return Household(Game.parse(problem, "Your task is to: be quick."))
+def kitchen(kind: str = "two") -> Household:
+    """The household of two_cabinets.pddl: put two mugs in a cabinet, or look at a mug under the lamp."""
+    goal = GOALS[kind].format(object="Mug", target="DeskLamp" if kind == "look" else "Cabinet")
+    return Household(Game.parse(TWO_CABINETS.read_text().replace("GOAL", goal), "Your task is to: be quick."))
 
 
 def play(household: Household, *commands: str) -> str:
@@ -133,7 +107,7 @@ def test_states_of_an_object_and_that_only_a_held_one_can_be_examined():
 
 
 def test_a_lamp_only_ever_turns_on_and_wins_with_the_object_in_hand():
-    household = kitchen(LOOK)
+    household = kitchen("look")
     assert household.game.kind == "look"
     assert play(household, "go to desk 1", "use desklamp 1") == "You turn on the desklamp 1."
     assert play(household, "use desklamp 1") == "You turn on the desklamp 1."

@@ -7,12 +7,14 @@ generated games are played (12 each by default); hundreds are for a machine of o
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 
 from paw.experience.envs.alfworld.generator import generate, write
 from paw.experience.envs.alfworld.household import Household
 from paw.experience.envs.alfworld.problem import KINDS, Game
+from paw.experience.envs.alfworld.tables import GOALS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "12"))
@@ -30,14 +32,13 @@ def engine():
     return AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)), shuffle=False)
 
 
-def play_both(engine, path, rng) -> tuple[list[str], bool]:
-    """Mismatches and whether the game was won, over random play mixed with, and followed by, the walkthrough."""
+def play_both(engine, path, rng, wander=0) -> tuple[list[str], bool]:
+    """Mismatches, and whether the game was won, over `wander` mostly random steps and the rest of the walkthrough."""
     game = Game.load(path)
     household = Household(game)
     engine.load(str(path))
     state, feedback, command = engine.reset(), household.reset(), "(reset)"
     walkthrough = list(game.walkthrough or [])
-    wander = rng.choice((0, 15, 40))
     won = False
     while True:
         real = (state.feedback, state["admissible_commands"], bool(state["won"]))
@@ -47,9 +48,9 @@ def play_both(engine, path, rng) -> tuple[list[str], bool]:
         won = won or household.won
         draw = rng.random()
         handling = [c for c in household.admissible if c.startswith(HANDLING)]
-        if wander <= 0 or draw < 0.2:
-            if not walkthrough:
-                return [], won
+        if wander <= 0 and not walkthrough:
+            return [], won
+        if walkthrough and (wander <= 0 or draw < 0.2):
             command = walkthrough.pop(0)
         elif draw < 0.25:
             command = rng.choice(("look", "inventory", "help", "fly away", " look "))
@@ -69,7 +70,7 @@ def test_official_games(engine, official_games, tmp_path):
             path = tmp_path / name / "game.tw-pddl"
             path.parent.mkdir(parents=True)
             path.write_text(json.dumps(data))
-            found, won = play_both(engine, path, rng)
+            found, won = play_both(engine, path, rng, wander=rng.choice((0, 15, 40)))
             mismatches += found
             wins += won
     assert not mismatches, "\n".join(mismatches)
@@ -83,8 +84,24 @@ def test_generated_games(engine, tmp_path):
         level = ("tiny", "small", "medium", "full")[index // 3 % 4]
         kind = KINDS[index % (5 if level == "tiny" else 6)]
         path = write(generate(index, difficulty=level, kinds=[kind]), tmp_path)
-        found, won = play_both(engine, path, rng)
+        found, won = play_both(engine, path, rng, wander=rng.choice((0, 15, 40)))
         mismatches += found
         wins += won
     assert not mismatches, "\n".join(mismatches)
     assert wins
+
+
+def test_quirks(engine, tmp_path):
+    """Long random play where receptacles share a location, an object is cool from the start, and a knife is at hand."""
+    data = json.loads(write(generate(0, difficulty="tiny"), tmp_path).read_text())
+    problem = Path(__file__).with_name("two_cabinets.pddl").read_text()
+    rng = random.Random(2)
+    mismatches = []
+    for kind, target in (("two", "Cabinet"), ("look", "DeskLamp")):
+        path = tmp_path / kind / "game.tw-pddl"
+        path.parent.mkdir()
+        goal = GOALS[kind].format(object="Mug", target=target)
+        path.write_text(json.dumps({**data, "pddl_problem": problem.replace("GOAL", goal), "walkthrough": None}))
+        for _ in range(3):
+            mismatches += play_both(engine, path, rng, wander=60)[0]
+    assert not mismatches, "\n".join(mismatches)

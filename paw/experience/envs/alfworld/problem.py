@@ -23,6 +23,7 @@ REQUIRED_STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 Facts = Mapping[str, Iterable[tuple[str, ...]]]
 """Predicate name -> argument tuples, all lower-case."""
 
+_COMMENT = re.compile(r";[^\n]*")
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
 _TASK = re.compile(r'"rhs":\s*("Your task is to: (?:[^"\\]|\\.)*")')
 _SINK_RULE = re.compile(r"^\s*\(receptacleType \?r SinkType\)", re.MULTILINE)
@@ -162,7 +163,7 @@ class Game:
         Raises:
             UserError: the text is no complete problem, or its goal is none of the six task types.
         """
-        text = problem.lower()
+        text = _COMMENT.sub("", problem.lower())
         init, goal = text.find("(:init"), text.find("(:goal")
         if not 0 <= init < goal:
             raise UserError(f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)")
