@@ -167,10 +167,7 @@ def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "C
         return config
     stem = Path(recipe).stem
     taken = [name for name in _numbered(config.run.dir, stem) if (config.run.dir / name / "metrics.jsonl").exists()]
-    if resume:
-        name = taken[-1] if taken else stem
-    else:
-        name = f"{stem}-{_number(taken[-1]) + 1}" if taken else stem
+    name = stem if not taken else taken[-1] if resume else f"{stem}-{_number(taken[-1]) + 1}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 

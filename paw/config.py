@@ -18,6 +18,7 @@ RECIPES = Path(__file__).parent / "recipes"
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -79,7 +80,7 @@ class EnvConfig(Section):
     eval_split: str = "valid_unseen"
     difficulty: Literal["tiny", "small", "medium", "full"] = "full"
     """Size of generated rooms (unused with `data`)."""
-    kinds: list[Literal["pick", "look", "clean", "heat", "cool", "two"]] = ["pick", "look", "clean", "heat", "cool", "two"]
+    kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
     max_turns: Count = 50
     history: Annotated[int, Field(ge=0)] = 2
     style: Literal["paper", "compact"] = "paper"

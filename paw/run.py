@@ -37,6 +37,7 @@ from paw.trust import checkpoint
 from paw.trust.guards import StopSignal, UpdateGuard
 from paw.trust.metrics import LiveView, MetricsLog, check_trackers
 
+STARTING_OVER = -1
 SAMPLES = 3
 """Episodes written to samples.jsonl at each evaluation."""
 
@@ -61,6 +62,8 @@ class Run:
     log: MetricsLog = field(init=False)
     step: int = 0
     """Updates done; the weight version."""
+    saved: int = 0
+    """The step of the newest checkpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
     started: float = field(default_factory=time.monotonic)
@@ -97,6 +100,7 @@ class Run:
                 limits=Limits(settings.temperature, limits.max_prompt_tokens, limits.max_response_tokens),
                 seed=settings.seed,
                 stream="eval",
+                progress=self.view.progress("evaluation"),
             )
             self.metrics.update(success_metrics(groups, prefix="eval"))
             for sample in sample_episodes(
@@ -107,16 +111,16 @@ class Run:
             self._write_metrics()
 
     def end_update(self, rollouts: Rollouts, *, tokens: int) -> None:
-        """Evaluate and save where due, then write the update's line."""
-        last = self.step == self.config.run.updates or self.stopping
+        """Evaluate where due, write the update's line, then save where due (resuming needs the line)."""
+        last = self.step == self.config.run.updates
         every = self.config.eval.every
         phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
-        if last or (every and self.step % every == 0):
+        if last or (every and self.step % every == 0 and not self.stopping):
             self.evaluate(rollouts)
         self._write_metrics()
-        if last or (self.config.run.save_every and self.step % self.config.run.save_every == 0):
+        if self.config.run.save_every and self.step % self.config.run.save_every == 0:
             self.save()
 
     def save(self) -> Path:
@@ -136,26 +140,28 @@ class Run:
             {"step": self.step, "optimizer": optimizer, "rng": random_state, "guard": self.guard.state()},
         )
         checkpoint.prune(folder, self.config.run.keep)
+        self.saved = self.step
         return path
 
     def restore(self) -> None:
-        """Continue from the newest checkpoint that verifies; UserError when there is none."""
+        """Continue from the newest checkpoint that verifies; a run stopped before its first one starts over."""
         path = checkpoint.latest(self.directory / "checkpoints", warn=self.view.message)
         if path is None:
-            raise UserError(
-                f"--resume auto: no usable checkpoint in {self.directory}/checkpoints; start without --resume"
-            )
+            self.view.message(f"no checkpoint yet in {self.directory}: starting over")
+            return
         names = self.policy.named_parameters_once()
         tensors, state = checkpoint.load(path, like={"model": names})
         self.policy.load(tensors["model"])
         checkpoint.load_optimizer(self.optimizer, names.items(), tensors["optimizer"], state["optimizer"])
         checkpoint.load_rng(tensors["rng"], state["rng"])
         self.guard.load_state(state["guard"])
-        self.step = state["step"]
+        self.step = self.saved = state["step"]
         self.view.message(f"resumed from {path}")
 
     def finish(self) -> Path:
-        """Export to Hugging Face format and write the report; returns the report's path."""
+        """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
+        if self.saved != self.step:
+            self.save()
         export(self.policy, self.tokenizer, self.directory / "hf", config=self.config, step=self.step)
         self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
         self._write_info()
@@ -231,7 +237,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         run.log = stack.enter_context(
             MetricsLog(
                 directory,
-                resume_step=run.step if resume else None,
+                resume_step=(run.step or STARTING_OVER) if resume else None,
                 trackers=config.run.trackers,
                 config=config.model_dump(mode="json"),
             )
@@ -249,7 +255,7 @@ def header_lines(run: Run) -> list[str]:
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
         f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
-        f"{config.advantage.estimator} + {world}; {config.rollout.tasks} x {config.rollout.group_size} episodes an update",
+        f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]
 
 

@@ -54,6 +54,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
             limits=rollout_limits(config),
             seed=config.run.seed,
             stream=f"train/{run.step}",
+            progress=run.view.progress("episodes"),
         )
     log.update(rollout_metrics(groups))
     log.update({"health/env_failures": sampled.env_failures, "health/groups_dropped": sampled.groups_dropped})
@@ -108,8 +109,7 @@ def score_rows(run: Run, rows: list[Row]) -> None:
         scored = losses.score(
             run.policy, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
         )
-        mismatch = sampler_mismatch([logp for logp, _ in scored], [row.sampled_logp for row in rows])
-        run.metrics["health/sampler_mismatch"] = mismatch.max
+        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], [row.sampled_logp for row in rows]))
     for row, (logp, entropy) in zip(rows, scored, strict=True):
         row.old_logp = row.sampled_logp if from_engine else logp
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
@@ -146,7 +146,7 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
                 coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows), minibatch=minibatch)
                 out = losses.joint_loss(policy, batch, coefficients, temperature=objective.temperature)
                 out.loss.backward()
-                loss += float(out.loss)
+                loss += float(out.loss.detach())
                 sums.add(out, coefficients)
             steps += 1
             norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip))

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
 
+transformers_logging.disable_progress_bar()  # they would cut through the live view
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,17 +40,23 @@ class Policy(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, D], tied to the embedding or not."""
-        return self.lm.get_output_embeddings().weight
+        return self._head.weight
 
     @property
     def head_bias(self) -> Tensor | None:
-        return getattr(self.lm.get_output_embeddings(), "bias", None)
+        return self._head.bias
+
+    @property
+    def _head(self) -> nn.Linear:
+        head = self.lm.get_output_embeddings()
+        assert isinstance(head, nn.Linear), "AutoModelForCausalLM has a linear head"
+        return head
 
     def autocast(self) -> Any:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """[B, L] right-padded int64 -> [B, L, D]. No mask: under causal attention padding on the right reaches no row."""
+        """[B, L] right-padded int64 -> [B, L, D]. No mask: attention is causal, padding on the right reaches no row."""
         with self.autocast():
             return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
@@ -83,7 +91,11 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def load_policy(
-    path: str | Path, *, dtype: str = "float32", device: torch.device | None = None, gradient_checkpointing: bool = False
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Policy:
     """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config."""
     folder = Path(path)
@@ -91,14 +103,15 @@ def load_policy(
         raise UserError(f"model.path = '{path}': the folder has no config.json, so it is not a Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(path)
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"model.path = '{path}': cannot be loaded: {_first_line(error)}") from None
+    lm, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise UserError(f"model.path = '{path}': {len(missing)} weights are missing from its files, first '{missing[0]}'")
+        raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")
     policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return policy.to(device or torch.device("cpu"))
 

@@ -29,7 +29,7 @@ from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics
 
 CORPUS_GAMES = 1500
-CHECK_EVERY = 50
+CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_GROUP = 32, 8
 
 Demonstration = tuple[str, str, str]
@@ -106,7 +106,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     summary: dict[str, float] = {}
     for step in range(1, settings.max_steps + 1):
         loss = _step(policy, optimizer, next(batches), lr=settings.lr * min(1.0, step / 40), config=config)
-        if step % CHECK_EVERY and step != settings.max_steps:
+        if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
         tasks = suite.warmup_tasks(_CHECK_START, CHECK_GAMES, settings.seed)
         groups, _ = rollouts.play(tasks, group_size=CHECK_GROUP, limits=limits, seed=settings.seed, stream="warmup")

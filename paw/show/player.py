@@ -64,7 +64,12 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
         for group in groups:
             for trajectory in group.trajectories:
                 for number, turn in enumerate(trajectory.turns):
-                    where = {"task": group.task.id, "kind": group.task.kind, "member": trajectory.member, "turn": number}
+                    where = {
+                        "task": group.task.id,
+                        "kind": group.task.kind,
+                        "member": trajectory.member,
+                        "step": number,
+                    }
                     file.write(json.dumps({**where, **asdict(turn)}) + "\n")
     won = success_metrics(groups, prefix="rollout")
     print(f"{won['rollout/games']:.0f} episodes, success {won['rollout/success']:.1%}", file=sys.stderr)
@@ -84,7 +89,7 @@ def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple
     if recipe is None and (run / "paw.toml").is_file():
         return load(run / "paw.toml", overrides), model
     if recipe is None:
-        raise UserError(f"{model} is not a run directory; name the environment with --recipe (e.g. --recipe quickstart)")
+        raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME")
     config = load(recipe, overrides)
     return config, start_model(run, config) if model == "quickstart" else model
 

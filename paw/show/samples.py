@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from paw_kernels import token_stats
 
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Engine, Request
 from paw.learner.model import Policy
 from paw.types import Group, Turn
+from paw_kernels import token_stats
 
 MAX_TURNS = 20
 """Turns of an episode that get a prediction; long episodes are for metrics, not for reading."""
@@ -58,7 +58,13 @@ def _predictions(turns: list[Turn], targets: list[list[int]], engine: Engine, ch
     asked = [i for i, target in enumerate(targets) if target]
     for i in asked:
         engine.submit(
-            Request(key=-1 - i, prompt_ids=_context(turns[i], chat), seed=0, temperature=0.0, max_tokens=len(targets[i]))
+            Request(
+                key=-1 - i,
+                prompt_ids=_context(turns[i], chat),
+                seed=0,
+                temperature=0.0,
+                max_tokens=len(targets[i]),
+            )
         )
     predicted: list[str | None] = [None] * len(turns)
     while engine.pending:
@@ -68,9 +74,7 @@ def _predictions(turns: list[Turn], targets: list[list[int]], engine: Engine, ch
 
 
 @torch.no_grad()
-def _probabilities(
-    turns: list[Turn], targets: list[list[int]], policy: Policy, chat: Chat
-) -> Iterator[list[float]]:
+def _probabilities(turns: list[Turn], targets: list[list[int]], policy: Policy, chat: Chat) -> Iterator[list[float]]:
     for turn, target in zip(turns, targets, strict=True):
         context = _context(turn, chat)
         ids = torch.tensor([context + target], device=policy.device)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, token_stats
 from torch import Tensor
 
 from paw.signal.packing import by_token_budget
 from paw.types import Row
+from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, token_stats
 
 
 class Head(Protocol):

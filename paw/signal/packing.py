@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 from paw.types import Row
 
@@ -12,7 +13,7 @@ def minibatches(rows: Sequence[Row], *, size: int, seed: int) -> list[list[Row]]
     random.Random(seed).shuffle(order)
     count = max(1, round(len(rows) / size))
     cuts = [len(rows) * i // count for i in range(count + 1)]
-    return [[rows[i] for i in order[start:end]] for start, end in zip(cuts, cuts[1:], strict=False) if end > start]
+    return [[rows[i] for i in order[start:end]] for start, end in pairwise(cuts) if end > start]
 
 
 def by_token_budget(lengths: Sequence[int], *, budget: int) -> list[list[int]]:

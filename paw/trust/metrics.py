@@ -241,6 +241,7 @@ class LiveView:
         self._began = self._last = time.monotonic()
         self._unicode = self.console.encoding.lower().startswith("utf")
         self._live: Live | None = None
+        self._phase = ""
 
     def __enter__(self) -> Self:
         self._began = self._last = time.monotonic()
@@ -265,6 +266,14 @@ class LiveView:
         if self.mode != "off":
             style = "yellow" if text.startswith("warning") else ""
             self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def progress(self, phase: str) -> Callable[[int, int], None]:
+        """A callback (done, total) that shows how far `phase` has come, on a terminal."""
+
+        def show(done: int, total: int) -> None:
+            self._phase = f"{phase} {done}/{total}" if done < total else ""
+
+        return show
 
     def update(self, step: int, metrics: Metrics) -> None:
         """Show the metrics of update `step`; a name that is absent, or null, is left out."""
@@ -322,6 +331,7 @@ class LiveView:
             ProgressBar(total=self.total, completed=self.step, width=max(10, min(40, self.console.width - 50))),
             Text(elapsed, style="dim"),
             Text(f"{self._time_left()} left" if self._seconds else "", style="dim"),
+            Text(self._phase, style="dim"),
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from paw.config import EnvConfig
 from paw.errors import UserError
 from paw.experience.envs.alfworld import generator, index
+from paw.experience.envs.alfworld.difficulty import get_difficulty
 from paw.experience.envs.alfworld.expert import expert
 from paw.experience.envs.alfworld.household import Household
 from paw.experience.envs.alfworld.problem import KINDS, Game
@@ -97,7 +98,7 @@ class AlfworldSuite:
         """Where the games come from and a hash of them; the engine's version where it is not the native one."""
         config = self.config
         engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        kinds = ",".join(config.kinds)
+        kinds = ",".join(self._kinds or (config.kinds if self._root else get_difficulty(config.difficulty).kinds))
         if self._root is None:
             digest = hashlib.sha256()
             for split in generator.SPLITS:
