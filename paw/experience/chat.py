@@ -36,8 +36,9 @@ class Chat:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")
-        self._exact = _detached(backend, split_special=False)
-        self._plain = _detached(backend, split_special=True)
+        self._backend = Tokenizer.from_str(backend.to_str())  # the owner's changes its settings with every call
+        self._backend.no_truncation()
+        self._backend.no_padding()
 
         def render(*contents: str, ask: bool) -> str:
             messages = [
@@ -49,7 +50,7 @@ class Chat:
         turns = render(MARK, REPLY, AGAIN, ask=False)
         between = turns.partition(REPLY)[2].partition(AGAIN)[0]
         self._control = self._control_ids(tokenizer, turns.replace(MARK, "").replace(REPLY, "").replace(AGAIN, ""))
-        self._forged = self._non_special_pattern()
+        self._forged = self._forged_pattern()
         self._prefix, self._suffix = self._split(render(MARK, ask=True))
         self._trim = self._find_trim(render(f" \n{MARK}\n ", ask=True))
 
@@ -106,15 +107,14 @@ class Chat:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a response, without its end token and any other control token."""
         drop = self._control | self.end_ids
-        return self._exact.decode([i for i in ids if i not in drop], skip_special_tokens=False)
+        return self._backend.decode([i for i in ids if i not in drop], skip_special_tokens=False)
 
     def _encode(self, text: str) -> list[int]:
-        return self._exact.encode(text, add_special_tokens=False).ids
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def _encode_plain(self, text: str) -> list[int]:
         """Ids of `text` with every control token in it spelt out."""
-        pieces = self._forged.split(text) if self._forged else [text]
-        ids = [i for piece in pieces for i in self._plain.encode(piece, add_special_tokens=False).ids]
+        ids = [i for piece in self._forged.split(text) for i in self._encode(piece)]
         # What is left cannot be spelt out: a control token of one character, or one met only after normalisation.
         return [i for i in ids if i not in self._control]
 
@@ -128,11 +128,18 @@ class Chat:
             control.discard(tokenizer.unk_token_id)
         return frozenset(control)
 
-    def _non_special_pattern(self) -> re.Pattern[str] | None:
-        """Where to cut the control tokens that `encode_special_tokens` does not split: after their first character."""
-        texts = [self._exact.id_to_token(i) or "" for i in sorted(self._control)]
-        whole = [t for t in texts if len(t) > 1 and not self._control.isdisjoint(self._plain.encode(t).ids)]
-        return re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in whole)) if whole else None
+    def _forged_pattern(self) -> re.Pattern[str]:
+        """Where to cut text so that no piece holds a control token: after the first character of each.
+
+        `split_special_tokens` would leave those that a tokenizer added without the special flag.
+        """
+        rests: dict[str, list[str]] = {}
+        for i in sorted(self._control):
+            token = self._backend.id_to_token(i) or ""
+            if len(token) > 1:
+                rests.setdefault(token[0], []).append(re.escape(token[1:]))
+        cuts = [f"(?<={re.escape(first)})(?={'|'.join(rest)})" for first, rest in rests.items()]
+        return re.compile("|".join(cuts) or r"(?!)")
 
     def _split(self, rendered: str) -> tuple[str, str]:
         if rendered.count(MARK) != 1:
@@ -153,24 +160,15 @@ class Chat:
 
     def _break_after_control(self, text: str) -> tuple[list[int], str]:
         """(ids up to the last control token, the ordinary text after it)."""
-        encoding = self._exact.encode(text, add_special_tokens=False)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         last = max((n for n, i in enumerate(encoding.ids) if i in self._control), default=-1)
         return encoding.ids[: last + 1], text[encoding.offsets[last][1] if last >= 0 else 0 :]
 
     def _break_before_control(self, text: str) -> tuple[str, list[int]]:
         """(the ordinary text before the first control token, ids from there on)."""
-        encoding = self._exact.encode(text, add_special_tokens=False)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         first = next((n for n, i in enumerate(encoding.ids) if i in self._control), None)
         return (text, []) if first is None else (text[: encoding.offsets[first][0]], encoding.ids[first:])
-
-
-def _detached(backend: Tokenizer, *, split_special: bool) -> Tokenizer:
-    """A copy with its own settings: the shared one changes with every call of its owner."""
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    copy.encode_special_tokens = split_special
-    return copy
 
 
 def _encodable(text: str) -> str:

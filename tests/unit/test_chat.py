@@ -168,12 +168,7 @@ def test_a_conversation_is_prompt_response_separator(name):
     messages = [("user", "go to shelf 1"), ("assistant", "look"), ("user", "You see a mug.")]
     text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>") if name == "unflagged" else tokenizer.eos_token_id
-    row = [
-        *chat.prompt_ids("go to shelf 1"),
-        *tokenizer.encode("look", add_special_tokens=False),
-        *(end, *chat.separator_ids),
-    ]
+    row = [*chat.prompt_ids("go to shelf 1"), *chat.response_ids("look"), *chat.separator_ids]
     assert ids[: len(row)] == row
 
 

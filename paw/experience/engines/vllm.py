@@ -7,7 +7,9 @@ Written for vLLM 0.32; everything that knows its internals is in this file. What
 - Per-request seeds with chunked prefill crash the CPU engine: off there.
 - Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
   them away from the policy and are never set; neither is generation_config.json read.
-- Construction reseeds every global random generator and sets the number of threads: both are put back.
+- Construction reseeds every global random generator, sets the number of threads and, on CPU, replaces
+  `torch.set_num_threads` by a no-op: all three are put back.
+- What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
 """
 
 import itertools
@@ -30,7 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class VllmEngine:
@@ -75,8 +77,16 @@ class VllmEngine:
         try:
             with _global_state_kept():
                 self._llm: Any = vllm.LLM(str(model_dir), **arguments)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise UserError(f"vLLM cannot serve model.path = '{model_dir}': {_reason(error)}") from error
+                self._llm.generate(
+                    [vllm.TokensPrompt(prompt_token_ids=[0])],
+                    vllm.SamplingParams(max_tokens=1, seed=0, logprobs=0, detokenize=False),
+                    use_tqdm=False,
+                )
+        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+            raise UserError(
+                f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
+                f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {_reason(error)}"
+            ) from error
         self.version = -1
         """-1 until the first `sync`."""
         self._vllm = vllm
@@ -190,11 +200,13 @@ def _import_vllm() -> Any:
 
 @contextmanager
 def _global_state_kept() -> Iterator[None]:
-    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
+        torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)

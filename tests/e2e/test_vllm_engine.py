@@ -1,0 +1,203 @@
+"""The vLLM engine against the trainer's own forward pass: the same tokens' log-probs before and after every sync."""
+
+import importlib.util
+import random
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from paw.errors import UserError
+from paw.experience.engines.base import Request
+from paw.learner.sync import StaleWeightsError, push_weights, sampler_mismatch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+VOCAB, END, LIMIT = 128, 3, 256
+
+
+def make_model(*, tied, heads=2):
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            tie_word_embeddings=tied,
+            eos_token_id=END,
+        )
+    )
+
+
+@pytest.mark.parametrize("problem", ["head_dim=16", "max_model_len", "local directory"])
+def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
+    from paw.experience.engines.vllm import VllmEngine
+
+    if problem != "local directory":
+        make_model(tied=True, heads=4 if problem == "head_dim=16" else 2).save_pretrained(tmp_path)
+    length = 9999 if problem == "max_model_len" else LIMIT
+    with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{problem}"):
+        VllmEngine(tmp_path, end_ids=[END], max_model_len=length, dtype="float32")
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def setup(request, tmp_path_factory):
+    """(model, engine that holds its weights); the engine never sees the folder's weights."""
+    from paw.experience.engines.vllm import VllmEngine
+
+    model = make_model(tied=request.param == "tied")
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    states = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    engine = VllmEngine(folder, end_ids=[END], max_model_len=LIMIT, dtype="float32")
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), torch.get_num_threads()) == states[1:]
+    with pytest.raises(RuntimeError, match="call sync first"):
+        engine.submit(Request(0, [1], 0, 1.0, 1))
+    push_weights(model, engine, version=0)
+    yield model, engine
+    engine.close()
+    engine.close()
+
+
+def make_requests(*, temperature=1.0, max_tokens=20, prompts=None):
+    g = torch.Generator().manual_seed(0)
+    prompts = prompts or [torch.randint(4, VOCAB, (n,), generator=g).tolist() for n in (1, 7, 33, 64, 100, 130, 17, 90)]
+    return [Request(50 + i, prompt, 900 + i, temperature, max_tokens) for i, prompt in enumerate(prompts)]
+
+
+def run(engine, requests):
+    for request in requests:
+        engine.submit(request)
+    found = {}
+    while engine.pending:
+        found |= {completion.key: completion for completion in engine.step()}
+    assert engine.step() == []
+    return [found[request.key] for request in requests]
+
+
+@torch.no_grad()
+def trainer_logp(model, requests, completions):
+    rows = []
+    for request, completion in zip(requests, completions, strict=True):
+        logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
+        logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        rows.append(logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
+    return rows
+
+
+def mismatch(model, requests, completions):
+    found = sampler_mismatch(trainer_logp(model, requests, completions), [c.logp for c in completions])
+    return found["health/sampler_mismatch"]
+
+
+@torch.no_grad()
+def perturb(model, seed, scale=0.1):
+    g = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(scale * torch.randn(parameter.shape, generator=g))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4, 0.0])
+def test_log_probs_are_the_trainers(setup, temperature):
+    model, engine = setup
+    requests = make_requests(temperature=temperature)
+    completions = run(engine, requests)
+    assert mismatch(model, requests, completions) < 1e-4
+    assert all(c.entropy is None and len(c.logp) == len(c.token_ids) for c in completions)
+
+
+def test_responses_end_with_the_end_token_or_at_max_tokens(setup):
+    _, engine = setup
+    completions = run(engine, make_requests(prompts=[[5 + i % 90, 9] for i in range(200)], max_tokens=30))
+    ended = [c for c in completions if c.token_ids[-1] == END]
+    assert 0 < len(ended) < 200
+    assert all(END not in c.token_ids[:-1] for c in completions)
+    assert all(len(c.token_ids) == 30 for c in completions if c not in ended)
+
+
+def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
+    _, engine = setup
+    requests = make_requests()
+    together, cached = run(engine, requests), run(engine, requests)
+    alone = [run(engine, [request])[0] for request in requests]
+    assert [c.token_ids for c in together] == [c.token_ids for c in cached] == [c.token_ids for c in alone]
+    assert cached[5].cached_tokens == 128  # four blocks of 32
+    other = [Request(r.key, r.prompt_ids, r.seed + 1, r.temperature, r.max_tokens) for r in requests]
+    assert [c.token_ids for c in run(engine, other)] != [c.token_ids for c in together]
+
+
+def test_sync_replaces_weights_and_cached_prompts(setup):
+    model, engine = setup
+    requests = make_requests()
+    run(engine, requests)  # fills the prefix cache with the old weights' keys and values
+    perturb(model, seed=1)
+    stale = run(engine, requests)
+    assert stale[5].cached_tokens > 0
+    with pytest.raises(StaleWeightsError, match="stale weights"):
+        mismatch(model, requests, stale)
+    push_weights(model, engine, version=3)
+    assert engine.version == 3
+    fresh = run(engine, requests)
+    assert fresh[5].cached_tokens == 0
+    assert mismatch(model, requests, fresh) < 1e-4
+
+
+def test_the_head_is_replaced_even_when_tied(setup):
+    model, engine = setup
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    push_weights(model, engine, version=4)
+    requests = make_requests()
+    assert mismatch(model, requests, run(engine, requests)) < 1e-4
+
+
+def test_requests_may_join_while_others_run(setup):
+    _, engine = setup
+    requests = make_requests(max_tokens=25)
+    want = {r.key: c.token_ids for r, c in zip(requests, run(engine, requests), strict=True)}
+    got, waiting = {}, list(requests)
+    while waiting or engine.pending:
+        if waiting:
+            engine.submit(waiting.pop())
+        got |= {c.key: c.token_ids for c in engine.step()}
+    assert got == want
+
+
+def test_misuse_is_refused(setup):
+    model, engine = setup
+    with pytest.raises(UserError, match=r"256 the engine was made for.*rollout.max_prompt_tokens"):
+        engine.submit(Request(1, [5] * 250, 0, 1.0, 7))
+    with pytest.raises(ValueError, match="empty prompt"):
+        engine.submit(Request(1, [], 0, 1.0, 7))
+    engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
+    with pytest.raises(ValueError, match="key in flight"):
+        engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
+    for change in (engine.sleep, lambda: push_weights(model, engine, version=9)):
+        with pytest.raises(RuntimeError, match="1 requests pending"):
+            change()
+    while engine.pending:
+        engine.step()
+    engine.sleep()
+    push_weights(model, engine, version=9)
+    requests = make_requests()
+    assert mismatch(model, requests, run(engine, requests)) < 1e-4
+
+
+def test_both_engines_give_the_same_log_probs(setup):
+    from paw.experience.engines.transformers import TransformersEngine
+
+    model, engine = setup
+    push_weights(model, engine, version=10)
+    requests = make_requests(max_tokens=1, temperature=0.0)
+    theirs, ours = run(engine, requests), run(TransformersEngine(model, end_ids=[END]), requests)
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.logp == pytest.approx(b.logp, abs=1e-4)
