@@ -1,10 +1,14 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from paw import __version__
-from paw.config import Config, load
+from paw.config import Config, dump, load
 from paw.errors import UserError
 from paw.learner.model import Policy, load_policy, load_tokenizer
 from paw.trust import checkpoint
@@ -23,15 +27,15 @@ Trained from `{base}` on {env} with [PaW](https://arxiv.org/abs/2606.02388) {ver
 def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step: int) -> Path:
     """Write weights, tokenizer, chat template and a model card to `folder`.
 
-    Raises UserError when it cannot be written.
+    Written beside it and moved in when complete; other files there stay. Raises UserError when it cannot be written.
     """
-    from paw.config import dump
-
     world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})" if config.wm.enabled else "no world model"
+    temp = folder.with_name(f".tmp_{folder.name}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        policy.lm.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
+        temp.mkdir(parents=True)
+        policy.lm.save_pretrained(temp)
+        tokenizer.save_pretrained(temp)
         card = CARD.format(
             name=config.run.name,
             base=config.model.path,
@@ -41,10 +45,16 @@ def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step
             estimator=config.advantage.estimator,
             world=world,
         )
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        (folder / "paw.toml").write_text(dump(config), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the exported model to {folder}: {error.strerror or error}") from None
+        (temp / "README.md").write_text(card, encoding="utf-8")
+        (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
+        folder.mkdir(exist_ok=True)
+        for file in temp.iterdir():
+            file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"cannot write the exported model to {folder}: {cause}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
     return folder
 
 
@@ -53,12 +63,10 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no run directory (config.toml is missing)")
     config = load(run / "config.toml")
-    if checkpoint_name:
-        path = run / "checkpoints" / checkpoint_name
-    else:
-        path = checkpoint.latest(run / "checkpoints", warn=print)
+    folder = run / "checkpoints"
+    path = folder / checkpoint_name if checkpoint_name else checkpoint.latest(folder)
     if path is None or not path.is_dir():
-        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {run}/checkpoints")
+        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
     base = start_model(run, config)
     policy = load_policy(base)
     tensors, state = checkpoint.load(path, like={"model": policy.named_parameters_once()})
@@ -73,4 +81,4 @@ def start_model(run: Path, config: Config) -> str:
     from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
-    return str(ensure_warm_model(config, make_suite(config.env), print))
+    return str(ensure_warm_model(config, make_suite(config.env), lambda line: print(line, file=sys.stderr, flush=True)))

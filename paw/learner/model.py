@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
+transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
     """A causal LM with fp32 parameters; `dtype` bfloat16 runs the body under autocast.
 
-    Parameters stay fp32 because bf16 ones lose updates of lr 1e-6 to rounding.
+    Parameters stay fp32 because bf16 ones lose updates of lr 1e-6 to rounding. Dropout stays off, so that scoring and
+    update see the same log-probs.
     """
 
     def __init__(self, lm: PreTrainedModel, *, dtype: str = "float32", gradient_checkpointing: bool = False):
@@ -30,8 +32,11 @@ class Policy(nn.Module):
         self.lm = lm
         self.dtype = DTYPES[dtype]
         lm.config.use_cache = False
+        lm.eval()
+        self._checkpointed: list[nn.Module] = []
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self._checkpointed = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
 
     @property
     def device(self) -> torch.device:
@@ -57,6 +62,8 @@ class Policy(nn.Module):
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """[B, L] right-padded int64 -> [B, L, D]. No mask: attention is causal, padding on the right reaches no row."""
+        for layer in self._checkpointed:
+            layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
         with self.autocast():
             return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
@@ -104,11 +111,21 @@ def load_policy(
     try:
         config = AutoConfig.from_pretrained(path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            use_safetensors=True,  # never a pickle
+            ignore_mismatched_sizes=True,  # named below
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # broken files and settings raise whatever they meet first
         raise UserError(f"model.path = '{path}': cannot be loaded: {_first_line(error)}") from None
     lm, info = loaded
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"model.path = '{path}': '{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")

@@ -1,4 +1,4 @@
-"""AdamW with the schedule of the configuration, and the clipped, guarded step."""
+"""AdamW and the learning-rate schedule of the configuration."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The quickstart model: a phrase tokenizer learnt from the environment's own text, and a small random Qwen2.
+"""The quickstart model: a phrase tokenizer learnt from the environment's own text, and a small random Qwen3.
 
 Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because copying object ids token by token is what
 a tiny model learns last (docs/quickstart.md). Everything is saved in ordinary Hugging Face format, loads with
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import WarmupConfig
 
@@ -47,8 +47,9 @@ def build_tokenizer(prompts: list[str], actions: set[str], observations: list[st
     `actions` are whole lines, each with the line break before it, that must become one token each.
     """
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
-    known = "|".join(re.escape(part) for part in phrases(observations))
-    pattern = rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])|{LABEL}|{ENTITY}|{known}|{WORD}"
+    whole_line = [rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])"] if verbs else []
+    known = [re.escape(part) for part in phrases(observations)]
+    pattern = "|".join([*whole_line, LABEL, ENTITY, *known, WORD])
     splitter = re.compile(pattern)
     pieces: set[str] = set(actions)
     for text in [*prompts, *observations]:
@@ -69,18 +70,23 @@ def build_tokenizer(prompts: list[str], actions: set[str], observations: list[st
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwen2ForCausalLM:
-    """A random Qwen2 with tied embeddings. Head size 32 is the smallest that vLLM serves."""
+def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwen3ForCausalLM:
+    """A random Qwen3 with tied embeddings. Head size 32 is the smallest that vLLM serves.
+
+    Not Qwen2: transformers 5 gives every folder of model type qwen2 the pre-tokenizer of Qwen2, whatever its
+    tokenizer.json says, so AutoTokenizer would silently cut the text differently.
+    """
     torch.manual_seed(config.seed)
     heads = config.hidden_size // config.head_size
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    return Qwen3ForCausalLM(
+        Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
+            head_dim=config.head_size,
             max_position_embeddings=2048,
             initializer_range=config.initializer_range,
             tie_word_embeddings=True,
@@ -92,6 +98,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
     )
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
