@@ -27,11 +27,11 @@ def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *,
         tasks = rollouts.suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
         groups = _play(rollouts, config, tasks, group_size=1, temperature=config.eval.temperature, stream="eval")
         metrics = {key.removeprefix("eval/"): value for key, value in success_metrics(groups, prefix="eval").items()}
-        games = rollouts.suite.fingerprint()
+        source = rollouts.suite.fingerprint()
     if as_json:
-        print(json.dumps({"model": path, "games": games, "temperature": config.eval.temperature, **metrics}))
+        print(json.dumps({"model": path, "source": source, "temperature": config.eval.temperature, **metrics}))
         return 0
-    print(f"{path} on {games}, temperature {config.eval.temperature:g}")
+    print(f"{path} on {source}, temperature {config.eval.temperature:g}")
     print(
         f"success {metrics['success']:.1%} of {metrics['games']:.0f} games "
         f"(95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%})"
