@@ -173,7 +173,7 @@ class Run:
         self.metrics.clear()
 
     def _write_info(self) -> None:
-        (self.directory / "run.json").write_text(json.dumps(self.info, indent=1), encoding="utf-8")
+        _write(self.directory / "run.json", json.dumps(self.info, indent=1))
 
 
 @contextmanager
@@ -234,6 +234,9 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         )
         if resume:
             run.restore()
+            info["wall_s"] = _wall_seconds(directory)
+        _write(directory / "config.toml", dump(config))
+        run._write_info()
         run.log = stack.enter_context(
             MetricsLog(
                 directory,
@@ -242,8 +245,6 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
                 config=config.model_dump(mode="json"),
             )
         )
-        (directory / "config.toml").write_text(dump(config), encoding="utf-8")
-        run._write_info()
         view.header(header_lines(run))
         yield run
 
@@ -274,10 +275,10 @@ def peak_gib(device: torch.device) -> float:
 
 def _prepare_directory(config: Config, *, resume: bool) -> Path:
     directory = config.run_dir
-    taken = (directory / "metrics.jsonl").exists()
-    if resume and not taken:
+    metrics = directory / "metrics.jsonl"
+    if resume and not metrics.exists():
         raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
-    if not resume and taken:
+    if not resume and metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
         raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     if resume:
         before = load(directory / "config.toml")
@@ -288,3 +289,18 @@ def _prepare_directory(config: Config, *, resume: bool) -> Path:
     except OSError as error:
         raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
     return directory
+
+
+def _wall_seconds(directory: Path) -> float:
+    """Seconds the run took before it was resumed; 0 where run.json does not tell (killed before its first end)."""
+    try:
+        return float(json.loads((directory / "run.json").read_text(encoding="utf-8"))["wall_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
