@@ -6,8 +6,9 @@ An unknown key is an error that names the nearest known one; nothing is silently
 
 import difflib
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,11 +24,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
-    name: str = "run"
+    name: Annotated[str, Field(min_length=1)] = "run"
     dir: Path = Path("runs")
     """Parent folder; the run lives in dir/name."""
     seed: int = 0
@@ -220,22 +221,29 @@ def load(recipe: str | Path, overrides: dict[str, str] | None = None) -> Config:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     for key, text in (overrides or {}).items():
         _set(tree, key, text)
-    return validate(tree, origin=str(recipe))
+    return validate(tree, origin=str(recipe), overridden=tuple(overrides or ()))
 
 
-def validate(tree: dict[str, Any], *, origin: str) -> Config:
-    """Build a Config from nested dicts; the first problem becomes a one-line UserError that names `origin`."""
+def validate(tree: dict[str, Any], *, origin: str, overridden: tuple[str, ...] = ()) -> Config:
+    """Build a Config from nested dicts; the first problem becomes a one-line UserError.
+
+    It names `origin`, or the command line for the keys `overridden` there.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"] if part not in ("literal['adaptive']", "constrained-float"))
-        if problem["type"] == "extra_forbidden":
+        problems = error.errors()
+        key = _dotted(problems[0]["loc"])
+        if problems[0]["type"] == "extra_forbidden":
             raise UserError(f"{origin}: unknown key '{key}'{_nearest(key)}") from None
-        if problem["type"] == "missing":
+        if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
+            key = next((known for known in known_keys() if known.startswith(f"{key}.")), key)
             raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
-        message = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"{origin}: {key} = {problem['input']!r}: {message}" if key else message) from None
+        reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
+        message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
+        origin = "command line" if key.startswith(overridden) else origin
+        value = f"{key} = {problems[0]['input']!r}: " if key else ""
+        raise UserError(f"{origin}: {value}{message}") from None
 
 
 def dump(config: Config) -> str:
@@ -255,23 +263,35 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """Where an error is, without the tags pydantic adds for the alternatives of a union."""
+    return ".".join(str(part) for part in location if part not in ("literal['adaptive']", "constrained-float"))
+
+
 def _nearest(key: str) -> str:
+    """A right name in the wrong section comes before a similar one."""
     keys = known_keys()
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    if not near:  # a right name in the wrong section
-        near = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
+    """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
     if key not in known_keys():
         raise UserError(f"command line: unknown key '--{key}'{_nearest(key)}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    node = tree
-    *parents, leaf = key.split(".")
-    for part in parents:
-        node = node.setdefault(part, {})
-    node[leaf] = value
+    section, leaf = key.split(".")
+    model: Any = Config.model_fields[section].annotation
+    kind = model.model_fields[leaf].annotation
+    value: Any = text  # a bare word is a string
+    with suppress(tomllib.TOMLDecodeError):
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    if text.lower() == "none" and type(None) in get_args(kind):
+        value = None
+    elif kind in (str, Path) and not isinstance(value, str):
+        value = text  # a name that looks like a number or a date
+    table = tree.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UserError(f"command line: --{key} does not fit the recipe's {section} = {table!r}, which is no table")
+    table[leaf] = value
