@@ -7,6 +7,7 @@ others it was batched with.
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paw.errors import UserError
@@ -78,7 +79,11 @@ class Rollouts:
         in_flight: dict[int, _Episode] = {}
 
         def submit(episode: _Episode) -> None:
-            episode.prompt, episode.anchor = episode.environment.prompt(), episode.environment.anchor()
+            try:
+                episode.prompt, episode.anchor = episode.environment.prompt(), episode.environment.anchor()
+            except Exception as error:
+                retire(episode, error)
+                return
             episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, limits.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
             stats.prompt_tokens += len(episode.prompt_ids)
@@ -95,7 +100,10 @@ class Rollouts:
             self.engine.submit(request)
 
         def retire(episode: _Episode, failure: Exception | None = None) -> None:
+            """Whatever an environment raises costs its own episode; only what the user can mend stops the run."""
             nonlocal finished
+            if isinstance(failure, UserError):
+                raise failure
             finished += 1
             if failure is None:
                 self._idle.append(episode.environment)
@@ -103,7 +111,8 @@ class Rollouts:
                 episode.trajectory.failure = f"{type(failure).__name__}: {failure}"
                 stats.env_failures += 1
                 stats.failures.append(f"{episode.trajectory.task.id}: {episode.trajectory.failure}")
-                episode.environment.close()
+                with suppress(Exception):  # it is broken already
+                    episode.environment.close()
             if progress:
                 progress(finished, total)
 
@@ -113,9 +122,7 @@ class Rollouts:
                 episode = _Episode(environment, trajectory, g)
                 try:
                     environment.reset(trajectory.task)
-                except UserError:
-                    raise
-                except Exception as error:  # whatever an environment raises costs its own episode, not the run
+                except Exception as error:
                     retire(episode, error)
                     continue
                 submit(episode)

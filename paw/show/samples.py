@@ -1,10 +1,12 @@
 """A few evaluation episodes as the report shows them: what was seen and done, and what the model thought would come."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Engine, Request
 from paw.learner.model import Policy
@@ -55,17 +57,11 @@ def _context(turn: Turn, chat: Chat) -> list[int]:
 
 
 def _predictions(turns: list[Turn], targets: list[list[int]], engine: Engine, chat: Chat) -> list[str | None]:
-    asked = [i for i, target in enumerate(targets) if target]
-    for i in asked:
-        engine.submit(
-            Request(
-                key=-1 - i,
-                prompt_ids=_context(turns[i], chat),
-                seed=0,
-                temperature=0.0,
-                max_tokens=len(targets[i]),
-            )
-        )
+    for i, (turn, target) in enumerate(zip(turns, targets, strict=True)):
+        if target:
+            request = Request(-1 - i, _context(turn, chat), seed=0, temperature=0.0, max_tokens=len(target))
+            with suppress(UserError):  # beyond the engine's length, which is made for prompt and response
+                engine.submit(request)
     predicted: list[str | None] = [None] * len(turns)
     while engine.pending:
         for completion in engine.step():

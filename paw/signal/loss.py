@@ -217,15 +217,19 @@ class Totals:
             setattr(self, name, getattr(self, name) + value)
 
     def metrics(self, *, minibatches: int) -> dict[str, float]:
-        """Losses are means over the optimizer steps; fractions and means are over tokens."""
-        actions, steps = max(1, self.actions), max(1, minibatches)
-        metrics = {
-            "policy/loss": self.policy_loss / steps,
-            "policy/clip_frac": self.clipped / actions,
-            "policy/entropy": self.entropy / actions,
-            "policy/kl": self.kl / actions,
-            "world/live_frac": self.live / max(1, self.actions + self.observations),
-        }
+        """Losses are means over the optimizer steps; fractions and means are over tokens, absent where there are none.
+
+        Rows without any gradient made no forward pass and are in no mean.
+        """
+        steps = max(1, minibatches)
+        metrics = {"policy/loss": self.policy_loss / steps}
+        if self.actions:
+            metrics |= {
+                "policy/clip_frac": self.clipped / self.actions,
+                "policy/entropy": self.entropy / self.actions,
+                "policy/kl": self.kl / self.actions,
+                "world/live_frac": self.live / (self.actions + self.observations),
+            }
         if self.observations:
             metrics |= {
                 "world/loss": self.world_loss / steps,
