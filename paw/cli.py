@@ -159,13 +159,13 @@ def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
 
 
 def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "Config":
-    """The configuration; a run without a name of its own takes the recipe's, with the next free number."""
+    """The configuration; without --run.name the run is named by the recipe, or after it, with the next free number."""
     from paw.config import load
 
     config = load(recipe, overrides)
     if "run.name" in overrides:
         return config
-    stem = Path(recipe).stem
+    stem = config.run.name if "name" in config.run.model_fields_set else Path(recipe).stem
     taken = [name for name in _numbered(config.run.dir, stem) if (config.run.dir / name / "metrics.jsonl").exists()]
     name = stem if not taken else taken[-1] if resume else f"{stem}-{_number(taken[-1]) + 1}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
