@@ -5,6 +5,7 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 
 import json
 import platform
+import random
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paw import __version__
@@ -182,7 +184,6 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
     check_trackers(config.run.trackers)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    torch.manual_seed(config.run.seed)
     directory = _prepare_directory(config, resume=resume)
     with ExitStack() as stack:
         view = stack.enter_context(LiveView(total=config.run.updates))
@@ -202,6 +203,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         reference = load_policy(path, **options).eval().requires_grad_(False) if config.policy.kl_coef else policy
         engine = make_engine(config, policy=policy, chat=chat, model_path=path)
         stack.callback(engine.close)
+        seed_generators(config.run.seed)  # after the warm-up, which a cached model has not gone through
         info = {
             "paw": __version__,
             "torch": torch.__version__,
@@ -271,6 +273,13 @@ def peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch, python and numpy alike. Draws of a run derive from run.seed without them; their states are saved."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _prepare_directory(config: Config, *, resume: bool) -> Path:
