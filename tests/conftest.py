@@ -1,0 +1,169 @@
+"""The command line as users run it: subprocesses, and one quickstart model that a whole test session shares."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for every quickstart run of a session
+    "run.threads": 1,
+    "run.updates": 2,
+    "warmup.max_steps": 40,
+    "env.invalid_penalty": 0.1,
+    "advantage.penalty_only": "keep",  # the barely trained model never wins: penalties are what the policy learns from
+    "rollout.tasks": 4,
+    "rollout.group_size": 4,
+    "eval.games": 8,
+}
+
+
+@pytest.fixture(scope="session")
+def paw_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a child: the checkout, one thread, offline, a warm-up cache of this session."""
+    path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "PAW_CACHE": str(tmp_path_factory.mktemp("cache")),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`paw(*words, code=0, **options)` runs the command line to its end; a mapping among the words is overrides."""
+
+    def run(*words: Any, code: int | None = 0, timeout: float = 300, env: dict[str, str] | None = None, **options: Any):
+        done = subprocess.run(
+            command(*words),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            env={**paw_env, **(env or {})},
+            **options,
+        )
+        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: Any) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            command(*words),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=paw_env,
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+        child.communicate()
+
+
+def command(*words: Any) -> list[str]:
+    """The words of a command; {"a.b": 1} becomes --a.b 1."""
+    flat = [sys.executable, "-m", "paw"]
+    for word in words:
+        flat += (
+            [part for k, v in word.items() for part in (f"--{k}", str(v))] if isinstance(word, dict) else [str(word)]
+        )
+    return flat
+
+
+@pytest.fixture(scope="session")
+def quick() -> dict[str, Any]:
+    """Overrides that make a quickstart run a matter of seconds."""
+    return dict(QUICK)
+
+
+@pytest.fixture(scope="session")
+def quick_run(paw: Callable[..., Any], quick: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished quickstart run of two updates; read only."""
+    folder = tmp_path_factory.mktemp("runs")
+    paw("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"})
+    return folder / "first"
+
+
+@pytest.fixture(scope="session")
+def quick_model(quick_run: Path, paw_env: dict[str, str]) -> Path:
+    """Folder of the warmed-up quickstart model that `quick_run` started from."""
+    (path,) = Path(paw_env["PAW_CACHE"]).glob("quickstart-*/warmup.json")
+    return path.parent
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
+    """Lines of a run's metrics.jsonl without what a clock or the machine decides."""
+
+    def read(run: Path) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def tiny_llm() -> Callable[..., Path]:
+    """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a ChatML template."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    def write(folder: Path, kind: str = "llama", *, positions: int = 4096) -> Path:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+        tokenizer.chat_template = template
+        config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+        torch.manual_seed(0)
+        lm = model(
+            config(
+                vocab_size=len(tokenizer),
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=32,
+                max_position_embeddings=positions,
+                tie_word_embeddings=kind == "qwen3",
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+        lm.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return write

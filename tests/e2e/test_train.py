@@ -1,0 +1,223 @@
+"""Training, evaluation, rollouts, export and report, as a user runs them."""
+
+import hashlib
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paw.trust import checkpoint
+
+STEP_METRICS = {
+    "reward/mean",
+    "success/all",
+    "policy/loss", "policy/clip_frac", "policy/kl", "policy/entropy",
+    "world/loss", "world/token_loss", "world/lambda", "world/selected_frac", "world/masked_frac", "world/live_frac",
+    "optim/lr", "optim/grad_norm", "optim/skipped",
+    "time/rollout", "time/score", "time/update", "time/sync",
+    "perf/tokens_per_s", "perf/peak_gib",
+    "health/env_failures", "health/groups_dropped", "health/groups_mixed", "health/valid_actions",
+}  # fmt: skip
+EVAL_METRICS = {
+    "eval/success", "eval/ci_low", "eval/ci_high", "eval/games", "eval/return", "eval/steps", "eval/valid_actions",
+    "time/eval",
+}  # fmt: skip
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.glob("*.safetensors"))}
+
+
+def test_a_run_leaves_everything_behind(quick_run):
+    names = {path.name for path in quick_run.iterdir()}
+    assert names == {
+        "config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "hf", "plots", "report.html"
+    }  # fmt: skip
+    config = tomllib.loads((quick_run / "config.toml").read_text())
+    assert config["rollout"]["tasks"] == 4 and config["optim"]["grad_clip"] == 1.0
+    info = json.loads((quick_run / "run.json").read_text())
+    assert info["games"].startswith("generated tiny") and info["wall_s"] > 0 and info["parameters"] > 100_000
+    checkpoint.verify(quick_run / "checkpoints" / "step_000002")
+    report = (quick_run / "report.html").read_text()
+    assert "<svg" in report and "http-equiv" in report and any((quick_run / "plots").glob("*.png"))
+
+
+def test_metrics_are_complete_and_finite(quick_run):
+    found = lines(quick_run / "metrics.jsonl")
+    assert [line["step"] for line in found] == [0, 1, 2]
+    assert found[0].keys() >= EVAL_METRICS and found[2].keys() >= STEP_METRICS | EVAL_METRICS
+    assert found[1].keys() >= STEP_METRICS and not found[1].keys() & EVAL_METRICS
+    assert all(type(v) in (int, float) and math.isfinite(v) for line in found for v in line.values())
+    last = found[-1]
+    assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["world/live_frac"] <= 1
+    assert last["world/selected_frac"] == 0.75 and last["eval/games"] == 8
+    assert sum(key.startswith("success/") for key in last) > 1
+
+
+def test_samples_can_be_read(quick_run):
+    found = lines(quick_run / "samples.jsonl")
+    assert [sample["step"] for sample in found] == [0, 0, 0, 2, 2, 2]
+    for sample in found:
+        assert sample["length"] == len(sample["turns"]) > 0
+        for turn in sample["turns"]:
+            assert turn["prompt"] and turn["observation"] and isinstance(turn["predicted"], str)
+            assert len(turn["observation_token_p"]) == len(turn["observation_tokens"]) > 0
+            assert "".join(turn["observation_tokens"]) == turn["observation"]
+
+
+def test_the_tokenizer_survives_saving(quick_run, quick_model):
+    """AutoTokenizer picks classes by model type: the phrase tokens must come back, at the start and in the export."""
+    (sample, *_) = lines(quick_run / "samples.jsonl")
+    for folder in (quick_model, quick_run / "hf"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for turn in sample["turns"]:
+            ids = tokenizer.encode(turn["prompt"], add_special_tokens=False)
+            assert tokenizer.decode(ids) == turn["prompt"]
+            assert all(tokenizer.encode("\n" + a) for a in ("look", "inventory"))
+            assert len(tokenizer.encode("\ninventory", add_special_tokens=False)) == 1
+
+
+def test_the_export_is_the_checkpoint(quick_run):
+    folder = quick_run / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    named = dict(model.named_parameters())
+    saved = load_file(quick_run / "checkpoints" / "step_000002" / "model.safetensors")
+    assert named.keys() == saved.keys()
+    assert all(torch.equal(named[name], saved[name]) for name in saved)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "task"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.count("task") == 1
+    assert "2 updates" in (folder / "README.md").read_text()
+
+
+def test_rollout_lines_hold_what_the_exported_model_would_say(paw, quick_run, tmp_path):
+    out = tmp_path / "episodes.jsonl"
+    done = paw("rollout", quick_run, "--tasks", 2, "--out", out)
+    assert done.stdout == "" and "8 episodes" in done.stderr
+    turns = lines(out)
+    assert {(t["task"], t["member"]) for t in turns} == {(t["task"], m) for t in turns for m in range(4)}
+    assert len({t["task"] for t in turns}) == 2
+    model = AutoModelForCausalLM.from_pretrained(quick_run / "hf", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(quick_run / "hf")
+    for turn in turns[::7]:
+        ids, start = torch.tensor([turn["prompt_ids"] + turn["response_ids"]]), len(turn["prompt_ids"])
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0, start - 1 : -1].log_softmax(-1)
+        logp = logp.gather(-1, ids[0, start:, None])[:, 0]
+        assert torch.allclose(logp, torch.tensor(turn["sampled_logp"]), atol=1e-4)
+        assert turn["response"] in tokenizer.decode(turn["response_ids"])
+        assert turn["outcome"].keys() == {"observation", "reward", "done", "won", "action", "valid"}
+
+
+def test_eval_prints_json(paw, quick_run):
+    result = json.loads(paw("eval", quick_run, "--json").stdout)
+    trained = lines(quick_run / "metrics.jsonl")[-1]
+    assert result["games"] == 8 and result["source"].startswith("generated tiny")
+    for key in ("success", "ci_low", "ci_high", "return", "steps", "valid_actions"):
+        assert result[key] == trained[f"eval/{key}"]  # same games, seeds and weights as the run's last evaluation
+
+
+@pytest.mark.slow
+def test_eval_for_people(paw, quick_run):
+    text = paw("eval", quick_run, {"eval.games": 5}).stdout
+    assert "of 5 games" in text and "95 % interval" in text and "generated tiny" in text
+
+
+@pytest.mark.slow
+def test_commands_work_on_a_run_without_export(paw, quick_run, tmp_path):
+    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays clean."""
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((quick_run / name).read_bytes())
+    (tmp_path / "checkpoints").symlink_to(quick_run / "checkpoints")
+    result = json.loads(paw("eval", tmp_path, "--json").stdout)
+    assert result["steps"] == lines(quick_run / "metrics.jsonl")[-1]["eval/steps"]
+    assert digests(tmp_path / "hf") == digests(quick_run / "hf")
+    out = paw("export", tmp_path, "--checkpoint", "step_000002", "--out", tmp_path / "other").stdout
+    assert out.strip() == str(tmp_path / "other")
+    assert digests(tmp_path / "other") == digests(quick_run / "hf")
+    assert paw("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
+
+
+@pytest.mark.slow
+def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_path):
+    for name, seed in (("again", 0), ("other", 1)):
+        paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": name, "run.seed": seed})
+    first, again, other = (
+        run / "checkpoints" / "step_000002" for run in (quick_run, tmp_path / "again", tmp_path / "other")
+    )
+    assert digests(first) == digests(again)
+    assert checkpoint.digest(first) == checkpoint.digest(again)
+    assert read_metrics(quick_run) == read_metrics(tmp_path / "again")
+    assert (quick_run / "samples.jsonl").read_bytes() == (tmp_path / "again" / "samples.jsonl").read_bytes()
+    assert digests(first)["model.safetensors"] != digests(other)["model.safetensors"]
+    assert read_metrics(quick_run) != read_metrics(tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "think"), [("llama", "false"), ("qwen3", "true")])
+def test_any_causal_lm_with_a_chat_template(paw, tiny_llm, tmp_path, kind, think):
+    """The paper's prompt and loss (KL, entropy bonus, trainer log-probs) on a model that is no quickstart."""
+    model = tiny_llm(tmp_path / "model", kind)
+    recipe = tmp_path / "byte.toml"
+    recipe.write_text(
+        f"""
+[run]
+dir = "{tmp_path}"
+updates = 2
+threads = 1
+[model]
+path = "{model}"
+dtype = "float32"
+[env]
+difficulty = "tiny"
+style = "paper"
+think = {think}
+max_turns = 3
+[rollout]
+tasks = 2
+group_size = 3
+max_prompt_tokens = 1024
+max_response_tokens = 12
+[wm]
+max_tokens = 40
+[policy]
+kl_coef = 0.1
+entropy_coef = 0.01
+old_logp = "trainer"
+[optim]
+lr = 1e-2
+epochs = 2
+minibatch_rows = 8
+[eval]
+games = 2
+"""
+    )
+    paw("train", recipe)
+    run = tmp_path / "byte"
+    _, first, second = lines(run / "metrics.jsonl")
+    assert all(math.isfinite(v) for line in (first, second) for v in line.values())
+    assert first["health/sampler_mismatch"] < 1e-4 and second["health/sampler_mismatch"] < 1e-4
+    assert second["policy/kl"] > 0 and second["policy/entropy"] > 1 and second["world/loss"] > 0
+    before, after = load_file(model / "model.safetensors"), load_file(run / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved == list(before), "every weight gets a gradient"
+    paw("rollout", run, "--tasks", 1, "--out", tmp_path / "out.jsonl", {"rollout.group_size": 2})
+    turns = lines(tmp_path / "out.jsonl")
+    assert max(len(turn["response_ids"]) for turn in turns) == 12
+    assert all(len(t["sampled_logp"]) == len(t["entropy"]) == len(t["response_ids"]) for t in turns)
+    names = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
+    assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
+    assert ("<think>" in turns[0]["prompt"]) == (think == "true")
