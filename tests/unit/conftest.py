@@ -1,7 +1,8 @@
-"""The official ALFWorld games, where they are at hand."""
+"""The official ALFWorld games, where they are at hand, and the way to `joint.py`."""
 
 import json
 import lzma
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder to the path
 PACK = Path(__file__).parents[3] / "shared" / "data" / "alfworld" / "games.jsonl.xz"
 
 

@@ -1,0 +1,143 @@
+"""Tiny random models, random rows, and the joint objective written out once more: full logits, float64, autograd."""
+
+import copy
+import random
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paw.learner.model import Policy
+from paw.signal.loss import Objective, joint_loss, loss_rows, micro_batches, score
+from paw.types import Row
+
+VOCAB = 61
+FAMILIES = {
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, True),
+    "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, False),
+    "llama": (LlamaConfig, LlamaForCausalLM, False),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, True),
+}
+
+
+def make_lm(family="qwen2-tied", *, seed=0, **settings):
+    config, model, tied = FAMILIES[family]
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    more = dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2)
+    return model(config(**(sizes | more | dict(tie_word_embeddings=tied) | settings)))
+
+
+def make_row(rng, group=0, trajectory=0, step=0, **values):
+    """Lengths differ from row to row; about one row in six has no target."""
+
+    def ids(n):
+        return [rng.randrange(VOCAB) for _ in range(n)]
+
+    n, m = rng.randint(1, 6), 0 if rng.random() < 1 / 6 else rng.randint(1, 9)
+    episode_return = float(rng.choice([0, 10]))
+    row = dict(
+        group=group,
+        trajectory=trajectory,
+        step=step,
+        prompt_ids=ids(rng.randint(1, 12)),
+        response_ids=ids(n),
+        separator_ids=ids(2) if m else [],
+        observation_ids=ids(m),
+        sampled_logp=[-1.0] * n,
+        sampled_entropy=None,
+        score=episode_return,
+        episode_return=episode_return,
+        reward=0.0,
+        penalty=0.0,
+        anchor="",
+        advantage=rng.choice([0.0, rng.gauss(0, 1), rng.gauss(0, 1)]),
+    )
+    return Row(**(row | values))
+
+
+def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
+    """Rows as they stand before the update: old log-probs a little off the policy's, so that clips occur."""
+    rng = random.Random(seed)
+    rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
+    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=10**6), strict=True):
+        row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
+        row.entropy = sum(entropy) / len(entropy)
+        if reference:
+            row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
+        if row.observation_ids and rng.random() < 0.75:
+            row.world_weight = rng.random() / n
+    return rows
+
+
+def gradients(policy, loss=None):
+    """The parameters' gradients as one float64 vector; zeros where there is none. Clears them."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
+    policy.zero_grad(set_to_none=True)
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_observation=True, skip=None):
+    """(loss, gradient) of a mini-batch as the trainer makes them: micro-batches through the fused head."""
+    total = 0.0
+    batches = micro_batches(
+        minibatch, budget=budget, with_observation=with_observation, device=policy.device, skip=skip
+    )
+    for batch in batches:
+        coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows, minibatch=minibatch)
+        loss = joint_loss(policy, batch, coefficients, temperature=objective.temperature).loss
+        loss.backward()
+        total += loss.item()
+    return total, gradients(policy)
+
+
+def token_logps(lm, row, *, temperature=1.0):
+    """[T, V] float64 log-probs of every next token of one row alone, unpadded, its observation included."""
+    ids = row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
+    return (lm(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+
+
+def dense(policy, minibatch, objective: Objective, *, update_rows):
+    """(loss, gradient, number of masked, of live observation tokens) by full logits in float64."""
+    lm = copy.deepcopy(policy.lm).double()
+    tokens = sum(len(row.response_ids) for row in minibatch)
+    total, masked, live = torch.zeros((), dtype=torch.float64), 0, 0
+    for row in minibatch:
+        logps = token_logps(lm, row, temperature=objective.temperature)
+        start = len(row.prompt_ids)
+        surrogate = torch.zeros((), dtype=torch.float64)
+        for t, token in enumerate(row.response_ids):
+            at = logps[start + t - 1]
+            ratio = (at[token] - row.old_logp[t]).exp()
+            clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            term = torch.maximum(-row.advantage * ratio, -row.advantage * clamped)
+            if row.advantage < 0:
+                term = torch.minimum(term, torch.tensor(-row.advantage * objective.dual_clip, dtype=torch.float64))
+            if objective.kl_coef:
+                gap = row.ref_logp[t] - at[token]
+                term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
+            surrogate = surrogate + term + objective.entropy_coef * (at.exp() * at).sum()
+        n, m = len(row.response_ids), len(row.observation_ids)
+        per_row = 1 / tokens if objective.loss_norm == "token" else 1 / (n * len(minibatch))
+        total = total + per_row * surrogate
+        start += n + len(row.separator_ids)
+        for t, token in enumerate(row.observation_ids if row.world_weight else []):
+            logp = logps[start + t - 1, token]
+            p = logp.exp()
+            if objective.observation_loss == "cmae" and p > objective.rho:
+                masked += 1
+                continue
+            live += 1
+            term = -logp if objective.observation_loss == "ce" else 1 - p
+            scale = objective.world_scale * update_rows / len(minibatch)
+            total = total + scale * row.world_weight * term / m
+    total.backward()
+    return float(total.detach()), gradients(lm), masked, live
+
+
+def relative(a, b):
+    """Distance of two gradients, relative to the second's norm."""
+    return float((a - b).norm() / b.norm())
+
+
+def tiny_policy(family="qwen2-tied", **settings):
+    return Policy(make_lm(family, **settings))
