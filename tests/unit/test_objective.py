@@ -150,7 +150,7 @@ def test_mini_batches_sum_to_the_whole_update(norm, size):
         acting_sum += part_acting * (part_tokens / tokens if norm == "token" else len(part) / len(rows))
         world_sum += part_world * (len(part) / len(rows))
     assert relative(acting_sum, acting) < 1e-6
-    assert relative(world_sum, world) < 1e-6
+    assert relative(world_sum, world) < 5e-6  # its terms nearly cancel
 
 
 def test_a_group_that_always_wins_learns_no_world_model():

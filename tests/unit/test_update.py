@@ -1,0 +1,173 @@
+"""Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for bit."""
+
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+import torch
+from toyworld import ENV, make_suite, make_tokenizer, practised_model
+
+from paw.config import Config, validate
+from paw.experience.chat import Chat
+from paw.experience.engines.transformers import TransformersEngine
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner import quickstart
+from paw.learner.model import load_policy, load_tokenizer
+from paw.learner.sync import push_weights
+from paw.run import open_run
+from paw.signal.packing import by_token_budget
+from paw.train import update
+from paw_kernels import LossRows, paw_loss, token_stats
+
+LR, CLIP, EPS, BUDGET, MINIBATCH, LIMITS = 3e-3, 0.2, 1e-6, 2048, 32, Limits(1.0, 256, 3)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    quickstart.save(practised_model(), make_tokenizer(), folder)
+    return folder
+
+
+def make_config(start, folder, **changes) -> Config:
+    tree = {
+        "run": {"dir": str(folder), "updates": 3, "save_every": 0},
+        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "env": ENV.model_dump(),
+        "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "policy": {"kl_coef": 0.0, "entropy_coef": 0.0},
+        "optim": {"lr": LR, "minibatch_rows": MINIBATCH, "micro_batch_tokens": BUDGET},
+        "eval": {"every": 0, "games": 2},
+        "wm": {},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("_")
+        tree[section][name] = value
+    return validate(tree, origin="test")
+
+
+class Recorded(Rollouts):
+    """Rollouts that remember what was played."""
+
+    def play(self, *args, **kwargs):
+        groups, stats = super().play(*args, **kwargs)
+        turns = [[episode.turns for episode in group.trajectories] for group in groups]
+        self.history = [*getattr(self, "history", []), turns]
+        return groups, stats
+
+
+def run_updates(config, count):
+    """(parameters after every update, groups of every update, metrics of every update)."""
+    with open_run(config) as run:
+        rollouts = Recorded(run.suite, run.engine, run.chat)
+        push_weights(run.policy.lm, run.engine, version=0)
+        weights = []
+        for _ in range(count):
+            update(run, rollouts)
+            weights.append({name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()})
+        return weights, rollouts.history, list(run.log.history)
+
+
+def vanilla_grpo(start, count):
+    """GRPO as the textbook has it: the same kernels and batches, no row, selection or observation in sight."""
+    policy, tokenizer = load_policy(start), load_tokenizer(start)
+    chat, suite = Chat(tokenizer), make_suite()
+    engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
+    rollouts = Rollouts(suite, engine, chat)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
+    weights = []
+    for step in range(count):
+        tasks = suite.train_tasks(step, 4, 0)
+        groups, _ = rollouts.play(tasks, group_size=4, limits=LIMITS, seed=0, stream=f"train/{step}")
+        samples = []
+        for group in groups:
+            turns = [(e.episode_return, t) for e in group.trajectories for t in e.turns]
+            scores = [total - (0.0 if turn.outcome.valid else 0.1) for total, turn in turns]
+            mean, std = statistics.mean(scores), statistics.stdev(scores)
+            samples += [(turn, (score - mean) / (std + EPS)) for (_, turn), score in zip(turns, scores, strict=True)]
+        old = {}
+        with torch.no_grad():
+            for ids, position, target, order in packed([turn for turn, _ in samples]):
+                hidden = policy.hidden(ids).flatten(0, 1)[position]
+                logp = token_stats(hidden, policy.head_weight, target).logp.tolist()
+                for i in order:
+                    n = len(samples[i][0].response_ids)
+                    old[id(samples[i][0])], logp = logp[:n], logp[n:]
+        shuffled = list(range(len(samples)))
+        random.Random(31 * step).shuffle(shuffled)
+        parts = max(1, round(len(samples) / MINIBATCH))
+        for first, last in pairwise([len(samples) * i // parts for i in range(parts + 1)]):
+            minibatch = [samples[i] for i in shuffled[first:last]]
+            tokens = sum(len(turn.response_ids) for turn, _ in minibatch)
+            live = [(turn, advantage) for turn, advantage in minibatch if advantage != 0.0]
+            for ids, position, target, order in packed([turn for turn, _ in live]):
+                spread = [(turn, a) for turn, a in (live[i] for i in order) for _ in turn.response_ids]
+                rows = LossRows(
+                    kind=torch.ones(len(target), dtype=torch.uint8),
+                    weight=torch.full((len(target),), 1.0 / tokens),
+                    advantage=torch.tensor([a for _, a in spread]),
+                    old_logp=torch.tensor([value for i in order for value in old[id(live[i][0])]]),
+                    clip_low=CLIP,
+                    clip_high=CLIP,
+                )
+                hidden = policy.hidden(ids).flatten(0, 1)[position]
+                paw_loss(hidden, policy.head_weight, target, rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        engine.sync([], version=step + 1)
+        weights.append({name: p.detach().clone() for name, p in policy.lm.named_parameters()})
+    return weights
+
+
+def packed(turns):
+    """Padded prompts with responses: (ids, positions before each response token, response tokens, turns in order)."""
+    sequences = [turn.prompt_ids + turn.response_ids for turn in turns]
+    for order in by_token_budget([len(ids) for ids in sequences], budget=BUDGET):
+        longest = max(len(sequences[i]) for i in order)
+        ids = torch.tensor([sequences[i] + [0] * (longest - len(sequences[i])) for i in order])
+        position = [
+            b * longest + t - 1 for b, i in enumerate(order) for t in range(len(turns[i].prompt_ids), len(sequences[i]))
+        ]
+        target = [token for i in order for token in turns[i].response_ids]
+        yield ids, torch.tensor(position), torch.tensor(target), order
+
+
+def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_path):
+    trained, _, metrics = run_updates(make_config(start, tmp_path, wm_enabled=False), 3)
+    expected = vanilla_grpo(start, 3)
+    for ours, theirs in zip(trained, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    initial = load_policy(start).named_parameters_once()
+    assert any(not torch.equal(trained[0][name], p) for name, p in initial.items())
+    assert not any(key.startswith("world/") and key != "world/live_frac" for line in metrics for key in line)
+
+
+def test_a_world_model_of_weight_zero_changes_nothing(start, tmp_path):
+    off, groups_off, _ = run_updates(make_config(start, tmp_path / "off", wm_enabled=False), 2)
+    zero, groups_zero, _ = run_updates(make_config(start, tmp_path / "zero", wm_weight=0.0), 2)
+    assert groups_off == groups_zero
+    assert all(torch.equal(off[-1][name], zero[-1][name]) for name in off[-1])
+
+
+def test_the_world_model_trains_without_changing_the_first_rollouts(start, tmp_path):
+    off, groups_off, _ = run_updates(make_config(start, tmp_path / "off", wm_enabled=False), 2)
+    on, groups_on, metrics = run_updates(make_config(start, tmp_path / "on"), 2)
+    assert groups_off[0] == groups_on[0]
+    assert groups_off[1] != groups_on[1]
+    assert any(not torch.equal(off[0][name], on[0][name]) for name in off[0])
+    assert metrics[-1]["world/loss"] > 0 and 0.7 < metrics[-1]["world/selected_frac"] <= 0.8
+
+
+def test_the_same_configuration_trains_to_the_same_bits(start, tmp_path):
+    first, _, _ = run_updates(make_config(start, tmp_path / "a"), 2)
+    again, _, _ = run_updates(make_config(start, tmp_path / "b"), 2)
+    assert all(torch.equal(first[-1][name], again[-1][name]) for name in first[-1])
+
+
+def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_path):
+    _, _, metrics = run_updates(make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_rows=1000), 2)
+    assert metrics[0]["policy/kl"] < 1e-9
+    assert metrics[1]["policy/kl"] > 1e-4

@@ -1,0 +1,82 @@
+"""Small generated households and a random quickstart model over their own text: real parts, made in milliseconds."""
+
+import copy
+import functools
+import random
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from paw.config import EnvConfig, WarmupConfig
+from paw.experience.chat import Chat
+from paw.experience.engines.transformers import TransformersEngine
+from paw.experience.envs.alfworld.suite import AlfworldSuite
+from paw.learner import quickstart
+
+ENV = EnvConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)
+MODEL = WarmupConfig(hidden_size=32, layers=2, intermediate_size=48, initializer_range=0.2)
+
+
+def make_suite(**changes):
+    return AlfworldSuite(ENV.model_copy(update=changes))
+
+
+@functools.cache
+def corpus(games=100):
+    """(prompts, actions, observations) of expert play with random actions mixed in."""
+    suite, rng = make_suite(), random.Random(0)
+    environment = suite.make()
+    prompts, actions, observations = [], set(), []
+    for task in suite.warmup_tasks(0, games, 0):
+        environment.reset(task)
+        done = False
+        while not done:
+            choices = environment.choices()
+            prompts.append(environment.prompt())
+            actions.update(choices)
+            outcome = environment.step(rng.choice(choices) if rng.random() < 0.3 else environment.expert())
+            observations.append(outcome.observation)
+            done = outcome.done
+    return prompts, actions, observations
+
+
+@functools.cache
+def make_tokenizer():
+    return quickstart.build_tokenizer(*corpus())
+
+
+def make_model(seed=0):
+    return quickstart.build_model(make_tokenizer(), MODEL.model_copy(update={"seed": seed}))
+
+
+def make_chat():
+    return Chat(make_tokenizer())
+
+
+@functools.cache
+def _practised(steps=60):
+    model, chat, rng = make_model(), make_chat(), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        inputs, labels = [], []
+        for prompt in rng.choices(corpus()[0], k=32):
+            head = chat.prompt_ids(prompt)
+            answer = chat.response_ids("\n" + rng.choice(prompt.partition("\ncan:\n")[2].splitlines()))
+            inputs.append(torch.tensor(head + answer))
+            labels.append(torch.tensor([-100] * len(head) + answer))
+        input_ids, targets = pad_sequence(inputs, True, 0), pad_sequence(labels, True, -100)
+        logits = model(input_ids=input_ids).logits[:, :-1]
+        cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def practised_model():
+    """A model that has seen some admissible actions: valid about as often as not."""
+    return copy.deepcopy(_practised())
+
+
+def make_engine(model=None, **options):
+    return TransformersEngine(model or practised_model(), end_ids=make_chat().end_ids, **options)
