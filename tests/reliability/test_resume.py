@@ -1,0 +1,172 @@
+"""A run that is killed, stopped or damaged goes on bit for bit; one that meets non-finite numbers stops unharmed."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paw.trust import checkpoint
+
+pytestmark = pytest.mark.slow
+UPDATES = 6
+
+
+@pytest.fixture(scope="module")
+def arguments(quick, quick_run):
+    """Of every run here; `quick_run` has made the model."""
+    return quick | {"run.updates": UPDATES, "run.save_every": 2, "run.keep": 9, "rollout.tasks": 8, "eval.every": 3}
+
+
+@pytest.fixture(scope="module")
+def whole(paw, arguments, tmp_path_factory):
+    """The run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    paw("train", "quickstart", arguments, {"run.dir": folder, "run.name": "run"})
+    return folder / "run"
+
+
+def wait_for(condition, child):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert child.poll() is None, f"ended too early, exit {child.returncode}: {child.stderr.read()}"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def logged(run: Path) -> int:
+    """Lines of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+
+
+def assert_same(run: Path, whole: Path, read_metrics) -> None:
+    last = f"step_{UPDATES:06d}"
+    assert checkpoint.digest(run / "checkpoints" / last) == checkpoint.digest(whole / "checkpoints" / last)
+    assert (run / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
+    assert read_metrics(run) == read_metrics(whole)
+    assert (run / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+
+
+def test_killed_between_checkpoints(paw, paw_start, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
+    child = paw_start("train", "quickstart", arguments)
+    wait_for(lambda: logged(run) > 3, child)  # updates 0 to 3 are written: the next one is at work
+    child.kill()
+    child.wait()
+    assert saved(run) == ["step_000002"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/me')  # a line the kill tore
+    done = paw("train", "quickstart", arguments, "--resume", "auto")
+    assert f"resumed from {run / 'checkpoints' / 'step_000002'}" in done.stdout
+    assert_same(run, whole, read_metrics)
+
+
+def test_killed_before_the_first_checkpoint(paw, paw_start, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
+    child = paw_start("train", "quickstart", arguments)
+    wait_for(lambda: logged(run) > 1, child)
+    child.kill()
+    child.wait()
+    assert saved(run) == []
+    done = paw("train", "quickstart", arguments, "--resume", "auto")
+    assert "no checkpoint yet" in done.stdout and "starting over" in done.stdout
+    assert_same(run, whole, read_metrics)
+
+
+def test_sigterm_finishes_the_update_and_saves(paw, paw_start, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
+    child = paw_start("train", "quickstart", arguments)
+    wait_for(lambda: logged(run) > 1, child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=60) == 0
+    assert "finishing this update, then saving" in child.stderr.read()
+    done = logged(run) - 1
+    assert 1 < done < UPDATES and saved(run)[-1] == f"step_{done:06d}"
+    assert (run / "report.html").is_file() and (run / "hf" / "model.safetensors").is_file()
+    before = json.loads((run / "run.json").read_text())["wall_s"]
+    paw("train", "quickstart", arguments, "--resume", "auto")
+    assert_same(run, whole, read_metrics)
+    assert json.loads((run / "run.json").read_text())["wall_s"] > before
+
+
+def test_a_second_sigterm_stops_at_once(paw, paw_start, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run", "rollout.tasks": 200}
+    child = paw_start("train", "quickstart", arguments)
+    wait_for(lambda: logged(run) > 0, child)
+    child.send_signal(signal.SIGTERM)
+    while "again: stop now" not in child.stderr.readline():
+        assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=5) == -signal.SIGTERM
+    assert logged(run) == 1 and saved(run) == []
+    paw("train", "quickstart", arguments, {"rollout.tasks": 8}, "--resume", "auto")
+    assert_same(run, whole, read_metrics)
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(paw, arguments, whole, read_metrics, tmp_path, damage):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    file = run / "checkpoints" / "step_000006" / "optimizer.safetensors"
+    if damage == "missing":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    done = paw("train", "quickstart", arguments, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto")
+    assert f"{run / 'checkpoints' / 'step_000006'} is damaged (optimizer.safetensors)" in done.stdout
+    assert "using step_000004" in done.stdout
+    assert_same(run, whole, read_metrics)
+
+
+def test_only_damaged_checkpoints_are_an_error(paw, arguments, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for file in run.glob("checkpoints/*/model.safetensors"):
+        file.write_bytes(b"")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    done = paw("train", "quickstart", arguments, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto", code=2)
+    assert done.stderr.startswith("paw: checkpoint ") and "no other checkpoint" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_resuming_a_finished_run_changes_nothing(paw, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    paw("train", "quickstart", arguments, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto")
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert_same(run, whole, read_metrics)
+
+
+def test_non_finite_updates_are_skipped_and_stop_the_run(paw, arguments, quick_model, tmp_path):
+    """A world-model weight at the end of float32's range: the loss is finite or not, the gradient norm never is."""
+    wild = {"wm.scale": 1e38, "run.save_every": 1, "run.max_skipped": 5, "optim.minibatch_rows": 1000}
+    words = ["train", "quickstart", arguments | wild, {"run.dir": tmp_path, "run.name": "run"}]
+    done = paw(*words, code=2)
+    assert done.stderr.startswith("paw: stopped: 5 optimizer steps in a row had a non-finite loss")
+    assert done.stderr.count("\n") == 1
+    run = tmp_path / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["optim/skipped"] for line in lines[1:]] == [1, 2, 3, 4]
+    assert saved(run) == [f"step_{step:06d}" for step in (1, 2, 3, 4)]
+    start = load_file(quick_model / "model.safetensors")
+    for name in saved(run):
+        now = load_file(run / "checkpoints" / name / "model.safetensors")
+        assert all(torch.equal(now[key].view(torch.int32), start[key].view(torch.int32)) for key in now)
+        assert not load_file(run / "checkpoints" / name / "optimizer.safetensors")
+    assert paw(*words, "--resume", "auto", code=2).stderr == done.stderr  # it does not forget what it has skipped
