@@ -33,11 +33,12 @@ from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
 from paw.learner.optim import make_optimizer
 from paw.learner.warmup import ensure_warm_model
 from paw.show.evaluate import success_metrics
+from paw.show.live import LiveView
 from paw.show.report import write_report
 from paw.show.samples import sample_episodes
 from paw.trust import checkpoint
 from paw.trust.guards import StopSignal, UpdateGuard
-from paw.trust.metrics import LiveView, MetricsLog, check_trackers
+from paw.trust.metrics import MetricsLog, check_trackers
 
 STARTING_OVER = -1
 SAMPLES = 3
