@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from paw.config import Config
+from paw.errors import UserError
 from paw.experience.rollout import Limits, Rollouts
 from paw.learner.optim import learning_rate, set_learning_rate
 from paw.learner.sync import push_weights, sampler_mismatch
@@ -30,7 +31,8 @@ from paw.types import Group, Row
 def train(config: Config, *, resume: bool = False) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
-    `resume` continues from the newest checkpoint that verifies. Raises UserError for anything a user can mend.
+    `resume` continues from the newest checkpoint that verifies. Raises UserError for anything a user can mend;
+    checkpoints stay.
     """
     with open_run(config, resume=resume) as run:
         rollouts = Rollouts(run.suite, run.engine, run.chat)
@@ -56,10 +58,13 @@ def update(run: Run, rollouts: Rollouts) -> None:
             stream=f"train/{run.step}",
             progress=run.view.progress("episodes"),
         )
+    run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups))
     log.update({"health/env_failures": sampled.env_failures, "health/groups_dropped": sampled.groups_dropped})
     for failure in sampled.failures[:3]:
         run.view.message(f"environment failed: {failure}")
+    if not groups:
+        raise UserError(f"stopped at update {run.step + 1}: no group has two episodes left ({sampled.failures[0]})")
 
     rows = to_rows(
         groups,

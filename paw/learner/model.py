@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """A causal LM with fp32 parameters; `dtype` bfloat16 runs the body under autocast.
+    """A causal LM with fp32 parameters; `dtype` bfloat16 runs the body under autocast, and the head in bfloat16.
 
     Parameters stay fp32 because bf16 ones lose updates of lr 1e-6 to rounding. Dropout stays off, so that scoring and
     update see the same log-probs.
@@ -40,16 +40,17 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.head_weight.device
+        return self._head.weight.device
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D], tied to the embedding or not."""
-        return self._head.weight
+        """[V, D] in `dtype`, tied to the embedding or not."""
+        return self._head.weight.to(self.dtype)
 
     @property
     def head_bias(self) -> Tensor | None:
-        return self._head.bias
+        bias = self._head.bias
+        return None if bias is None else bias.to(self.dtype)
 
     @property
     def _head(self) -> nn.Linear:
@@ -61,11 +62,14 @@ class Policy(nn.Module):
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """[B, L] right-padded int64 -> [B, L, D]. No mask: attention is causal, padding on the right reaches no row."""
+        """[B, L] right-padded int64 -> [B, L, D] in `dtype`.
+
+        No mask: attention is causal, padding on the right reaches no row.
+        """
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
         with self.autocast():
-            return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+            return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state.to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """Parameters by Hugging Face name, a tied head listed under its embedding alone."""
