@@ -95,9 +95,10 @@ def pick_device(wanted: str) -> torch.device:
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
+    _check_folder(path)
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files raise whatever they meet first
         raise UserError(f"model.path = '{path}': no tokenizer found ({_first_line(error)})") from None
 
 
@@ -109,9 +110,7 @@ def load_policy(
     gradient_checkpointing: bool = False,
 ) -> Policy:
     """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config."""
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"model.path = '{path}': the folder has no config.json, so it is not a Hugging Face model")
+    _check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -135,6 +134,11 @@ def load_policy(
         raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")
     policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return policy.to(device or torch.device("cpu"))
+
+
+def _check_folder(path: str | Path) -> None:
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise UserError(f"model.path = '{path}': there is no config.json in it, so it is not a Hugging Face model")
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,7 +77,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
     tokenizer.json says, so AutoTokenizer would silently cut the text differently.
     """
     torch.manual_seed(config.seed)
-    heads = config.hidden_size // config.head_size
+    heads, ids = config.hidden_size // config.head_size, tokenizer.get_vocab()
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -91,8 +91,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
             initializer_range=config.initializer_range,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.convert_tokens_to_ids(END),
-            pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+            eos_token_id=ids[END],
+            pad_token_id=ids[PAD],
             use_cache=False,
         )
     )
