@@ -13,7 +13,7 @@ from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
 from paw.experience.rollout import Limits, Rollouts
-from paw.learner.export import start_model
+from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
 from paw.show.evaluate import success_metrics
@@ -81,11 +81,11 @@ def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple
     run = Path(model)
     if (run / "config.toml").is_file():
         config = load(recipe or run / "config.toml", overrides)
-        if (run / "hf" / "config.json").is_file():
-            return config, str(run / "hf")
-        from paw.learner.export import export_run
-
-        return config, str(export_run(run))
+        exported = run / "hf" / "config.json"
+        saved = [path.stat().st_mtime for path in (run / "checkpoints").glob("step_*")]
+        if not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0):  # killed after a resume
+            return config, str(export_run(run))
+        return config, str(run / "hf")
     if recipe is None and (run / "paw.toml").is_file():
         return load(run / "paw.toml", overrides), model
     if recipe is None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import tomllib
 from pathlib import Path
 
@@ -143,6 +144,9 @@ def test_commands_work_on_a_run_without_export(paw, quick_run, tmp_path):
     result = json.loads(paw("eval", tmp_path, "--json").stdout)
     assert result["steps"] == lines(quick_run / "metrics.jsonl")[-1]["eval/steps"]
     assert digests(tmp_path / "hf") == digests(quick_run / "hf")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"of an earlier checkpoint")
+    os.utime(tmp_path / "hf" / "config.json", (0, 0))
+    assert json.loads(paw("eval", tmp_path, "--json").stdout) == result
     out = paw("export", tmp_path, "--checkpoint", "step_000002", "--out", tmp_path / "other").stdout
     assert out.strip() == str(tmp_path / "other")
     assert digests(tmp_path / "other") == digests(quick_run / "hf")
