@@ -1,0 +1,179 @@
+"""The command line: quick help, one line for a mistake, names for runs."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from paw import __version__, cli
+from paw.config import dump, load, recipe_names
+
+COMMANDS = ["train", "eval", "rollout", "play", "report", "export", "warmup", "data", "doctor"]
+HEAVY = ("torch", "transformers", "numpy", "vllm", "textworld", "matplotlib")
+
+
+def mistake(capfd, *words) -> str:
+    """The one line on stderr of a command that exits with 2."""
+    assert cli.main(list(map(str, words))) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("paw: ") and err.endswith("\n") and err.count("\n") == 1
+    assert "Traceback" not in err and not out
+    return err
+
+
+def shown(capsys, *words) -> str:
+    assert cli.main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+def make_run(folder, name):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
+def test_help_of_every_command_loads_nothing_heavy(paw_env):
+    code = f"""
+import contextlib, io, sys
+from paw.cli import main
+for words in [[], *([c] for c in {COMMANDS})]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    assert out.getvalue().startswith("usage: paw"), words
+print(",".join(m for m in {HEAVY} if m in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=paw_env)
+    assert done.stdout.strip() == ""
+
+
+def test_help_takes_under_half_a_second_of_cpu_time(paw_env):
+    def cpu_seconds() -> float:
+        child = subprocess.Popen([sys.executable, "-m", "paw", "--help"], stdout=subprocess.DEVNULL, env=paw_env)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    assert min(cpu_seconds() for _ in range(2)) < 0.5  # the first may compile bytecode
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"paw {__version__}\n"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_dry_run_prints_the_resolved_recipe_and_writes_nothing(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    printed = shown(capsys, "train", name, "--dry-run")
+    expected = load(name, {"run.name": name})
+    assert tomllib.loads(printed) == tomllib.loads(dump(expected))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["--optim.lr", "5e-4", "--wm.enabled=false"], ["--wm.enabled", "false", "--optim.lr=5e-4"]]
+)
+def test_overrides_reach_the_configuration(capsys, words):
+    config = tomllib.loads(shown(capsys, "train", "quickstart", "--dry-run", *words))
+    assert (config["optim"]["lr"], config["wm"]["enabled"]) == (5e-4, False)
+
+
+def test_a_negative_value_is_a_value(capsys):
+    assert tomllib.loads(shown(capsys, "train", "quickstart", "--dry-run", "--run.seed", "-3"))["run"]["seed"] == -3
+
+
+MISTAKES = {
+    "unknown recipe": (["train", "quikstart"], "did you mean 'quickstart'?"),
+    "unknown key": (["train", "quickstart", "--optim.lrr", "1"], "unknown key '--optim.lrr'; did you mean 'optim.lr'?"),
+    "wrong section": (["train", "quickstart", "--rollout.lr", "1"], "did you mean 'optim.lr'?"),
+    "wrong value": (["train", "quickstart", "--optim.lr", "-1"], "command line: optim.lr = -1"),
+    "no value": (["train", "quickstart", "--optim.lr"], "'--optim.lr' needs a value"),
+    "stray word": (["train", "quickstart", "stray"], "'stray' is not an option"),
+    "nothing to resume": (["train", "quickstart", "--resume", "auto"], "there is no run in"),
+    "no games": (["train", "quickstart", "--env.data", "/nowhere"], "/nowhere is no folder"),
+    "no such split": (["train", "quickstart", "--env.eval_split", "test"], "no split 'test'"),
+    "no model": (["train", "quickstart", "--model.path", "."], "model.path = '.': there is no config.json"),
+    "no run": (["eval", "."], "--recipe"),
+    "no model to play": (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
+    "no report": (["report", "nowhere"], "nowhere: no such run directory"),
+    "no checkpoint": (["export", "nowhere"], "nowhere: no run directory"),
+    "not an override": (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'"),
+    "nothing to warm up": (["warmup", "nowhere"], "unknown recipe 'nowhere'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_users_mistake_is_one_line(capfd, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    words, reason = MISTAKES[name]
+    assert reason in mistake(capfd, *words)
+
+
+@pytest.mark.parametrize("words", [[], ["nonesuch"], ["train"], ["train", "quickstart", "--resume", "never"]])
+def test_wrong_usage_exits_with_2_and_no_traceback(capfd, words):
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(cli.main(words))
+    err = capfd.readouterr().err
+    assert stopped.value.code == 2
+    assert "paw" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_a_mistake_in_a_process_of_its_own(paw):
+    done = paw("train", "quickstart", {"optim.lrr": 1}, code=2)
+    assert done.stdout == ""
+    assert done.stderr == "paw: command line: unknown key '--optim.lrr'; did you mean 'optim.lr'?\n"
+
+
+def test_doctor_says_what_is_here(paw):
+    done = paw("doctor")
+    assert done.stdout.startswith(f"paw {__version__}, Python ")
+    assert "  ok       torch " in done.stdout
+    assert "pip install" in done.stdout or "vllm" in done.stdout
+    assert done.stdout.endswith("ready: paw train quickstart\n")
+    assert done.stderr == ""
+
+
+def name_of(capsys, folder, recipe="quickstart", *words):
+    return tomllib.loads(shown(capsys, "train", recipe, "--dry-run", "--run.dir", folder, *words))["run"]["name"]
+
+
+def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
+    assert name_of(capsys, tmp_path) == "quickstart"
+    make_run(tmp_path, "quickstart")
+    assert name_of(capsys, tmp_path) == "quickstart-2"
+    for name in ("quickstart-2", "quickstart-9", "quickstart-10"):  # by number, not by letter
+        make_run(tmp_path, name)
+    assert name_of(capsys, tmp_path) == "quickstart-11"
+    assert name_of(capsys, tmp_path, "quickstart", "--resume", "auto") == "quickstart-10"
+
+
+def test_other_names_do_not_count(capsys, tmp_path):
+    for name in ("quickstart-copy", "quickstart-2-old", "my-quickstart", "quickstart2"):
+        make_run(tmp_path, name)
+    (tmp_path / "quickstart").mkdir()  # a folder without a run in it
+    assert name_of(capsys, tmp_path) == "quickstart"
+
+
+def test_a_name_that_was_given_stands(capsys, tmp_path):
+    make_run(tmp_path, "mine")
+    assert name_of(capsys, tmp_path, "quickstart", "--run.name", "mine") == "mine"
+
+
+def test_a_recipe_file_names_its_runs(capsys, tmp_path):
+    path = tmp_path / "sweep.toml"
+    path.write_text('[model]\npath = "m"\n')
+    assert name_of(capsys, tmp_path, path) == "sweep"
+    path.write_text('[model]\npath = "m"\n[run]\nname = "chosen"\n')
+    assert name_of(capsys, tmp_path, path) == "chosen"

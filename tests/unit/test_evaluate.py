@@ -1,0 +1,138 @@
+"""Success with its interval, overall and per kind of task, and the episodes shown in the report."""
+
+import json
+
+import pytest
+from toyworld import make_chat, make_engine, make_suite, practised_model
+
+from paw.experience.rollout import Limits, Rollouts
+from paw.learner.model import Policy
+from paw.show.evaluate import success_by_kind, success_metrics, wilson
+from paw.show.samples import sample_episodes
+from paw.types import Group, Outcome, Task, Trajectory, Turn
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "interval"),
+    [
+        (8, 10, (0.4902, 0.9433)),
+        (0, 10, (0.0, 0.2775)),
+        (10, 10, (0.7225, 1.0)),
+        (1, 29, (0.0061, 0.1718)),
+        (15, 148, (0.0624, 0.1605)),  # Newcombe 1998, Table I
+        (81, 263, (0.2553, 0.3662)),  # Newcombe 1998, Table I
+        (50, 100, (0.4038, 0.5962)),
+    ],
+)
+def test_wilson_intervals_as_published(successes, n, interval):
+    assert wilson(successes, n) == pytest.approx(interval, abs=6e-5)
+
+
+def test_wilson_without_games_knows_nothing():
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def make_episode(task, *, won, turns=2, valid=True):
+    def turn(last):
+        outcome = Outcome("o", 10.0 if won and last else 0.0, last, won and last, "look", valid)
+        return Turn([1], [2], [-0.5], None, "p", "r", outcome, "a", 0)
+
+    return Trajectory(task, 0, [turn(t == turns - 1) for t in range(turns)])
+
+
+def make_groups():
+    pick, heat, other = Task("1", "pick"), Task("2", "heat"), Task("3", "pick")
+    return [
+        Group(pick, [make_episode(pick, won=True, turns=4)]),
+        Group(heat, [make_episode(heat, won=False, valid=False)]),
+        Group(other, [make_episode(other, won=False), make_episode(other, won=True, turns=4)]),
+    ]
+
+
+def test_metrics_overall_and_per_kind():
+    metrics = success_metrics(make_groups(), prefix="eval")
+    low, high = wilson(2, 4)
+    assert metrics == {
+        "eval/success": 0.5,
+        "eval/ci_low": low,
+        "eval/ci_high": high,
+        "eval/games": 4.0,
+        "eval/return": 5.0,
+        "eval/steps": 3.0,
+        "eval/valid_actions": 10 / 12,
+        "eval/success_heat": 0.0,
+        "eval/success_pick": pytest.approx(2 / 3),
+    }
+
+
+def test_no_episodes_no_division():
+    metrics = success_metrics([], prefix="eval")
+    assert (metrics["eval/success"], metrics["eval/games"], metrics["eval/ci_high"]) == (0.0, 0.0, 1.0)
+
+
+def test_kinds_are_sorted_and_kinds_without_episodes_left_out():
+    empty = Group(Task("4", "cool"), [])
+    assert success_by_kind([*make_groups(), empty]) == {"heat": [False], "pick": [True, False, True]}
+
+
+@pytest.fixture(scope="module")
+def played():
+    model, suite, chat = practised_model(), make_suite(), make_chat()
+    engine = make_engine(model)
+    tasks = suite.eval_tasks("valid_unseen", 4, 0)
+    groups, _ = Rollouts(suite, engine, chat).play(
+        tasks, group_size=1, limits=Limits(0.4, 256, 3), seed=0, stream="eval"
+    )
+    return groups, Policy(model), engine, chat
+
+
+def test_samples_show_what_was_seen_and_expected(played):
+    groups, policy, engine, chat = played
+    samples = list(sample_episodes(groups, policy, engine, chat, count=2, max_tokens=16))
+    assert json.loads(json.dumps(samples)) == samples
+    assert [sample["task"] for sample in samples] == [group.task.id for group in groups[:2]]
+    for sample, group in zip(samples, groups, strict=False):
+        assert sample["length"] == len(group.trajectories[0].turns) == len(sample["turns"])
+        for shown, turn in zip(sample["turns"], group.trajectories[0].turns, strict=True):
+            assert (shown["prompt"], shown["observation"]) == (turn.prompt, turn.outcome.observation)
+            assert turn.outcome.observation.startswith("".join(shown["observation_tokens"]))
+            assert len(shown["observation_tokens"]) == len(shown["observation_token_p"]) <= 16
+            assert all(0 <= p <= 1 for p in shown["observation_token_p"])
+            assert isinstance(shown["predicted"], str)
+            assert shown["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
+    assert engine.pending == 0
+
+
+def test_predictions_are_the_most_likely_tokens(played):
+    """Where the greedy prediction begins with the real first token, no other token was more likely."""
+    groups, policy, engine, chat = played
+    (sample,) = sample_episodes(groups[:1], policy, engine, chat, count=1, max_tokens=1)
+    for shown in sample["turns"]:
+        if shown["observation_token_p"][0] > 0.5:
+            assert shown["predicted"] == shown["observation_tokens"][0]
+
+
+def test_a_context_beyond_the_engine_gets_no_prediction(played):
+    groups, policy, engine, chat = played
+    turn = groups[0].trajectories[0].turns[0]
+    long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
+    group = Group(groups[0].task, [Trajectory(groups[0].task, 0, [long])])
+    assert len(long.prompt_ids) > policy.lm.config.max_position_embeddings
+    (sample,) = sample_episodes([group], policy, engine, chat, count=1, max_tokens=4)
+    assert sample["turns"][0]["predicted"] is None
+    assert len(sample["turns"][0]["observation_token_p"]) == 4
+
+
+def test_an_empty_observation_has_nothing_to_predict(played):
+    groups, policy, engine, chat = played
+    turn = groups[0].trajectories[0].turns[0]
+    silent = Turn(**{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None})
+    group = Group(groups[0].task, [Trajectory(groups[0].task, 0, [silent])])
+    (sample,) = sample_episodes([group], policy, engine, chat, count=1, max_tokens=4)
+    shown = sample["turns"][0]
+    assert (shown["predicted"], shown["entropy"], shown["observation_token_p"], shown["observation_tokens"]) == (
+        None,
+        None,
+        [],
+        [],
+    )

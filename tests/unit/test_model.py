@@ -1,0 +1,175 @@
+"""The policy: hidden states and head of any causal LM, and one line for a model that cannot be loaded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from joint import FAMILIES, VOCAB, gradients, make_lm, make_rows, packed, relative, tiny_policy
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
+
+from paw.errors import UserError
+from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
+from paw.signal.loss import Objective, score
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_lm("qwen2-untied").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def broken(saved, tmp_path):
+    """A copy of the saved model to be broken."""
+    return shutil.copytree(saved, tmp_path / "broken")
+
+
+def rewrite(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def without_norm(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def only_pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+BREAKS = {
+    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
+    "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
+    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
+    "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
+    "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "pickled weights alone": (only_pickled, "model.safetensors"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "header too large"),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "not fully covered",
+    ),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header too small"),
+    "a missing tensor": (without_norm, "1 weights are missing in its files, first 'model.norm.weight'"),
+    "other shapes": (lambda f: rewrite(f, hidden_size=64), "has shape [61, 32] in its files, [61, 64] by its config"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_model_is_a_users_error_of_one_line(broken, capfd, name):
+    damage, reason = BREAKS[name]
+    damage(broken)
+    with pytest.raises(UserError) as caught:
+        load_policy(broken)
+    message = str(caught.value)
+    assert message.startswith(f"model.path = '{broken}': ")
+    assert reason in message and "\n" not in message
+    assert capfd.readouterr() == ("", "")  # no load report around the line
+
+
+def test_a_file_or_an_empty_folder_is_no_model(saved, tmp_path):
+    for path in (saved / "config.json", tmp_path):
+        for load in (load_policy, load_tokenizer):
+            with pytest.raises(UserError, match=r"there is no config\.json"):
+                load(path)
+
+
+def test_a_broken_tokenizer_is_a_users_error(broken):
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer found"):
+        load_tokenizer(broken)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_loads_with_its_weights(family, tmp_path):
+    lm = make_lm(family)
+    lm.save_pretrained(tmp_path)
+    policy, original = load_policy(tmp_path), Policy(lm)
+    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = policy.hidden(ids)
+        assert torch.equal(hidden, original.hidden(ids))
+        assert torch.allclose(hidden @ policy.head_weight.T, lm(input_ids=ids).logits, atol=1e-6)
+    assert policy.head_bias is None
+    assert policy.parameter_count() == sum(p.numel() for p in lm.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tied_head_is_one_parameter(family):
+    names = tiny_policy(family).named_parameters_once()
+    assert ("lm_head.weight" in names) is not FAMILIES[family][2]
+    assert "model.embed_tokens.weight" in names
+
+
+def test_a_head_with_a_bias_is_read():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    lm = PhiForCausalLM(PhiConfig(**sizes, max_position_embeddings=64))
+    lm.lm_head.bias.data.normal_()
+    policy, ids = Policy(lm), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        logits = policy.hidden(ids) @ policy.head_weight.T + policy.head_bias
+        assert torch.allclose(logits, lm(input_ids=ids).logits, atol=1e-5)
+
+
+def test_loading_copies_every_parameter():
+    policy, other = tiny_policy(seed=0), tiny_policy(seed=1)
+    policy.load({name: p.detach() for name, p in other.named_parameters_once().items()})
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_keeps_float32_parameters_and_gradients(family):
+    policy = Policy(make_lm(family, initializer_range=0.05), dtype="bfloat16")
+    exact = tiny_policy(family, initializer_range=0.05)
+    rows, objective = make_rows(exact), Objective(observation_loss="ce")
+    assert policy.hidden(torch.tensor([[1, 2]])).dtype == policy.head_weight.dtype == torch.bfloat16
+    gradient, expected = (packed(p, rows, objective, update_rows=len(rows))[1] for p in (policy, exact))
+    assert 0 < relative(gradient, expected) < 0.02
+    policy.hidden(torch.tensor([[1, 2]])).sum().backward()
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
+    scores = (score(p, rows, temperature=1.0, budget=99) for p in (policy, exact))
+    for (ours, _), (theirs, _) in zip(*scores, strict=True):
+        assert ours == pytest.approx(theirs, abs=0.02)
+        assert ours != theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
+    plain, thrifty = tiny_policy(family), Policy(make_lm(family), gradient_checkpointing=True)
+    rows, calls = make_rows(plain), []
+    thrifty.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    a = packed(plain, rows, Objective(), update_rows=len(rows))
+    b = packed(thrifty, rows, Objective(), update_rows=len(rows))
+    assert len(calls) == 2  # forward, and once more in the backward pass
+    assert a[0] == b[0]
+    assert relative(b[1], a[1]) < 1e-6
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_off_whatever_the_config_says(checkpointing):
+    torch.manual_seed(0)
+    lm = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5))
+    policy = Policy(lm, gradient_checkpointing=checkpointing)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    first = policy.hidden(ids)
+    assert torch.equal(first, policy.hidden(ids))
+    first.sum().backward()
+    assert gradients(policy).norm() > 0
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"model\.device = 'cuda'"):
+            pick_device("cuda")
