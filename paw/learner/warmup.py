@@ -6,6 +6,7 @@ starts with the entropy that RL needs to explore.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -13,12 +14,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from paw import __version__
-from paw.config import Config
+from paw.config import Config, WarmupConfig
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
@@ -28,18 +29,17 @@ from paw.learner import quickstart
 from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics
 
-CORPUS_GAMES = 1500
+CORPUS_TURNS = 12_000
+STRAY_ACTIONS = 0.05
+"""Share of turns of expert play."""
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_GROUP = 32, 8
-
-Demonstration = tuple[str, str, str]
-"""(prompt, response, next observation)."""
 
 
 def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None]) -> Path:
     """Folder of the warmed-up quickstart model for this configuration, made now unless it is cached."""
     recipe = {
-        "version": __version__,
+        "code": [_sha256(Path(__file__)), _sha256(Path(quickstart.__file__))],
         "warmup": config.warmup.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
@@ -65,6 +65,10 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
     return folder
 
 
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def cache_dir() -> Path:
     """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
     if "PAW_CACHE" in os.environ:
@@ -72,28 +76,46 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
 
 
-def demonstrations(suite: Suite, *, start: int, seed: int, random_actions: float) -> Iterator[Demonstration]:
-    """An endless stream of turns of expert play with random actions mixed in, from warm-up game `start` on."""
-    rng = random.Random(f"{seed}/{start}")
+@dataclass(frozen=True)
+class Demonstration:
+    """One turn of expert play."""
+
+    prompt: str
+    choices: list[str]
+    """Every response that was admissible."""
+    response: str
+    observation: str
+    """What the environment answered."""
+    stray: bool
+    """Played an action that the state before had offered: not to be imitated, but the next turn shows how to go on."""
+
+
+def demonstrations(suite: Suite, *, seed: int, random_actions: float) -> Iterator[Demonstration]:
+    """The turns of the warm-up games, without end: the expert's actions, random ones mixed in, now and then a stray."""
+    rng = random.Random(seed)
     environment = suite.make()
-    while True:
+    for start in itertools.count(0, 64):
         for task in suite.warmup_tasks(start, 64, seed):
             environment.reset(task)
-            done = False
+            done, before = False, []
             while not done:
-                prompt = environment.prompt()
-                choices = environment.choices() if rng.random() < random_actions else []
-                response = rng.choice(choices) if choices else environment.expert()
+                prompt, choices = environment.prompt(), environment.choices()
+                stray = bool(before) and rng.random() < STRAY_ACTIONS
+                if stray:
+                    response = rng.choice(before)
+                elif choices and rng.random() < random_actions:
+                    response = rng.choice(choices)
+                else:
+                    response = environment.expert()
                 outcome = environment.step(response)
-                yield prompt, response, outcome.observation
-                done = outcome.done
-        start += 64
+                yield Demonstration(prompt, choices, response, outcome.observation, stray)
+                done, before = outcome.done, choices
 
 
 def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
     settings = config.warmup
     started = time.monotonic()
-    tokenizer = quickstart.build_tokenizer(*_corpus(suite, settings.seed, settings.random_actions))
+    tokenizer = quickstart.build_tokenizer(*_corpus(suite, settings))
     chat = Chat(tokenizer)
     lm = quickstart.build_model(tokenizer, settings)
     policy = Policy(lm)
@@ -130,36 +152,26 @@ _CHECK_START = 10_000_000
 """Warm-up games from here on are for measuring, not for learning."""
 
 
-def _corpus(suite: Suite, seed: int, random_actions: float) -> tuple[list[str], set[str], list[str]]:
-    prompts, actions, observations = [], set(), []
-    environment = suite.make()
-    rng = random.Random(seed)
-    for task in suite.warmup_tasks(0, CORPUS_GAMES, seed):
-        environment.reset(task)
-        done = False
-        while not done:
-            choices = environment.choices()
-            prompts.append(environment.prompt())
-            actions.update(choices)
-            response = rng.choice(choices) if rng.random() < random_actions else environment.expert()
-            outcome = environment.step(response)
-            observations.append(outcome.observation)
-            done = outcome.done
-    return prompts, actions, observations
+def _corpus(suite: Suite, settings: WarmupConfig) -> tuple[list[str], set[str], list[str]]:
+    """(prompts, actions, observations) to learn the tokenizer from."""
+    turns = demonstrations(suite, seed=settings.seed, random_actions=settings.random_actions)
+    sample = list(itertools.islice(turns, CORPUS_TURNS))
+    actions = {choice for turn in sample for choice in turn.choices}
+    return [turn.prompt for turn in sample], actions, [turn.observation for turn in sample]
 
 
 def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[list[int], int, int]]]:
     """Batches of (token ids, start of the response, end of the response), rows of like length together."""
     settings = config.warmup
-    stream = demonstrations(suite, start=0, seed=settings.seed, random_actions=settings.random_actions)
+    turns = demonstrations(suite, seed=settings.seed, random_actions=settings.random_actions)
     rng = random.Random(settings.seed)
     while True:
         rows = []
         for _ in range(8 * settings.batch_size):
-            prompt, response, observation = next(stream)
-            head, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
-            answer = chat.response_ids(response)
-            target = chat.observation_ids(observation, config.wm.max_tokens)
+            turn = next(turn for turn in turns if not turn.stray)
+            head, _ = chat.fit_prompt(turn.prompt, config.rollout.max_prompt_tokens)
+            answer = chat.response_ids(turn.response)
+            target = chat.observation_ids(turn.observation, config.wm.max_tokens)
             rows.append((head + answer + chat.separator_ids + target, len(head), len(head) + len(answer)))
         rows.sort(key=lambda row: len(row[0]))
         cut = [rows[i : i + settings.batch_size] for i in range(0, len(rows), settings.batch_size)]

@@ -136,14 +136,18 @@ def test_training_warm_up_and_evaluation_share_no_game():
 
 def test_demonstrations_are_expert_play_with_random_actions():
     def first(random_actions, count=300):
-        stream = demonstrations(make_suite(max_turns=12), start=0, seed=0, random_actions=random_actions)
-        return [next(stream) for _ in range(count)]
+        turns = demonstrations(make_suite(max_turns=12), seed=0, random_actions=random_actions)
+        return [next(turns) for _ in range(count)]
 
     assert first(0.3) == first(0.3)
     assert first(0.0) != first(0.3)
-    for prompt, response, observation in first(0.3):
-        assert response in "\n" + prompt.partition("can:")[2]
-        assert observation
+    turns = first(0.3)
+    for turn in turns:
+        assert turn.stray or turn.response in turn.choices
+        assert all(choice in turn.prompt for choice in turn.choices)
+        assert turn.observation
+    assert 0 < sum(turn.stray for turn in turns) < 0.12 * len(turns)
+    assert any(turn.observation == "Nothing happens." for turn in turns)
 
 
 def config_of(**warmup):
