@@ -6,6 +6,7 @@ import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
 from paw.errors import UserError
+from paw.experience.engines.base import Request
 from paw.experience.rollout import Limits, Rollouts, derive_seed
 from paw.types import Outcome, Task
 
@@ -150,6 +151,18 @@ def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
         assert [t.response_ids for t in turns_of(a)] == [t.response_ids for t in turns_of(b)]
         logps = [value for turn in turns_of(b) for value in turn.sampled_logp]
         assert [value for turn in turns_of(a) for value in turn.sampled_logp] == pytest.approx(logps, abs=1e-4)
+
+
+def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
+    groups, _ = play(rollouts, seed=5, stream="train/7")
+    turns = {}
+    for g, group in enumerate(groups):
+        for episode in group.trajectories:
+            for t, turn in enumerate(episode.turns):
+                seed = derive_seed(5, "train/7", g, episode.member, t)
+                turns[len(turns)] = turn
+                rollouts.engine.submit(Request(len(turns) - 1, turn.prompt_ids, seed, temperature=1.0, max_tokens=3))
+    assert {c.key: c.token_ids for c in rollouts.engine.step()} == {k: turn.response_ids for k, turn in turns.items()}
 
 
 def test_every_turn_carries_the_weight_version(rollouts):
