@@ -55,7 +55,7 @@ def make_chat():
 
 
 @functools.cache
-def _practised(steps=60):
+def _practised(steps=20):
     model, chat, rng = make_model(), make_chat(), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
