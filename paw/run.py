@@ -28,10 +28,9 @@ from paw.experience.engines.base import Engine
 from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
 from paw.experience.rollout import Limits, Rollouts
-from paw.learner.export import export
+from paw.learner.export import export, read_info, start_model
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
 from paw.learner.optim import make_optimizer
-from paw.learner.warmup import ensure_warm_model
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
 from paw.show.report import write_report
@@ -193,9 +192,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
         device = pick_device(config.model.device)
         warmup_started = time.monotonic()
-        path = config.model.path
-        if path == "quickstart":
-            path = str(ensure_warm_model(config, suite, view.message))
+        path = start_model(directory if resume else None, config, view.message)
         warmup_s = time.monotonic() - warmup_started
         tokenizer = load_tokenizer(path)
         chat = Chat(tokenizer)
@@ -214,6 +211,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
             "engine": config.rollout.engine,
             "backend": "torch",
             "model": config.model.path,
+            "start": path,
             "parameters": policy.parameter_count(),
             "vocabulary": policy.head_weight.shape[0],
             "games": suite.fingerprint(),
@@ -237,7 +235,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         )
         if resume:
             run.restore()
-            info["wall_s"] = _wall_seconds(directory)
+            info["wall_s"] = float(read_info(directory).get("wall_s", 0.0))
         _write(directory / "config.toml", dump(config))
         run._write_info()
         run.log = stack.enter_context(
@@ -299,14 +297,6 @@ def _prepare_directory(config: Config, *, resume: bool) -> Path:
     except OSError as error:
         raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
     return directory
-
-
-def _wall_seconds(directory: Path) -> float:
-    """Seconds the run took before it was resumed; 0 where run.json does not tell (killed before its first end)."""
-    try:
-        return float(json.loads((directory / "run.json").read_text(encoding="utf-8"))["wall_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
 
 
 def _write(path: Path, text: str) -> None:

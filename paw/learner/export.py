@@ -1,7 +1,9 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
+import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +76,31 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     return export(policy, load_tokenizer(base), out or run / "hf", config=config, step=state["step"])
 
 
-def start_model(run: Path, config: Config) -> str:
-    """The model a run started from: config.model.path, or the warm-up model it made."""
+def start_model(run: Path | None, config: Config, report: Callable[[str], None] | None = None) -> str:
+    """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
+
+    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made by later code may
+    have another tokenizer. `report` hears about a warm-up (default: standard error).
+    """
     if config.model.path != "quickstart":
         return config.model.path
+    start = str(read_info(run).get("start", "")) if run else ""
+    if start and (Path(start) / "config.json").is_file():
+        return start
     from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
-    return str(ensure_warm_model(config, make_suite(config.env), lambda line: print(line, file=sys.stderr, flush=True)))
+    return str(ensure_warm_model(config, make_suite(config.env), report or _to_stderr).resolve())
+
+
+def read_info(run: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where it is missing or damaged."""
+    try:
+        info = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple
     if recipe is None:
         raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME")
     config = load(recipe, overrides)
-    return config, start_model(run, config) if model == "quickstart" else model
+    return config, start_model(None, config) if model == "quickstart" else model
 
 
 @contextmanager

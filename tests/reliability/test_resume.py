@@ -19,7 +19,7 @@ UPDATES = 6
 @pytest.fixture(scope="module")
 def arguments(quick, quick_run):
     """Of every run here; `quick_run` has made the model."""
-    return quick | {"run.updates": UPDATES, "run.save_every": 2, "run.keep": 9, "rollout.tasks": 8, "eval.every": 3}
+    return quick | {"run.updates": UPDATES, "run.save_every": 2, "run.keep": 9, "rollout.tasks": 8, "eval.every": 5}
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +63,18 @@ def test_killed_between_checkpoints(paw, paw_start, arguments, whole, read_metri
     wait_for(lambda: logged(run) > 3, child)  # updates 0 to 3 are written: the next one is at work
     child.kill()
     child.wait()
-    assert saved(run) == ["step_000002"]
+    newest = saved(run)[-1]
+    assert newest in ("step_000002", "step_000004")  # the latter on a machine that let this process wait
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')  # a line the kill tore
     done = paw("train", "quickstart", arguments, "--resume", "auto")
-    assert f"resumed from {run / 'checkpoints' / 'step_000002'}" in done.stdout
+    assert f"resumed from {run / 'checkpoints' / newest}" in done.stdout
     assert_same(run, whole, read_metrics)
 
 
 def test_killed_before_the_first_checkpoint(paw, paw_start, arguments, whole, read_metrics, tmp_path):
     run = tmp_path / "run"
-    arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run", "run.save_every": 50}
     child = paw_start("train", "quickstart", arguments)
     wait_for(lambda: logged(run) > 1, child)
     child.kill()
@@ -93,7 +94,7 @@ def test_sigterm_finishes_the_update_and_saves(paw, paw_start, arguments, whole,
     assert child.wait(timeout=60) == 0
     assert "finishing this update, then saving" in child.stderr.read()
     done = logged(run) - 1
-    assert 1 < done < UPDATES and saved(run)[-1] == f"step_{done:06d}"
+    assert 1 <= done < UPDATES and saved(run)[-1] == f"step_{done:06d}"
     assert (run / "report.html").is_file() and (run / "hf" / "model.safetensors").is_file()
     before = json.loads((run / "run.json").read_text())["wall_s"]
     paw("train", "quickstart", arguments, "--resume", "auto")
@@ -150,6 +151,17 @@ def test_resuming_a_finished_run_changes_nothing(paw, arguments, whole, read_met
     shutil.copytree(whole, run)
     paw("train", "quickstart", arguments, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto")
     assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert_same(run, whole, read_metrics)
+
+
+def test_another_warm_up_does_not_change_a_run_begun(paw, arguments, whole, read_metrics, tmp_path):
+    """As after an upgrade: the cache has no model for this code, the run goes on from its own."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "step_000006")
+    again = {"run.dir": tmp_path, "run.name": "run", "warmup.seed": 5}
+    done = paw("train", "quickstart", arguments, again, "--resume", "auto")
+    assert "warm-up" not in done.stdout
     assert_same(run, whole, read_metrics)
 
 
