@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from paw import __version__
 from paw.errors import UserError
@@ -27,10 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     # OpenMP threads that wait spin; on a machine with other work that made a step 40 times slower, and a short spin
     # costs nothing when it is idle. To be set before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
     try:
-        overrides = _overrides(rest) if options.overrides else _refuse(rest)
+        words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
+        options, rest = _parser().parse_known_args(words)
+        if overrides and not options.overrides:
+            rest = [f"--{key}" for key in overrides]
+        if rest:
+            raise UserError(_unknown(rest[0], overrides=options.overrides))
         return options.command(options, overrides)
     except UserError as error:
         print(f"paw: {error}", file=sys.stderr)
@@ -42,8 +45,13 @@ def main(argv: list[str] | None = None) -> int:
         return 141
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="paw", description="Policy and world-model co-training for language agents.")
+    parser = _Parser(prog="paw", description="Policy and world-model co-training for language agents.")
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -169,40 +177,41 @@ def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "C
     if "run.name" in overrides:
         return config
     stem = config.run.name if "name" in config.run.model_fields_set else Path(recipe).stem
-    taken = [name for name in _numbered(config.run.dir, stem) if (config.run.dir / name / "metrics.jsonl").exists()]
-    name = stem if not taken else taken[-1] if resume else f"{stem}-{_number(taken[-1]) + 1}"
+    taken = _taken(config.run.dir, stem)
+    number = max(taken, default=1) if resume or not taken else max(taken) + 1
+    name = stem if number == 1 else f"{stem}-{number}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _numbered(folder: Path, stem: str) -> list[str]:
-    if not folder.is_dir():
-        return []
-    pattern = re.compile(rf"{re.escape(stem)}(-\d+)?")
-    return sorted((p.name for p in folder.iterdir() if pattern.fullmatch(p.name)), key=_number)
+def _unknown(word: str, *, overrides: bool) -> str:
+    if not word.startswith("--"):
+        return f"command line: '{word}' is not an option; overrides look like --optim.lr 5e-4"
+    if not overrides:
+        return f"command line: unknown option '{word}'; see --help"
+    from paw.config import nearest
+
+    return f"command line: unknown option '{word}'{nearest(word.removeprefix('--'))}"
 
 
-def _number(name: str) -> int:
-    match = re.search(r"-(\d+)$", name)
-    return int(match[1]) if match else 1
+def _taken(folder: Path, stem: str) -> list[int]:
+    """Numbers of the runs `stem` (1), `stem-2`, ... that exist in `folder`."""
+    found = (
+        re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name) for path in folder.glob("*/metrics.jsonl")
+    )
+    return [int(match[1] or 1) for match in found if match]
 
 
-def _overrides(rest: list[str]) -> dict[str, str]:
-    """`--a.b value` and `--a.b=value` pairs."""
-    found: dict[str, str] = {}
-    words = iter(rest)
-    for word in words:
-        if not word.startswith("--"):
-            raise UserError(f"command line: '{word}' is not an option; overrides look like --optim.lr 5e-4")
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            value = next(words, None)
-            if value is None:
-                raise UserError(f"command line: '--{key}' needs a value")
-        found[key] = value
-    return found
-
-
-def _refuse(rest: list[str]) -> dict[str, str]:
-    if rest:
-        raise UserError(f"command line: unknown option '{rest[0]}'; see --help")
-    return {}
+def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--a.b value` and `--a.b=value` out of the command line: (the other words, overrides)."""
+    others: list[str] = []
+    overrides: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if not key.startswith("--") or "." not in key:
+            others.append(word)
+            continue
+        if not equals and (value := next(rest, None)) is None:
+            raise UserError(f"command line: '{key}' needs a value")
+        overrides[key.removeprefix("--")] = value
+    return others, overrides

@@ -235,7 +235,7 @@ def validate(tree: dict[str, Any], *, origin: str, overridden: tuple[str, ...] =
         problems = error.errors()
         key = _dotted(problems[0]["loc"])
         if problems[0]["type"] == "extra_forbidden":
-            raise UserError(f"{origin}: unknown key '{key}'{_nearest(key)}") from None
+            raise UserError(f"{origin}: unknown key '{key}'{nearest(key)}") from None
         if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
             key = next((known for known in known_keys() if known.startswith(f"{key}.")), key)
             raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
@@ -268,8 +268,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location if part not in ("literal['adaptive']", "constrained-float"))
 
 
-def _nearest(key: str) -> str:
-    """A right name in the wrong section comes before a similar one."""
+def nearest(key: str) -> str:
+    """"; did you mean '...'?", or "": a right name in the wrong section comes before a similar one."""
     keys = known_keys()
     namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
@@ -279,7 +279,7 @@ def _nearest(key: str) -> str:
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
     """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
     if key not in known_keys():
-        raise UserError(f"command line: unknown key '--{key}'{_nearest(key)}")
+        raise UserError(f"command line: unknown key '--{key}'{nearest(key)}")
     section, leaf = key.split(".")
     model: Any = Config.model_fields[section].annotation
     kind = model.model_fields[leaf].annotation

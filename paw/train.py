@@ -60,7 +60,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         )
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups))
-    log.update({"health/env_failures": sampled.env_failures, "health/groups_dropped": sampled.groups_dropped})
+    log.update(sampled.metrics())
     for failure in sampled.failures[:3]:
         run.view.message(f"environment failed: {failure}")
     if not groups:

@@ -73,7 +73,7 @@ class Trajectory:
     @property
     def episode_return(self) -> float:
         """R(tau): sum of environment rewards, penalties not included."""
-        return sum(turn.outcome.reward for turn in self.turns)
+        return sum((turn.outcome.reward for turn in self.turns), 0.0)
 
     @property
     def won(self) -> bool:

@@ -38,6 +38,14 @@ class RolloutStats:
     cached_tokens: int = 0
     failures: list[str] = field(default_factory=list)
 
+    def metrics(self) -> dict[str, float]:
+        return {
+            "health/env_failures": self.env_failures,
+            "health/groups_dropped": self.groups_dropped,
+            "health/prompts_truncated": self.prompts_truncated,
+            "perf/cached_frac": self.cached_tokens / max(1, self.prompt_tokens),
+        }
+
 
 @dataclass
 class _Episode:

@@ -50,9 +50,10 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
     if (folder / "warmup.json").is_file():
         report(f"warm-up: cached in {folder}")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    unfinished = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         summary = _warm_up(config, suite, unfinished, report)
         (unfinished / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
         unfinished.rename(folder)
@@ -61,7 +62,8 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
             return folder
         raise UserError(f"cannot write the warm-up model to {folder}: {error.strerror}; set PAW_CACHE") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
