@@ -30,8 +30,8 @@ from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics
 
 CORPUS_TURNS = 12_000
-STRAY_ACTIONS = 0.05
-"""Share of turns of expert play."""
+CORPUS_STRAYS = 0.05
+"""Share of stray actions in the tokenizer's corpus, so that it has words for what the environment says to them."""
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_GROUP = 32, 8
 
@@ -88,12 +88,15 @@ class Demonstration:
     response: str
     observation: str
     """What the environment answered."""
-    stray: bool
-    """Played an action that the state before had offered: not to be imitated, but the next turn shows how to go on."""
 
 
-def demonstrations(suite: Suite, *, seed: int, random_actions: float) -> Iterator[Demonstration]:
-    """The turns of the warm-up games, without end: the expert's actions, random ones mixed in, now and then a stray."""
+def demonstrations(
+    suite: Suite, *, seed: int, random_actions: float, stray_actions: float = 0.0
+) -> Iterator[Demonstration]:
+    """The turns of the warm-up games, without end: the expert's actions, with shares of random and of stray ones.
+
+    A stray action is one that the state before offered; often it does nothing any more.
+    """
     rng = random.Random(seed)
     environment = suite.make()
     for start in itertools.count(0, 64):
@@ -102,15 +105,14 @@ def demonstrations(suite: Suite, *, seed: int, random_actions: float) -> Iterato
             done, before = False, []
             while not done:
                 prompt, choices = environment.prompt(), environment.choices()
-                stray = bool(before) and rng.random() < STRAY_ACTIONS
-                if stray:
+                if before and rng.random() < stray_actions:
                     response = rng.choice(before)
                 elif choices and rng.random() < random_actions:
                     response = rng.choice(choices)
                 else:
                     response = environment.expert()
                 outcome = environment.step(response)
-                yield Demonstration(prompt, choices, response, outcome.observation, stray)
+                yield Demonstration(prompt, choices, response, outcome.observation)
                 done, before = outcome.done, choices
 
 
@@ -156,7 +158,9 @@ _CHECK_START = 10_000_000
 
 def _corpus(suite: Suite, settings: WarmupConfig) -> tuple[list[str], set[str], list[str]]:
     """(prompts, actions, observations) to learn the tokenizer from."""
-    turns = demonstrations(suite, seed=settings.seed, random_actions=settings.random_actions)
+    turns = demonstrations(
+        suite, seed=settings.seed, random_actions=settings.random_actions, stray_actions=CORPUS_STRAYS
+    )
     sample = list(itertools.islice(turns, CORPUS_TURNS))
     actions = {choice for turn in sample for choice in turn.choices}
     return [turn.prompt for turn in sample], actions, [turn.observation for turn in sample]
@@ -170,7 +174,7 @@ def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[li
     while True:
         rows = []
         for _ in range(8 * settings.batch_size):
-            turn = next(turn for turn in turns if not turn.stray)
+            turn = next(turns)
             head, _ = chat.fit_prompt(turn.prompt, config.rollout.max_prompt_tokens)
             answer = chat.response_ids(turn.response)
             target = chat.observation_ids(turn.observation, config.wm.max_tokens)

@@ -135,19 +135,20 @@ def test_training_warm_up_and_evaluation_share_no_game():
 
 
 def test_demonstrations_are_expert_play_with_random_actions():
-    def first(random_actions, count=300):
-        turns = demonstrations(make_suite(max_turns=12), seed=0, random_actions=random_actions)
+    def first(random_actions, stray_actions=0.0, count=300):
+        suite = make_suite(max_turns=12)
+        turns = demonstrations(suite, seed=0, random_actions=random_actions, stray_actions=stray_actions)
         return [next(turns) for _ in range(count)]
 
     assert first(0.3) == first(0.3)
     assert first(0.0) != first(0.3)
     turns = first(0.3)
     for turn in turns:
-        assert turn.stray or turn.response in turn.choices
+        assert turn.response in turn.choices
         assert all(choice in turn.prompt for choice in turn.choices)
         assert turn.observation
-    assert 0 < sum(turn.stray for turn in turns) < 0.12 * len(turns)
-    assert any(turn.observation == "Nothing happens." for turn in turns)
+    assert not any(turn.observation == "Nothing happens." for turn in turns)
+    assert any(turn.observation == "Nothing happens." for turn in first(0.3, stray_actions=0.1))
 
 
 def config_of(**warmup):
