@@ -21,6 +21,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Section(BaseModel):
@@ -31,7 +32,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
     dir: Path = Path("runs")
     """Parent folder; the run lives in dir/name."""
-    seed: int = 0
+    seed: Seed = 0
     updates: Count = 150
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of torch; 0 leaves torch's own choice."""
@@ -69,7 +70,7 @@ class WarmupConfig(Section):
     """Share of random actions executed during expert play, so that the model sees states off the expert's path."""
     lm_weight: NonNegative = 0.3
     """Weight of next-token prediction on prompt and observation beside that on the answer."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class EnvConfig(Section):
@@ -152,7 +153,7 @@ class WorldConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: Positive = 1e-6
+    lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
     betas: tuple[Share, Share] = (0.9, 0.999)
     weight_decay: NonNegative = 0.01
     grad_clip: Positive = 1.0
@@ -173,7 +174,7 @@ class EvalConfig(Section):
     games: Annotated[int, Field(ge=0)] = 128
     """Seeded draws of the split; 0 plays the whole split."""
     temperature: NonNegative = 0.4
-    seed: int = 1000
+    seed: Seed = 1000
 
 
 class Config(Section):

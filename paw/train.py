@@ -24,7 +24,7 @@ from paw.signal.advantage import advantages
 from paw.signal.packing import minibatches
 from paw.signal.rows import to_rows
 from paw.signal.selection import Selection, select
-from paw.trust.guards import collapse_warning
+from paw.trust.guards import TrainingStopped, collapse_warning
 from paw.types import Group, Row
 
 
@@ -108,12 +108,19 @@ def score_rows(run: Run, rows: list[Row]) -> None:
     from_engine = config.policy.old_logp == "engine"
     sampled_entropy = config.wm.entropy == "sampled" or not config.wm.enabled
     entropy_known = sampled_entropy or all(row.sampled_entropy is not None for row in rows)
-    if from_engine and entropy_known:
-        scored = [(row.sampled_logp, row.sampled_entropy or []) for row in rows]
-    else:
+    pass_needed = not (from_engine and entropy_known)
+    if pass_needed:
         scored = losses.score(
             run.policy, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
         )
+    else:
+        scored = [(row.sampled_logp, row.sampled_entropy or []) for row in rows]
+    if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, *entropy)):
+        raise TrainingStopped(
+            f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its weights have diverged; "
+            "resume an earlier checkpoint with a lower optim.lr"
+        )
+    if pass_needed:
         run.metrics.update(sampler_mismatch([logp for logp, _ in scored], [row.sampled_logp for row in rows]))
     for row, (logp, entropy) in zip(rows, scored, strict=True):
         row.old_logp = row.sampled_logp if from_engine else logp

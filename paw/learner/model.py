@@ -132,6 +132,9 @@ def load_policy(
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")
+    for name, parameter in lm.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
     policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return policy.to(device or torch.device("cpu"))
 

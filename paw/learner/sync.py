@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paw.errors import UserError
 from paw.experience.engines.base import Engine
 
 
-class StaleWeightsError(RuntimeError):
+class StaleWeightsError(UserError):
     """The sampler's log-probabilities are not those of the trainer's weights."""
 
 
