@@ -61,8 +61,8 @@ class WarmupConfig(Section):
     head_size: Count = 32
     intermediate_size: Count = 160
     initializer_range: Positive = 0.1
-    stop_success: Share = 0.18
-    """Success at temperature 1 on warm-up games at which the warm-up stops."""
+    stop_success: Share = 0.2
+    """Success of sampled episodes on warm-up games, mean of two checks, at which the warm-up stops."""
     max_steps: Count = 1600
     batch_size: Count = 64
     lr: Positive = 3e-3
