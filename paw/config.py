@@ -270,7 +270,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def nearest(key: str) -> str:
-    """"; did you mean '...'?", or "": a right name in the wrong section comes before a similar one."""
+    """Text that suggests the nearest known key, or "". A right name in the wrong section comes before a similar one."""
     keys = known_keys()
     namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
