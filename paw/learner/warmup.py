@@ -130,7 +130,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     rollouts = Rollouts(suite, engine, chat)
     limits = Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     batches = _batches(suite, chat, config)
-    step, success = 0, 0.0
+    step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):
         loss = _step(policy, optimizer, next(batches), lr=settings.lr * min(1.0, step / 40), config=config)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
@@ -148,7 +148,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
         report(f"warm-up: success stayed below warmup.stop_success = {settings.stop_success}; going on with it")
     rollouts.close()
     quickstart.save(lm, tokenizer, folder)
-    return {"steps": step, "success": success, "seconds": time.monotonic() - started}
+    return {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
 
 
 def _corpus(suite: Suite, settings: WarmupConfig) -> tuple[list[str], set[str], list[str]]:

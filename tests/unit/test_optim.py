@@ -11,24 +11,24 @@ from paw.learner.optim import learning_rate, make_optimizer, set_learning_rate
 
 
 def schedule(updates=10, **settings):
-    config = OptimConfig(lr=2.0, **settings)
+    config = OptimConfig(lr=0.2, **settings)
     return [learning_rate(config, update=i, updates=updates) for i in range(updates)]
 
 
 def test_constant():
-    assert schedule() == [2.0] * 10
+    assert schedule() == [0.2] * 10
 
 
 def test_warm_up_reaches_lr_at_its_last_update():
-    assert schedule(warmup_updates=4) == pytest.approx([0.5, 1.0, 1.5, 2.0] + [2.0] * 6)
-    assert schedule(warmup_updates=1) == [2.0] * 10
+    assert schedule(warmup_updates=4) == pytest.approx([0.05, 0.1, 0.15, 0.2] + [0.2] * 6)
+    assert schedule(warmup_updates=1) == [0.2] * 10
 
 
 def test_cosine_ends_at_final_lr():
     values = schedule(updates=4, schedule="cosine", final_lr=0.1)
     half = 1 / math.sqrt(2)
     assert values == pytest.approx(
-        [2 * (0.1 + 0.45 * (1 + half)), 2 * (0.1 + 0.45), 2 * (0.1 + 0.45 * (1 - half)), 0.2]
+        [0.2 * (0.1 + 0.45 * (1 + half)), 0.2 * (0.1 + 0.45), 0.2 * (0.1 + 0.45 * (1 - half)), 0.02]
     )
     assert schedule(schedule="cosine", final_lr=0.0)[-1] == pytest.approx(0.0)
     falling = schedule(updates=100, schedule="cosine")
