@@ -82,7 +82,7 @@ class VllmEngine:
                     vllm.SamplingParams(max_tokens=1, seed=0, logprobs=0, detokenize=False),
                     use_tqdm=False,
                 )
-        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
                 f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
                 f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {_reason(error)}"
