@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"):  # nothing phones home
         os.environ.setdefault(name, "1")
-    # OpenMP threads that wait spin; on a machine with other work that made a step 40 times slower, and a short spin
-    # costs nothing when it is idle. To be set before torch is loaded.
+    # OpenMP threads that wait spin, which makes a step many times slower on a machine with other work; a short spin
+    # costs little when it is idle. To be set before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
