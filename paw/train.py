@@ -155,7 +155,7 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
                 device=policy.device,
                 skip=objective.dead,
             ):
-                coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows), minibatch=minibatch)
+                coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows))
                 out = losses.joint_loss(policy, batch, coefficients, temperature=objective.temperature)
                 out.loss.backward()
                 loss += float(out.loss.detach())

@@ -134,9 +134,7 @@ def score(
     return scores
 
 
-def loss_rows(
-    batch: Batch, rows: Sequence[Row], objective: Objective, *, update_rows: int, minibatch: Sequence[Row]
-) -> LossRows:
+def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> LossRows:
     """Token weights and references of a batch cut from `minibatch`; `update_rows` rows were in the whole update."""
     tokens = sum(len(row.response_ids) for row in minibatch)
     world_scale = objective.world_scale * update_rows / len(minibatch)
@@ -146,7 +144,7 @@ def loss_rows(
     ref_logp: list[float] = []
     observed = int((batch.kind == OBSERVATION).sum()) > 0
     for i in batch.row:
-        row = rows[i]
+        row = minibatch[i]
         n, m = len(row.response_ids), len(row.observation_ids) if observed and row.world_weight > 0.0 else 0
         per_token = 1.0 / tokens if objective.loss_norm == "token" else 1.0 / (len(minibatch) * n)
         weight += [per_token] * n + [row.world_weight * world_scale / m] * m if m else [per_token] * n

@@ -83,7 +83,7 @@ def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_obse
         minibatch, budget=budget, with_observation=with_observation, device=policy.device, skip=skip
     )
     for batch in batches:
-        coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows, minibatch=minibatch)
+        coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows)
         loss = joint_loss(policy, batch, coefficients, temperature=objective.temperature).loss
         loss.backward()
         total += loss.item()

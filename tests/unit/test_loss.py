@@ -188,7 +188,7 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
         row.old_logp = row.ref_logp = logp
     objective = Objective(kl_coef=0.1)
     batch = collate(fresh, range(len(fresh)), with_observation=False, device=CPU)
-    coefficients = loss_rows(batch, fresh, objective, update_rows=len(fresh), minibatch=fresh)
+    coefficients = loss_rows(batch, fresh, objective, update_rows=len(fresh))
     out = joint_loss(policy, batch, coefficients, temperature=1.0)
     tokens = sum(len(row.response_ids) for row in fresh)
     mean = sum(row.advantage * len(row.response_ids) for row in fresh) / tokens
@@ -201,7 +201,7 @@ def test_totals_of_micro_batches_are_those_of_one(policy, rows):
     def metrics(budget):
         totals = Totals()
         for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
-            coefficients = loss_rows(batch, rows, FULL, update_rows=40, minibatch=rows)
+            coefficients = loss_rows(batch, rows, FULL, update_rows=40)
             totals.add(joint_loss(policy, batch, coefficients, temperature=1.0), coefficients)
         return totals.metrics(minibatches=1)
 
