@@ -1,6 +1,6 @@
 """Train the quickstart with several seeds, each with a model and a warm-up of its own; write the table and the curve.
 
-    python bench/quickstart_seeds.py --seeds 0 1 2 [--runs runs/seeds]
+    python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds]
 
 Writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv (the same
 games before and after at the paper's temperature of 0.4) and docs/learning_curve.png.
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
     options = parser.parse_args()
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
