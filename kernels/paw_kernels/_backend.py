@@ -1,21 +1,14 @@
-"""Choice of the implementation behind `token_stats` and `paw_loss`.
+"""Choice of the implementation behind `token_stats` and `paw_loss`."""
 
-A backend is one function with the signature of `paw_kernels._torch.head_pass`: statistics of the chosen rows, and in
-the same pass their gradients, if a callback that turns statistics into row coefficients is given.
-"""
-
-from collections.abc import Callable
+from torch import Tensor
 
 from paw_kernels import _torch
+from paw_kernels._head import MakeRows
 
-_BACKENDS: dict[str, Callable[..., _torch.HeadPass]] = {"torch": _torch.head_pass}
+_BACKENDS: dict[str, MakeRows] = {"torch": _torch.make_rows}
 
 
-def resolve(backend: str) -> Callable[..., _torch.HeadPass]:
-    """The implementation called `backend`; "auto" is the fastest one that runs here.
-
-    Raises ValueError for an unknown name.
-    """
+def resolve(backend: str, hidden: Tensor) -> MakeRows:
     name = "torch" if backend == "auto" else backend
     if name not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *_BACKENDS])}")

@@ -4,10 +4,13 @@ With logits z, p = softmax(z), l = log p_y and entropy H = -sum_j p_j log p_j, e
 
     dL/dz_j = a (1[j = y] - p_j) - c p_j (log p_j + H),    a = dL/dl, c = dL/dH.
 
-Rows with a = c = 0 need no backward pass at all.
+Rows with a = c = 0 need no backward pass at all. `LossRows` says what to learn, `Slopes` is the same as a function
+a(l) with constants per row, so that a kernel can evaluate it without knowing any loss.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,16 +91,87 @@ class LossRows:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+class Slopes(NamedTuple):
+    """a and c of N rows as functions of l; every tensor [N] float32.
+
+        a(l) = scale * exp(l - base) * [low <= l <= high] + shift + pull * (1 - exp(g)) * [k3(g) <= 10],  g = ref - l
+
+    with k3(g) = exp(g) - g - 1; c does not depend on l. Every interval is open to NaN, which must reach the gradient.
+    """
+
+    scale: Tensor
+    base: Tensor
+    low: Tensor
+    high: Tensor
+    shift: Tensor
+    pull: Tensor | None = None
+    ref: Tensor | None = None
+    c: Tensor | None = None
+
+    def take(self, index: slice) -> "Slopes":
+        return Slopes(*(None if v is None else v[index] for v in self))
+
+    def scaled(self, factor: Tensor) -> "Slopes":
+        """a and c times a scalar tensor."""
+        scaled = {"scale", "shift", "pull", "c"}
+        return Slopes(*(v * factor if v is not None and n in scaled else v for n, v in self._asdict().items()))
+
+    def at(self, logp: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a, c) at l = logp."""
+        a = (self.scale * (logp - self.base).exp()).masked_fill_(self.outside(logp), 0.0).add_(self.shift)
+        if self.pull is not None and self.ref is not None:
+            gap = self.ref - logp
+            gap_exp = gap.exp()
+            a += (self.pull * (1 - gap_exp)).masked_fill_(gap_exp - gap - 1 > _KL_CLAMP, 0.0)
+        return a, self.c
+
+    def outside(self, logp: Tensor) -> Tensor:
+        """bool: rows stopped by a clip or left out by the mask."""
+        return (logp < self.low) | (logp > self.high)
+
+
+def constant_slopes(a: Tensor, c: Tensor | None) -> Slopes:
+    """Slopes whose a is known before the pass."""
+    zero = torch.zeros_like(a)
+    return Slopes(scale=zero, base=zero, low=torch.full_like(a, -torch.inf), high=zero + torch.inf, shift=a, c=c)
+
+
+def slopes(rows: LossRows) -> Slopes:
+    """The coefficients of rows of kind 1 or 2.
+
+    Action: l_PPO = max(-A r, -A clip(r)), at most -A dual_clip where A < 0, r = exp(l - l_old), flows in one interval
+    of l. Sources: PaW Eq. (7) for CMAE; clipped surrogate with dual clip and k3 as in verl's core_algos.
+    """
+    action, unbounded = rows.kind == ACTION, torch.full_like(rows.weight, torch.inf)
+    gain, loses = action & (rows.advantage > 0), action & (rows.advantage < 0)
+    neutral = action & (rows.advantage == 0)  # its constants must be finite: 0 * inf
+    scale = torch.where(action, -rows.weight * rows.advantage, -rows.weight).masked_fill(neutral, 0.0)
+    base = torch.where(gain | loses, rows.old_logp, 0.0)
+    low = torch.where(loses, rows.old_logp + math.log1p(-rows.clip_low), -unbounded)
+    high = torch.where(gain, rows.old_logp + math.log1p(rows.clip_high), unbounded)
+    high = torch.where(loses, rows.old_logp + math.log(rows.dual_clip), high)
+    shift = torch.zeros_like(scale)
+    if rows.observation_loss == "ce":
+        shift = torch.where(action, 0.0, -rows.weight)
+        scale = scale.masked_fill(~action, 0.0)
+    elif rows.observation_loss == "cmae":
+        limit = math.log(rows.rho) if rows.rho > 0 else -math.inf
+        high = torch.where(action, high, limit)
+    pull = ref = c = None
+    if rows.kl_coef != 0 and rows.ref_logp is not None:
+        pull = torch.where(action, rows.kl_coef * rows.weight, 0.0)
+        ref = torch.where(action, rows.ref_logp, 0.0)
+    if rows.entropy_coef != 0:
+        c = torch.where(action, -rows.entropy_coef * rows.weight, 0.0)
+    return Slopes(scale, base, low, high, shift, pull, ref, c)
+
+
 @dataclass(frozen=True)
 class RowTerms:
-    """Losses and coefficients of n rows, float32 [n] unless noted."""
+    """Losses of n rows, float32 [n] unless noted."""
 
     loss: Tensor
     """Before the row weight."""
-    a: Tensor
-    """weight * d loss / d l."""
-    c: Tensor | None
-    """weight * d loss / d H; None when no row has one."""
     kl: Tensor
     """k3 estimate of KL(pi || ref) on action rows, clamped to 10; 0 elsewhere and without ref_logp."""
     clipped: Tensor
@@ -106,49 +180,26 @@ class RowTerms:
     """bool: observation rows that the CMAE mask leaves out, p > rho."""
 
 
-def row_terms(logp: Tensor, entropy: Tensor, rows: LossRows) -> RowTerms:
-    """Loss, a and c of n rows of kind 1 or 2 from their statistics (float32 [n], no autograd).
-
-    Comparisons are written so that NaN in logp reaches the loss and a, never a mask that hides it.
-    Sources: PaW Eq. (7) for CMAE; clipped surrogate with dual clip and k3 as in verl's core_algos.
-    """
-    action = rows.kind == ACTION
+def row_terms(logp: Tensor, entropy: Tensor, rows: LossRows, of: Slopes) -> RowTerms:
+    """Losses of n rows of kind 1 or 2 from their statistics (float32 [n], no autograd) and slopes `of` theirs."""
+    action, outside = rows.kind == ACTION, of.outside(logp)
 
     advantage = torch.where(action, rows.advantage, 0.0)
     # The cap leaves every clipped value as it is and keeps 0 * inf out of rows without advantage.
     ratio = (logp - torch.where(action, rows.old_logp, logp)).clamp_(max=_LOG_RATIO_MAX).exp_()
-    plain = -advantage * ratio
-    bounded = -advantage * ratio.clamp(1 - rows.clip_low, 1 + rows.clip_high)
+    surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - rows.clip_low, 1 + rows.clip_high))
     ceiling = torch.where(advantage < 0, -advantage * rows.dual_clip, torch.inf)
-    surrogate = torch.maximum(plain, bounded)
-    clipped = (bounded > plain) | (surrogate > ceiling)
     action_loss = torch.minimum(surrogate, ceiling)
-    action_slope = plain.masked_fill(clipped, 0.0)
 
     kl = torch.zeros_like(logp)
     if rows.ref_logp is not None:
         gap = torch.where(action, rows.ref_logp - logp, 0.0)
-        gap_exp = gap.exp()
-        k3 = gap_exp - gap - 1
-        kl = k3.clamp(-_KL_CLAMP, _KL_CLAMP)
-        if rows.kl_coef != 0:
-            action_loss = action_loss + rows.kl_coef * kl
-            action_slope = action_slope + rows.kl_coef * (1 - gap_exp).masked_fill_(k3 > _KL_CLAMP, 0.0)
-    c = None
+        kl = (gap.exp() - gap - 1).clamp(-_KL_CLAMP, _KL_CLAMP)
+        action_loss = action_loss + rows.kl_coef * kl
     if rows.entropy_coef != 0:
         action_loss = action_loss - rows.entropy_coef * entropy
-        c = torch.where(action, -rows.entropy_coef * rows.weight, 0.0)
 
-    masked = torch.zeros_like(action)
-    if rows.observation_loss == "ce":
-        observation_loss, observation_slope = -logp, -torch.ones_like(logp)
-    else:
-        observation_loss, observation_slope = -logp.expm1(), -logp.exp()
-        if rows.observation_loss == "cmae":
-            masked = ~action & (-observation_slope > rows.rho)
-            observation_loss = observation_loss.masked_fill(masked, 0.0)
-            observation_slope = observation_slope.masked_fill(masked, 0.0)
-
-    loss = torch.where(action, action_loss, observation_loss)
-    a = rows.weight * torch.where(action, action_slope, observation_slope)
-    return RowTerms(loss=loss, a=a, c=c, kl=kl, clipped=clipped, masked=masked)
+    masked = ~action & outside
+    observation_loss = -logp if rows.observation_loss == "ce" else -logp.expm1()
+    loss = torch.where(action, action_loss, observation_loss.masked_fill(masked, 0.0))
+    return RowTerms(loss=loss, kl=kl, clipped=action & outside, masked=masked)

@@ -4,19 +4,21 @@ A pass costs 1 + 2f matmuls of [T, D] by [V, D], f the share of rows with a grad
 observation tokens (p > rho), clipped actions and zero weights drop out before the two gradient matmuls. Backward
 scales the stored gradients. Memory: the gradients of hidden [T, D] and of weight [V, D] (float32) are kept from
 forward to backward.
+
+The whole pass is one torch.library operator, so torch.compile and FakeTensorMode take it as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import check_head, out_of_range, raise_first
-from paw_kernels.coefficients import LossRows, RowTerms, row_terms
+from paw_kernels._head import head_pass, live_rows
+from paw_kernels.coefficients import LossRows, row_terms, slopes
 
 
 @dataclass(frozen=True)
@@ -39,57 +41,95 @@ class PawLoss:
     """bool: observation rows that the CMAE mask leaves out."""
 
 
-class _PawLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        index: Tensor,
-        rows: LossRows,
-        temperature: float,
-        head_pass: Callable,
-        wants: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, ...]:
-        # Without gradients one evaluation after the pass does; with them each chunk's coefficients are needed inside.
-        chunks: list[RowTerms] = []
+_Results = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # the fields of PawLoss, then gradients of hidden, weight, bias (empty where not wanted) and their unit
 
-        def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-            chunks.append(row_terms(logp, entropy, rows.take(chunk)))
-            return chunks[-1].a, chunks[-1].c
 
-        result = head_pass(hidden, weight, bias, target, index, temperature, coefficients=coefficients, wants=wants)
-        if not chunks:
-            coefficients(slice(None), result.logp, result.entropy)
-        row_loss = torch.cat([terms.loss for terms in chunks])
-        live = torch.cat([terms.a != 0 if terms.c is None else (terms.a != 0) | (terms.c != 0) for terms in chunks])
-        per_row = (
-            row_loss,
-            result.logp,
-            result.entropy,
-            torch.cat([terms.kl for terms in chunks]),
-            live,
-            torch.cat([terms.clipped for terms in chunks]),
-            torch.cat([terms.masked for terms in chunks]),
-        )
-        scattered = [v.new_zeros(hidden.shape[0]).index_copy_(0, index, v) for v in per_row]
-        ctx.save_for_backward(result.d_hidden, result.d_weight, result.d_bias)
-        ctx.dtype = hidden.dtype
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*scattered)
-        return (rows.weight * row_loss).sum(), *scattered
+@torch.library.custom_op("paw_kernels::paw_loss", mutates_args=())
+def _paw_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    kind: Tensor,
+    row_weight: Tensor,
+    advantage: Tensor,
+    old_logp: Tensor,
+    ref_logp: Tensor | None,
+    options: Sequence[float],
+    observation_loss: str,
+    temperature: float,
+    backend: str,
+    wants: Sequence[bool],
+) -> _Results:
+    index = kind.nonzero().squeeze(1)
+    rows = LossRows(kind, row_weight, advantage, old_logp, ref_logp, *options, observation_loss).take(index)
+    bad_target = out_of_range(target[index], weight.shape[0])
+    raise_first({f"target must be in [0, {weight.shape[0]}) on rows with kind != 0": bad_target, **rows.problems()})
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        # The product is written in the parameter's dtype, so no second float32 [V, D] appears.
-        scaled = [
-            None if d is None else torch.mul(d, grad_loss, out=torch.empty_like(d, dtype=ctx.dtype))
-            for d in ctx.saved_tensors
-        ]
-        return *scaled, None, None, None, None, None, None
+    of = slopes(rows)
+    unit = gradient_unit(hidden, rows.weight)
+    result = head_pass(
+        resolve(backend, hidden),
+        hidden,
+        weight,
+        bias,
+        target,
+        index,
+        temperature,
+        slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
+        wants=(wants[0], wants[1], wants[2]),
+    )
+    terms = row_terms(result.logp, result.entropy, rows, of)
+    live = live_rows(*of.at(result.logp))
+    per_row = terms.loss, result.logp, result.entropy, terms.kl, live, terms.clipped, terms.masked
+    per_token = [v.new_zeros(hidden.shape[0]).index_copy_(0, index, v) for v in per_row]
+    loss = (rows.weight * terms.loss).sum()
+    gradients = result.d_hidden, result.d_weight, result.d_bias
+    return loss, *per_token, *(hidden.new_empty(0) if d is None else d for d in gradients), unit
+
+
+@_paw_loss.register_fake
+def _(hidden, weight, bias, target, kind, row_weight, *rest) -> _Results:
+    T, wants = hidden.shape[0], rest[-1]
+    number, flag = (lambda: row_weight.new_empty(T)), (lambda: kind.new_empty(T, dtype=torch.bool))
+    per_token = number(), number(), number(), number(), flag(), flag(), flag()
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
+    dtypes = hidden.dtype, torch.float32, torch.float32
+    gradients = [
+        hidden.new_empty(shape, dtype=dtype) if want else hidden.new_empty(0)
+        for shape, dtype, want in zip(shapes, dtypes, wants, strict=True)
+    ]
+    return row_weight.new_empty(()), *per_token, *gradients, row_weight.new_empty(())
+
+
+def _save(ctx: Any, inputs: tuple, output: _Results) -> None:
+    ctx.save_for_backward(*output[8:])
+    ctx.wants, ctx.dtype = inputs[-1], inputs[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *gradients, unit = ctx.saved_tensors
+    factor = grad_loss * unit
+    # The product is written in the parameter's dtype, so no second float32 [V, D] appears.
+    scaled = [
+        torch.mul(d, factor, out=torch.empty_like(d, dtype=ctx.dtype)) if want else None
+        for d, want in zip(gradients, ctx.wants, strict=True)
+    ]
+    return *scaled, *[None] * 11
+
+
+_paw_loss.register_autograd(_backward, setup_context=_save)
+
+
+def gradient_unit(hidden: Tensor, size: Tensor) -> Tensor:
+    """What 16-bit gradients are measured in: float16 ends at 6e-8, where a token's weight of 1e-6 would be lost."""
+    if hidden.dtype != torch.float16 or size.numel() == 0:
+        return torch.ones((), device=hidden.device)
+    largest = size.abs().max()
+    return torch.where(largest > 0, largest, 1.0)
 
 
 def paw_loss(
@@ -109,22 +149,27 @@ def paw_loss(
     that is read makes the loss NaN. No gradient is formed under no_grad or for inputs that require none.
 
     Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets outside [0, V), values
-    in `rows` that are not finite where they are read, an unknown backend.
+    in `rows` that are not finite where they are read, a backend that is unknown or cannot run here.
     """
     check_head(hidden, weight, target, bias, temperature)
     rows.check(hidden.shape[0], hidden.device)
-    head_pass = resolve(backend)
-    index = rows.kind.nonzero().squeeze(1)
-    chosen = rows.take(index)
-    bad_target = out_of_range(target[index], weight.shape[0])
-    raise_first({f"target must be in [0, {weight.shape[0]}) on rows with kind != 0": bad_target, **chosen.problems()})
+    resolve(backend, hidden)
     grad = torch.is_grad_enabled()
-    wants = (
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )
-    loss, row_loss, logp, entropy, kl, live, clipped, masked = _PawLoss.apply(
-        hidden, weight, bias, target, index, chosen, float(temperature), head_pass, wants
-    )
-    return PawLoss(loss, row_loss, logp, entropy, kl, live, clipped, masked)
+    wants = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    loss, *per_token = _paw_loss(
+        hidden,
+        weight,
+        bias,
+        target,
+        rows.kind,
+        rows.weight,
+        rows.advantage,
+        rows.old_logp,
+        rows.ref_logp,
+        [rows.clip_low, rows.clip_high, rows.dual_clip, rows.kl_coef, rows.entropy_coef, rows.rho],
+        rows.observation_loss,
+        float(temperature),
+        backend,
+        wants,
+    )[:8]
+    return PawLoss(loss, *(v.detach() for v in per_token))

@@ -4,15 +4,17 @@ For scoring passes, evaluation and losses that couple rows. Backward recomputes 
 rows whose upstream gradient is not zero. Memory: see the backend; nothing is saved but the inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import check_head, out_of_range, raise_first
+from paw_kernels._head import head_pass, live_rows
+from paw_kernels.coefficients import constant_slopes
+from paw_kernels.paw_loss import gradient_unit
 
 
 class TokenStats(NamedTuple):
@@ -24,45 +26,79 @@ class TokenStats(NamedTuple):
     """Entropy of the same distribution over the vocabulary, nats, >= 0."""
 
 
-class _TokenStats(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        temperature: float,
-        head_pass: Callable,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.temperature, ctx.head_pass = temperature, head_pass
-        ctx.set_materialize_grads(False)
-        index = torch.arange(hidden.shape[0], device=hidden.device)
-        result = head_pass(hidden, weight, bias, target, index, temperature)
-        return result.logp, result.entropy
+@torch.library.custom_op("paw_kernels::token_stats", mutates_args=())
+def _token_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    raise_first({f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])})
+    index = torch.arange(hidden.shape[0], device=hidden.device)
+    result = head_pass(resolve(backend, hidden), hidden, weight, bias, target, index, temperature)
+    return result.logp, result.entropy
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target = ctx.saved_tensors
-        a = torch.zeros(hidden.shape[0], device=hidden.device) if grad_logp is None else grad_logp
-        c = grad_entropy
-        index = (a != 0 if c is None else (a != 0) | (c != 0)).nonzero().squeeze(1)
-        a, c = a[index], None if c is None else c[index]
-        result = ctx.head_pass(
-            hidden,
-            weight,
-            bias,
-            target,
-            index,
-            ctx.temperature,
-            coefficients=lambda chunk, logp, entropy: (a[chunk], None if c is None else c[chunk]),
-            wants=ctx.needs_input_grad[:3],
-        )
-        d_weight = None if result.d_weight is None else result.d_weight.to(weight.dtype)
-        d_bias = None if result.d_bias is None else result.d_bias.to(weight.dtype)
-        return result.d_hidden, d_weight, d_bias, None, None, None
+
+@_token_stats.register_fake
+def _(hidden, weight, bias, target, temperature, backend):
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.custom_op("paw_kernels::token_stats_backward", mutates_args=())
+def _token_stats_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    backend: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    index = live_rows(grad_logp, grad_entropy).nonzero().squeeze(1)
+    a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
+    unit = gradient_unit(hidden, a if c is None else torch.stack((a, c)))
+    of = constant_slopes(a, c)
+    result = head_pass(
+        resolve(backend, hidden),
+        hidden,
+        weight,
+        bias,
+        target,
+        index,
+        temperature,
+        slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
+        wants=(wants[0], wants[1], wants[2]),
+    )
+    gradients = result.d_hidden, result.d_weight, result.d_bias
+    empty = hidden.new_empty(0)
+    d_hidden, d_weight, d_bias = (empty if d is None else (d * unit).to(hidden.dtype) for d in gradients)
+    return d_hidden, d_weight, d_bias
+
+
+@_token_stats_backward.register_fake
+def _(hidden, weight, bias, target, grad_logp, grad_entropy, temperature, backend, wants):
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
+    return tuple(hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.temperature, ctx.backend = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, target = ctx.saved_tensors
+    if grad_logp is None:
+        assert grad_entropy is not None, "backward of neither output"
+        grad_logp = torch.zeros_like(grad_entropy)
+    wants = list(ctx.needs_input_grad[:3])
+    gradients = _token_stats_backward(
+        hidden, weight, bias, target, grad_logp, grad_entropy, ctx.temperature, ctx.backend, wants
+    )
+    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), None, None, None
+
+
+_token_stats.register_autograd(_backward, setup_context=_save)
 
 
 def token_stats(
@@ -79,8 +115,9 @@ def token_stats(
     hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and device; statistics are
     computed from float32 logits and are float32 whatever the inputs are. Differentiable in hidden, weight and bias.
 
-    Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), an unknown backend.
+    Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a backend that is unknown or
+    cannot run here.
     """
     check_head(hidden, weight, target, bias, temperature)
-    raise_first({f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])})
-    return TokenStats(*_TokenStats.apply(hidden, weight, bias, target, float(temperature), resolve(backend)))
+    resolve(backend, hidden)
+    return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), backend))

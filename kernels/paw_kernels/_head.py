@@ -1,0 +1,149 @@
+"""The chunk loop of every backend: logits, statistics and gradients of some rows at a time, 1 + 2f matmul passes.
+
+Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and answers their statistics; from
+these come the coefficients a and c of each row (`Slopes`), and the backend turns the buffer into dL/dz of the live
+rows, packed to its front. Only those rows reach the two gradient matmuls; f is their share.
+
+Memory beside inputs and results: the backend's buffer, flat in T.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paw_kernels.coefficients import Slopes
+
+
+class HeadPass(NamedTuple):
+    """Results of one pass over N chosen rows; gradients are None where not asked for."""
+
+    logp: Tensor
+    """[N] float32."""
+    entropy: Tensor
+    """[N] float32, nats."""
+    d_hidden: Tensor | None
+    """[T, D] in the dtype of hidden; exactly 0 on rows that were not chosen or whose coefficients are 0."""
+    d_weight: Tensor | None
+    """[V, D] float32."""
+    d_bias: Tensor | None
+    """[V] float32."""
+
+
+class Rows(Protocol):
+    """What a backend does with the [n, V] buffer of one chunk. One object serves one pass and holds the buffer."""
+
+    head: Tensor
+    """[V, D]: the weight as the gradient matmuls read it."""
+
+    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Logits of x [n, D], kept for `gradient`; answers logp, entropy, a, c ([n] float32, c None for all zeros).
+
+        a and c are those of the logits after temperature (anything, if slopes is None).
+        """
+        ...
+
+    def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
+        """dL/dz before temperature of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
+
+        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
+        """
+        ...
+
+
+MakeRows = Callable[[Tensor, Tensor | None, float, int, bool], tuple[Rows, int]]
+"""(weight, bias, temperature, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
+
+
+def head_pass(
+    make_rows: MakeRows,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor,
+    temperature: float,
+    *,
+    slopes: Slopes | None = None,
+    wants: tuple[bool, bool, bool] = (False, False, False),
+) -> HeadPass:
+    """Statistics of the rows `index` ([N] int64, distinct) of hidden, and the gradients in the same pass.
+
+    `slopes` are those of the N rows; `wants` says which gradients to form: of hidden, weight, bias.
+    """
+    N, device = index.numel(), hidden.device
+    logp, entropy = torch.empty((2, N), dtype=torch.float32, device=device)
+    d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
+    d_weight = torch.empty(weight.shape, dtype=torch.float32, device=device) if wants[1] else None
+    d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
+    if not any(wants):
+        slopes = None
+    started = False
+
+    with torch.autocast(device.type, enabled=False):
+        rows, step = make_rows(weight, bias, temperature, N, slopes is not None)
+        for start in range(0, N, step):
+            chunk = slice(start, min(start + step, N))
+            at = index[chunk]
+            x, y = hidden[at].to(rows.head.dtype), target[at]
+            part = None if slopes is None else slopes.take(chunk)
+            logp[chunk], entropy[chunk], a, c = rows.forward(x, y, part)
+            if part is None:
+                continue
+            source = pack(live_rows(a, c))
+            if source.numel() == 0:
+                continue
+            dz = rows.gradient(y, source, a, c)
+            if d_bias is not None:
+                d_bias += dz.sum(0, dtype=torch.float32)
+            if d_hidden is not None:
+                d_hidden.index_copy_(0, at[source], torch.mm(dz, rows.head).to(hidden.dtype))
+            if d_weight is not None:
+                # The first product overwrites: an accumulator the size of the head is neither zeroed nor read.
+                _add_product(d_weight, dz.t(), x[source], accumulate=started)
+                started = True
+    if d_weight is not None and not started:
+        d_weight.zero_()
+    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias)
+
+
+def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
+    """bool: rows that have a gradient. NaN counts as one."""
+    return a != 0 if c is None else (a != 0) | (c != 0)
+
+
+def pack(live: Tensor) -> Tensor:
+    """Where each of the L packed rows comes from, [L] int64, so that packing can be done in place and in parallel.
+
+    Live rows among the first L stay; each hole there is filled by one of the live rows behind. So no row that is
+    written is read by another.
+
+    >>> pack(torch.tensor([True, False, True, False, False, True])).tolist()
+    [0, 5, 2]
+    """
+    order = live.nonzero().squeeze(1)  # waits for the device: the shapes of the matmuls depend on it
+    L = order.numel()
+    if L == live.numel():
+        return order
+    stays = live[:L]
+    hole = (~stays).cumsum(0)
+    movers = order[(L - 1 - hole[-1:] + hole).clamp_(max=L - 1)] if L else order
+    return torch.where(stays, torch.arange(L, device=live.device), movers)
+
+
+def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:
+    """x head^T in float32, written to the first rows of `out`."""
+    out = out[: x.shape[0]]
+    if x.dtype == torch.float32:
+        return torch.mm(x, head.t(), out=out)
+    return torch.mm(x, head.t(), out_dtype=torch.float32, out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
+    """total = left @ right, or total += left @ right, summed in float32 whatever the factors are."""
+    wide = {} if left.dtype == torch.float32 else {"out_dtype": torch.float32}
+    if accumulate:
+        torch.addmm(total, left, right, out=total, **wide)
+    else:
+        torch.mm(left, right, out=total, **wide)
