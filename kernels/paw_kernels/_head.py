@@ -73,7 +73,7 @@ def head_pass(
     `slopes` are those of the N rows; `wants` says which gradients to form: of hidden, weight, bias.
     """
     N, device = index.numel(), hidden.device
-    logp, entropy = torch.empty((2, N), dtype=torch.float32, device=device)
+    logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
     d_weight = torch.empty(weight.shape, dtype=torch.float32, device=device) if wants[1] else None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
@@ -124,7 +124,7 @@ def pack(live: Tensor) -> Tensor:
     """
     order = live.nonzero().squeeze(1)  # waits for the device: the shapes of the matmuls depend on it
     L = order.numel()
-    if L == live.numel():
+    if live.numel() == L:
         return order
     stays = live[:L]
     hole = (~stays).cumsum(0)
@@ -142,8 +142,8 @@ def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
     """total = left @ right, or total += left @ right, summed in float32 whatever the factors are."""
-    wide = {} if left.dtype == torch.float32 else {"out_dtype": torch.float32}
-    if accumulate:
-        torch.addmm(total, left, right, out=total, **wide)
+    beta = 1 if accumulate else 0  # with 0 the old content is not read
+    if left.dtype == torch.float32:
+        torch.addmm(total, left, right, beta=beta, out=total)
     else:
-        torch.mm(left, right, out=total, **wide)
+        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)

@@ -10,7 +10,6 @@ a(l) with constants per row, so that a kernel can evaluate it without knowing an
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ SKIP, ACTION, OBSERVATION = 0, 1, 2
 
 _KL_CLAMP = 10.0
 _LOG_RATIO_MAX = 20.0
+_GAINS = ("scale", "shift", "pull", "c")
 _OBSERVATION_LOSSES = ("cmae", "mae", "ce")
 
 
@@ -67,7 +67,7 @@ class LossRows:
         if self.kl_coef != 0 and self.ref_logp is None:
             raise ValueError(f"rows.ref_logp is needed when kl_coef is not 0 (kl_coef={self.kl_coef})")
         check_tensor("rows.kind", self.kind, [T], torch.uint8, device)
-        for name, tensor in self._tensors().items():
+        for name, tensor in _tensors(self).items():
             if name != "kind":
                 check_tensor(f"rows.{name}", tensor, [T], torch.float32, device)
 
@@ -75,7 +75,7 @@ class LossRows:
         """Message -> scalar bool tensor, for values that no loss can be computed from."""
         action = self.kind == ACTION
         found = {"rows.kind must be 0 (skip), 1 (action) or 2 (observation)": (self.kind > OBSERVATION).any()}
-        for name, tensor in self._tensors().items():
+        for name, tensor in _tensors(self).items():
             if name == "weight":
                 found["rows.weight must be finite on rows with kind != 0"] = ~tensor.isfinite().all()
             elif name != "kind":
@@ -84,14 +84,11 @@ class LossRows:
 
     def take(self, index: Tensor | slice) -> "LossRows":
         """The chosen rows, in the order of `index`."""
-        return replace(self, **{name: tensor[index] for name, tensor in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor[index] for name, tensor in _tensors(self).items()})
 
 
-class Slopes(NamedTuple):
+@dataclass(frozen=True)
+class Slopes:
     """a and c of N rows as functions of l; every tensor [N] float32.
 
         a(l) = scale * exp(l - base) * [low <= l <= high] + shift + pull * (1 - exp(g)) * [k3(g) <= 10],  g = ref - l
@@ -109,12 +106,12 @@ class Slopes(NamedTuple):
     c: Tensor | None = None
 
     def take(self, index: slice) -> "Slopes":
-        return Slopes(*(None if v is None else v[index] for v in self))
+        return replace(self, **{name: tensor[index] for name, tensor in _tensors(self).items()})
 
     def scaled(self, factor: Tensor) -> "Slopes":
         """a and c times a scalar tensor."""
-        scaled = {"scale", "shift", "pull", "c"}
-        return Slopes(*(v * factor if v is not None and n in scaled else v for n, v in self._asdict().items()))
+        gains = {name: tensor * factor for name, tensor in _tensors(self).items() if name in _GAINS}
+        return replace(self, **gains)
 
     def at(self, logp: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, c) at l = logp."""
@@ -203,3 +200,8 @@ def row_terms(logp: Tensor, entropy: Tensor, rows: LossRows, of: Slopes) -> RowT
     observation_loss = -logp if rows.observation_loss == "ce" else -logp.expm1()
     loss = torch.where(action, action_loss, observation_loss.masked_fill(masked, 0.0))
     return RowTerms(loss=loss, kl=kl, clipped=action & outside, masked=masked)
+
+
+def _tensors(of: LossRows | Slopes) -> dict[str, Tensor]:
+    values = {f.name: getattr(of, f.name) for f in fields(of)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -41,12 +41,19 @@ class PawLoss:
     """bool: observation rows that the CMAE mask leaves out."""
 
 
-_Results = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]  # the fields of PawLoss, then gradients of hidden, weight, bias (empty where not wanted) and their unit
+_SCHEMA = """(
+    Tensor hidden, Tensor weight, Tensor? bias, Tensor target,
+    Tensor kind, Tensor row_weight, Tensor advantage, Tensor old_logp, Tensor? ref_logp,
+    float clip_low, float clip_high, float dual_clip, float kl_coef, float entropy_coef, float rho,
+    str observation_loss, float temperature, str backend, bool[] wants
+) -> (
+    Tensor loss, Tensor row_loss, Tensor logp, Tensor entropy, Tensor kl, Tensor live, Tensor clipped, Tensor masked,
+    Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor unit
+)"""
+"""The fields of PawLoss, then the gradients (empty where not in `wants`) and what they are measured in."""
 
 
-@torch.library.custom_op("paw_kernels::paw_loss", mutates_args=())
+@torch.library.custom_op("paw_kernels::paw_loss", mutates_args=(), schema=" ".join(_SCHEMA.split()))
 def _paw_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -57,14 +64,23 @@ def _paw_loss(
     advantage: Tensor,
     old_logp: Tensor,
     ref_logp: Tensor | None,
-    options: Sequence[float],
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    kl_coef: float,
+    entropy_coef: float,
+    rho: float,
     observation_loss: str,
     temperature: float,
     backend: str,
     wants: Sequence[bool],
-) -> _Results:
+) -> tuple[Tensor, ...]:
     index = kind.nonzero().squeeze(1)
-    rows = LossRows(kind, row_weight, advantage, old_logp, ref_logp, *options, observation_loss).take(index)
+    clips = clip_low, clip_high, dual_clip
+    every = LossRows(
+        kind, row_weight, advantage, old_logp, ref_logp, *clips, kl_coef, entropy_coef, rho, observation_loss
+    )
+    rows = every.take(index)
     bad_target = out_of_range(target[index], weight.shape[0])
     raise_first({f"target must be in [0, {weight.shape[0]}) on rows with kind != 0": bad_target, **rows.problems()})
 
@@ -82,16 +98,26 @@ def _paw_loss(
         wants=(wants[0], wants[1], wants[2]),
     )
     terms = row_terms(result.logp, result.entropy, rows, of)
-    live = live_rows(*of.at(result.logp))
-    per_row = terms.loss, result.logp, result.entropy, terms.kl, live, terms.clipped, terms.masked
-    per_token = [v.new_zeros(hidden.shape[0]).index_copy_(0, index, v) for v in per_row]
-    loss = (rows.weight * terms.loss).sum()
-    gradients = result.d_hidden, result.d_weight, result.d_bias
-    return loss, *per_token, *(hidden.new_empty(0) if d is None else d for d in gradients), unit
+
+    def per_token(values: Tensor) -> Tensor:
+        return values.new_zeros(hidden.shape[0]).index_copy_(0, index, values)
+
+    return (
+        (rows.weight * terms.loss).sum(),
+        per_token(terms.loss),
+        per_token(result.logp),
+        per_token(result.entropy),
+        per_token(terms.kl),
+        per_token(live_rows(*of.at(result.logp))),
+        per_token(terms.clipped),
+        per_token(terms.masked),
+        *(hidden.new_empty(0) if d is None else d for d in (result.d_hidden, result.d_weight, result.d_bias)),
+        unit,
+    )
 
 
 @_paw_loss.register_fake
-def _(hidden, weight, bias, target, kind, row_weight, *rest) -> _Results:
+def _(hidden, weight, bias, target, kind, row_weight, *rest) -> tuple[Tensor, ...]:
     T, wants = hidden.shape[0], rest[-1]
     number, flag = (lambda: row_weight.new_empty(T)), (lambda: kind.new_empty(T, dtype=torch.bool))
     per_token = number(), number(), number(), number(), flag(), flag(), flag()
@@ -104,7 +130,7 @@ def _(hidden, weight, bias, target, kind, row_weight, *rest) -> _Results:
     return row_weight.new_empty(()), *per_token, *gradients, row_weight.new_empty(())
 
 
-def _save(ctx: Any, inputs: tuple, output: _Results) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[8:])
     ctx.wants, ctx.dtype = inputs[-1], inputs[0].dtype
     ctx.set_materialize_grads(False)
@@ -118,7 +144,7 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
         torch.mul(d, factor, out=torch.empty_like(d, dtype=ctx.dtype)) if want else None
         for d, want in zip(gradients, ctx.wants, strict=True)
     ]
-    return *scaled, *[None] * 11
+    return *scaled, *[None] * 16
 
 
 _paw_loss.register_autograd(_backward, setup_context=_save)
@@ -166,7 +192,12 @@ def paw_loss(
         rows.advantage,
         rows.old_logp,
         rows.ref_logp,
-        [rows.clip_low, rows.clip_high, rows.dual_clip, rows.kl_coef, rows.entropy_coef, rows.rho],
+        rows.clip_low,
+        rows.clip_high,
+        rows.dual_clip,
+        rows.kl_coef,
+        rows.entropy_coef,
+        rows.rho,
         rows.observation_loss,
         float(temperature),
         backend,
