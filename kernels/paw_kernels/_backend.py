@@ -1,15 +1,48 @@
-"""Choice of the implementation behind `token_stats` and `paw_loss`."""
+"""Choice of the implementation behind `token_stats` and `paw_loss`, and why another one cannot run here."""
 
+import importlib.util
+
+import torch
 from torch import Tensor
 
-from paw_kernels import _torch
+from paw_kernels import _rows, _torch
 from paw_kernels._head import MakeRows
 
-_BACKENDS: dict[str, MakeRows] = {"torch": _torch.make_rows}
+BACKENDS = ("triton", "cuda", "cpu", "torch")
+"""Fastest first; "auto" is the first that can run."""
 
 
 def resolve(backend: str, hidden: Tensor) -> MakeRows:
-    name = "torch" if backend == "auto" else backend
-    if name not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *_BACKENDS])}")
-    return _BACKENDS[name]
+    """The implementation called `backend` for these hidden states.
+
+    Raises ValueError for an unknown name, or one that cannot run on the tensor's device and dtype.
+    """
+    name = choose(hidden.device, hidden.dtype) if backend == "auto" else backend
+    reason = why_not(name, hidden.device, hidden.dtype)
+    if reason is not None:
+        raise ValueError(f"backend={backend!r} cannot run here: {reason}")
+    if name == "triton":
+        from paw_kernels import _triton
+
+        return _triton.make_rows
+    return _torch.make_rows if name == "torch" else _rows.make_rows
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend that runs for hidden states on this device, of this dtype."""
+    # Triton multiplies float32 by splitting it into three tf32 products; cuBLAS does better.
+    names = BACKENDS[1:] if dtype == torch.float32 else BACKENDS
+    return next(name for name in names if why_not(name, device, dtype) is None)
+
+
+def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `backend` cannot run there, and what would help; None if it can. Raises ValueError for an unknown name."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}")
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; pip install triton"
+        from paw_kernels import _triton
+
+        return _triton.why_not(device, dtype)
+    return None if backend == "torch" else _rows.why_not(backend, device)
