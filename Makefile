@@ -22,7 +22,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along.
-$(VENV)/.base: pyproject.toml setup.py
+$(VENV)/.base: pyproject.toml setup.py csrc/rows.cpp
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
 	$(PY) -m pip install -q --disable-pip-version-check -e . "$(TORCH)"

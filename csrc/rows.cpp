@@ -42,8 +42,8 @@ inline __attribute__((always_inline)) float fast_exp(float x) {
 
 CLONES void statistics(const float* row, const float* bias, float scale, int64_t V, float* max_out, double* sum_out,
                        double* dot_out) {
-  float top = -INFINITY;
-  double sum = 0, dot = 0;  // of exp(z - top), and of exp(z - top) (z - top): both keep their sign, nothing cancels
+  float top = -INFINITY;  // before scaling
+  double sum = 0, dot = 0;  // of exp(z - max), and of exp(z - max) (z - max): both keep their sign, nothing cancels
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t n = V - start < BLOCK ? V - start : BLOCK;
     const float* z = row + start;
@@ -51,12 +51,12 @@ CLONES void statistics(const float* row, const float* bias, float scale, int64_t
     float block_top = top;
 #pragma omp simd reduction(max : block_top)
     for (int64_t j = 0; j < n; j++) {
-      const float value = (z[j] + b[j]) * scale;
+      const float value = z[j] + b[j];
       block_top = value > block_top ? value : block_top;
     }
     if (block_top > top) {
       if (sum > 0) {
-        const double down = double(top) - block_top, shrink = std::exp(down);
+        const double down = (double(top) - block_top) * scale, shrink = std::exp(down);
         dot = shrink * (dot + down * sum);
         sum *= shrink;
       }
@@ -65,7 +65,7 @@ CLONES void statistics(const float* row, const float* bias, float scale, int64_t
     float block_sum = 0, block_dot = 0;
 #pragma omp simd reduction(+ : block_sum, block_dot)
     for (int64_t j = 0; j < n; j++) {
-      const float down = (z[j] + b[j]) * scale - top;
+      const float down = (z[j] + b[j] - top) * scale;  // exactly 0 at the maximum
       const float e = fast_exp(down);
       block_sum += e;
       block_dot += e * (down < -87.3f ? 0.0f : down);
@@ -110,10 +110,10 @@ void paw_row_statistics(const float* logits, int64_t stride, const float* bias, 
     statistics(row, bias, scale, V, &top, &sum, &dot);
     const double log_total = std::log(sum);
     const int64_t y = target[i];
-    const float z = (row[y] + (bias ? bias[y] : 0.0f)) * scale;
-    logp[i] = float(double(z) - top - log_total);
+    const float z = row[y] + (bias ? bias[y] : 0.0f);
+    logp[i] = float((double(z) - top) * scale - log_total);
     entropy[i] = float(log_total - dot / sum);
-    log_sum[i] = float(top + log_total);
+    log_sum[i] = float(double(top) * scale + log_total);
   }
 }
 

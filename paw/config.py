@@ -51,6 +51,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
+    head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
+    """Implementation of the vocabulary head; auto is the fastest that runs on the device (`paw doctor` names it)."""
 
 
 class WarmupConfig(Section):

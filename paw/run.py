@@ -29,7 +29,7 @@ from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
 from paw.experience.rollout import Limits, Rollouts
 from paw.learner.export import export, read_info, start_model
-from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
+from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
@@ -191,12 +191,13 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         suite.train_tasks(0, 1, config.run.seed)
         suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
         device = pick_device(config.model.device)
+        backend = pick_backend(config.model.head_backend, device, config.model.dtype)
         warmup_started = time.monotonic()
         path = start_model(directory if resume else None, config, view.message)
         warmup_s = time.monotonic() - warmup_started
         tokenizer = load_tokenizer(path)
         chat = Chat(tokenizer)
-        options = {"dtype": config.model.dtype, "device": device}
+        options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
         policy = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **options)
         reference = load_policy(path, **options).eval().requires_grad_(False) if config.policy.kl_coef else policy
         engine = make_engine(config, policy=policy, chat=chat, model_path=path)
@@ -209,7 +210,7 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
             "device": device_name(device),
             "threads": torch.get_num_threads(),
             "engine": config.rollout.engine,
-            "backend": "torch",
+            "backend": backend,
             "model": config.model.path,
             "start": path,
             "parameters": policy.parameter_count(),

@@ -1,6 +1,7 @@
 """Choice of the implementation behind `token_stats` and `paw_loss`, and why another one cannot run here."""
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ def resolve(backend: str, hidden: Tensor) -> MakeRows:
 
     Raises ValueError for an unknown name, or one that cannot run on the tensor's device and dtype.
     """
-    name = choose(hidden.device, hidden.dtype) if backend == "auto" else backend
-    reason = why_not(name, hidden.device, hidden.dtype)
+    name = best_backend(hidden.device, hidden.dtype) if backend == "auto" else backend
+    reason = why_not_backend(name, hidden.device, hidden.dtype)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {reason}")
     if name == "triton":
@@ -28,18 +29,20 @@ def resolve(backend: str, hidden: Tensor) -> MakeRows:
     return _torch.make_rows if name == "torch" else _rows.make_rows
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> str:
+def best_backend(device: torch.device, dtype: torch.dtype) -> str:
     """The fastest backend that runs for hidden states on this device, of this dtype."""
     # Triton multiplies float32 by splitting it into three tf32 products; cuBLAS does better.
     names = BACKENDS[1:] if dtype == torch.float32 else BACKENDS
-    return next(name for name in names if why_not(name, device, dtype) is None)
+    return next(name for name in names if why_not_backend(name, device, dtype) is None)
 
 
-def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why `backend` cannot run there, and what would help; None if it can. Raises ValueError for an unknown name."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}")
     if backend == "triton":
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter runs on the CPU
+            return f"it needs tensors of device cuda, these are on {device}"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install triton"
         from paw_kernels import _triton

@@ -27,13 +27,9 @@ def cpu_library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
-    pointer, number, size = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-    library.paw_row_statistics.argtypes = [
-        *(pointer, size, pointer, pointer, number, size, size, pointer, pointer, pointer, ctypes.c_int),
-    ]
-    library.paw_row_gradient.argtypes = [
-        *(pointer, size, pointer, pointer, pointer, pointer, pointer, pointer, pointer, number, size, size, ctypes.c_int),
-    ]
+    pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
+    library.paw_row_statistics.argtypes = [pointer, size, *[pointer] * 2, real, size, size, *[pointer] * 3, integer]
+    library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 7, real, size, size, integer]
     library.paw_row_statistics.restype = library.paw_row_gradient.restype = None
     return library
 

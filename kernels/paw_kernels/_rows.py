@@ -23,17 +23,17 @@ class NativeRows:
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = 1 / temperature
         self._buffer = torch.empty((n, weight.shape[0]), dtype=torch.float32, device=weight.device)
-        self._statistics = (torch.empty(0),) * 2
+        self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         z = logits(x, self.head, self._buffer)
-        logp, entropy, log_sum = row_statistics(z, self._bias, target, self._scale)
-        self._statistics = log_sum, entropy
+        logp, self._entropy, self._log_sum = row_statistics(z, self._bias, target, self._scale)
         a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, entropy, a, c
+        return logp, self._entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        row_gradient_(self._buffer, self._bias, target, source, *self._statistics, a, c, self._scale)
+        z, scale = self._buffer, self._scale
+        row_gradient_(z, self._bias, target, source, self._log_sum, self._entropy, a, c, scale)
         return self._buffer[: source.numel()]
 
 

@@ -69,8 +69,9 @@ def _token_stats_backward(
         wants=(wants[0], wants[1], wants[2]),
     )
     gradients = result.d_hidden, result.d_weight, result.d_bias
-    empty = hidden.new_empty(0)
-    d_hidden, d_weight, d_bias = (empty if d is None else (d * unit).to(hidden.dtype) for d in gradients)
+    if hidden.dtype == torch.float16:
+        gradients = tuple(None if d is None else d * unit for d in gradients)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in gradients)
     return d_hidden, d_weight, d_bias
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gradie
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
+from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
 transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
@@ -27,10 +28,18 @@ class Policy(nn.Module):
     update see the same log-probs.
     """
 
-    def __init__(self, lm: PreTrainedModel, *, dtype: str = "float32", gradient_checkpointing: bool = False):
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        *,
+        dtype: str = "float32",
+        gradient_checkpointing: bool = False,
+        head_backend: str = "auto",
+    ):
         super().__init__()
         self.lm = lm
         self.dtype = DTYPES[dtype]
+        self.head_backend = head_backend
         lm.config.use_cache = False
         lm.eval()
         self._checkpointed: list[nn.Module] = []
@@ -93,6 +102,15 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def pick_backend(wanted: str, device: torch.device, dtype: str) -> str:
+    """The name of the head's implementation; UserError when the wanted one cannot run there."""
+    if wanted == "auto":
+        return best_backend(device, DTYPES[dtype])
+    if reason := why_not_backend(wanted, device, DTYPES[dtype]):
+        raise UserError(f"model.head_backend = '{wanted}': {reason}; or use --model.head_backend auto")
+    return wanted
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
     _check_folder(path)
@@ -108,6 +126,7 @@ def load_policy(
     dtype: str = "float32",
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
+    head_backend: str = "auto",
 ) -> Policy:
     """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config."""
     _check_folder(path)
@@ -135,7 +154,7 @@ def load_policy(
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
-    policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing, head_backend=head_backend)
     return policy.to(device or torch.device("cpu"))
 
 

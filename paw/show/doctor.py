@@ -35,17 +35,28 @@ def run() -> int:
         else:
             print(f"  -        {module}: {purpose}; {command}")
     if ok:
-        import torch
-
-        if torch.cuda.is_available():
-            for i in range(torch.cuda.device_count()):
-                properties = torch.cuda.get_device_properties(i)
-                print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-        else:
-            print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
-        print("  head backend: torch (chunked reference)")
-        print("ready: paw train quickstart" if ok else "not ready")
+        _print_device()
+        print("ready: paw train quickstart")
     return 0 if ok else 1
+
+
+def _print_device() -> None:
+    import torch
+
+    from paw_kernels import best_backend, why_not_backend
+
+    if torch.cuda.is_available():
+        device, dtype, rivals = torch.device("cuda"), torch.bfloat16, ("triton", "cuda")
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    else:
+        device, dtype, rivals = torch.device("cpu"), torch.float32, ("cpu",)
+        print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
+    print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
+    for name in rivals:
+        if reason := why_not_backend(name, device, dtype):
+            print(f"  -        head backend {name}: {reason}")
 
 
 def _version(distribution: str) -> str | None:

@@ -76,5 +76,5 @@ def _probabilities(turns: list[Turn], targets: list[list[int]], policy: Policy, 
         ids = torch.tensor([context + target], device=policy.device)
         hidden = policy.hidden(ids)[0, len(context) - 1 : -1] if target else policy.hidden(ids)[0, :0]
         labels = ids[0, len(context) :]
-        logp = token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias).logp
+        logp = token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
         yield [round(p, 4) for p in logp.exp().tolist()]

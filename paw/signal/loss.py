@@ -33,6 +33,9 @@ class Head(Protocol):
     def head_bias(self) -> Tensor | None: ...
 
     @property
+    def head_backend(self) -> str: ...
+
+    @property
     def device(self) -> torch.device: ...
 
 
@@ -124,7 +127,14 @@ def score(
     scores: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
     for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
         hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
-        stats = token_stats(hidden, model.head_weight, batch.target, bias=model.head_bias, temperature=temperature)
+        stats = token_stats(
+            hidden,
+            model.head_weight,
+            batch.target,
+            bias=model.head_bias,
+            temperature=temperature,
+            backend=model.head_backend,
+        )
         logp, entropy = stats.logp.tolist(), stats.entropy.tolist()
         at = 0
         for i in batch.row:
@@ -176,7 +186,15 @@ def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, u
 def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float) -> PawLoss:
     """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
     hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
-    return paw_loss(hidden, model.head_weight, batch.target, rows, bias=model.head_bias, temperature=temperature)
+    return paw_loss(
+        hidden,
+        model.head_weight,
+        batch.target,
+        rows,
+        bias=model.head_bias,
+        temperature=temperature,
+        backend=model.head_backend,
+    )
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import torch
 
-from paw_kernels import ACTION, OBSERVATION, LossRows
+from paw_kernels import ACTION, OBSERVATION, LossRows, _rows, _torch
 
 
 def dense_stats(hidden, weight, target, bias=None, temperature=1.0):
@@ -64,3 +64,10 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, **options):
         **options,
     )
     return hidden, weight, target, offset, rows
+
+
+def set_chunk_rows(patch, rows, *, vocabulary):
+    """Cut passes into chunks of so many rows, whatever the backend."""
+    patch.setitem(_torch.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
+    patch.setattr(_rows, "CHUNK_BYTES", rows * vocabulary * 4)
+    patch.setattr(_rows, "CHUNK_ROWS", 1)

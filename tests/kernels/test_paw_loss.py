@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_reference import dense_loss, problem
+from dense_reference import dense_loss, problem, set_chunk_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import paw_kernels._torch as torch_backend
+import paw_kernels._backend
 from paw_kernels import ACTION, OBSERVATION, SKIP, LossRows, paw_loss
 
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "losses.json"
@@ -25,6 +25,14 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.05},
     "everything": {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_low": 0.1, "dual_clip": 1.5},
 }
+
+
+@pytest.fixture(params=["torch", "cpu"], scope="module", autouse=True)
+def backend(request):
+    """Every test here runs with each backend of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paw_kernels._backend, "best_backend", lambda device, dtype: request.param)
+        yield request.param
 
 
 def leaves(*tensors):
@@ -138,7 +146,7 @@ def test_chunks_change_nothing_but_rounding(monkeypatch, rows_per_chunk):
     args = problem(100, 33, 8, bias=True, **OPTIONS["everything"])
     hidden, weight, target, bias, rows = args
     whole, whole_grads = fused(hidden, weight, target, rows, bias)
-    monkeypatch.setitem(torch_backend.CHUNK_BYTES, "cpu", rows_per_chunk * 33 * 4)
+    set_chunk_rows(monkeypatch, rows_per_chunk, vocabulary=33)
     split, split_grads = fused(hidden, weight, target, rows, bias)
     for field in dataclasses.fields(whole):
         assert_close(getattr(split, field.name), getattr(whole, field.name), 1e-6)
@@ -160,7 +168,7 @@ class LargestTensor(TorchDispatchMode):
 def test_no_full_logits_are_ever_allocated(monkeypatch):
     T, V, D = 300, 500, 4
     hidden, weight, target, _, rows = problem(T, V, D, **OPTIONS["everything"])
-    monkeypatch.setitem(torch_backend.CHUNK_BYTES, "cpu", 10 * V * 4)
+    set_chunk_rows(monkeypatch, 10, vocabulary=V)
     with LargestTensor() as largest:
         fused(hidden, weight, target, rows)
     assert largest.numel <= max(10 * V, V * D, T * D) < T * V

@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from dense_reference import dense_stats, problem
+from dense_reference import dense_stats, problem, set_chunk_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import paw_kernels._torch as torch_backend
-from paw_kernels import token_stats
+import paw_kernels._backend
+from paw_kernels import _rows, _torch, token_stats
+
+
+@pytest.fixture(params=["torch", "cpu"], scope="module", autouse=True)
+def backend(request):
+    """Every test here runs with each backend of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paw_kernels._backend, "best_backend", lambda device, dtype: request.param)
+        yield request.param
 
 
 def leaves(*tensors):
@@ -34,7 +42,7 @@ def test_statistics_and_gradients_match_float64(T, V, D, seed, bias, temperature
     h, w, b = leaves(hidden, weight, offset)
     h64, w64, b64 = leaves(*(None if x is None else x.double() for x in (hidden, weight, offset)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_backend.CHUNK_BYTES, "cpu", rows_per_chunk * V * 4)
+        set_chunk_rows(patch, rows_per_chunk, vocabulary=V)
         logp, entropy = token_stats(h, w, target, bias=b, temperature=temperature)
         # Both upstream gradients, each zero on some rows: advantage and weight are zero now and then.
         ((logp * rows.advantage).sum() + (entropy * rows.weight).sum()).backward()
@@ -78,12 +86,15 @@ def test_permuting_the_vocabulary_changes_nothing():
 def test_backward_recomputes_live_rows_only(monkeypatch):
     hidden, weight, target, _, _ = problem(50, 31, 8)
     (h,) = leaves(hidden)
-    logp, _ = token_stats(h, weight, target, backend="torch")
+    logp, _ = token_stats(h, weight, target)
     seen = []
-    forward = torch_backend.TorchRows.forward
-    monkeypatch.setattr(
-        torch_backend.TorchRows, "forward", lambda rows, x, *rest: seen.append(len(x)) or forward(rows, x, *rest)
-    )
+    for rows in (_torch.TorchRows, _rows.NativeRows):
+
+        def spy(self, x, *rest, forward=rows.forward):
+            seen.append(len(x))
+            return forward(self, x, *rest)
+
+        monkeypatch.setattr(rows, "forward", spy)
     logp[10:13].sum().backward()
     assert seen == [3]
     assert (h.grad[:10] == 0).all() and (h.grad[13:] == 0).all() and (h.grad[10:13] != 0).any()
@@ -109,5 +120,5 @@ def test_errors_name_the_argument():
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="temperature must be positive"):
             token_stats(hidden, weight, target, temperature=temperature)
-    with pytest.raises(ValueError, match="known backends: auto, torch"):
+    with pytest.raises(ValueError, match=r"known backends: auto, .*torch"):
         token_stats(hidden, weight, target, backend="fast")
