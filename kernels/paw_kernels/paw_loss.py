@@ -179,7 +179,6 @@ def paw_loss(
     """
     check_head(hidden, weight, target, bias, temperature)
     rows.check(hidden.shape[0], hidden.device)
-    resolve(backend, hidden)
     grad = torch.is_grad_enabled()
     wants = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     loss, *per_token = _paw_loss(

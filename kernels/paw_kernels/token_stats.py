@@ -120,5 +120,4 @@ def token_stats(
     cannot run here.
     """
     check_head(hidden, weight, target, bias, temperature)
-    resolve(backend, hidden)
     return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), backend))

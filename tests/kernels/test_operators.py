@@ -1,0 +1,203 @@
+"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing; and the C++ row operations."""
+
+import pytest
+import torch
+from dense_reference import problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import paw_kernels
+from paw_kernels import LossRows, _native, paw_loss, token_stats
+from paw_kernels._head import pack
+
+OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
+
+
+def body_and_rows(T=60, V=37, D=12):
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.GELU(), torch.nn.Linear(D, D))
+    inputs, weight, target, _, rows = problem(T, V, D, **OPTIONS)
+    return body, inputs, torch.nn.Parameter(weight), target, rows
+
+
+def gradients(loss, *parameters):
+    return torch.autograd.grad(loss, parameters)
+
+
+def assert_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiles_into_one_graph_with_the_body():
+    body, inputs, weight, target, rows = body_and_rows()
+
+    def loss(inputs):
+        hidden = body(inputs)
+        stats = token_stats(hidden, weight, target)
+        return paw_loss(hidden, weight, target, rows).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
+
+    parameters = [*body.parameters(), weight]
+    compiled = torch.compile(loss, fullgraph=True)
+    assert_equal(gradients(compiled(inputs), *parameters), gradients(loss(inputs), *parameters))
+
+
+@pytest.mark.slow
+def test_a_compiled_body_leaves_the_loss_as_it_is():
+    body, inputs, weight, target, rows = body_and_rows()
+    compiled, parameters = torch.compile(body), [*body.parameters(), weight]
+    got = gradients(paw_loss(compiled(inputs), weight, target, rows).loss, *parameters)
+    assert_equal(got, gradients(paw_loss(body(inputs), weight, target, rows).loss, *parameters))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    body, inputs, weight, target, rows = body_and_rows()
+    inputs.requires_grad_()
+    parameters = [*body.parameters(), weight]
+
+    def run(checkpointed):
+        hidden = checkpoint(body, inputs, use_reentrant=reentrant) if checkpointed else body(inputs)
+        for p in parameters:
+            p.grad = None
+        paw_loss(hidden, weight, target, rows).loss.backward()
+        return [p.grad for p in parameters]
+
+    assert_equal(run(True), run(False))
+
+
+def test_the_head_inside_a_checkpoint_is_recomputed_to_the_same():
+    body, inputs, weight, target, rows = body_and_rows()
+
+    def loss(inputs):
+        return paw_loss(body(inputs), weight, target, rows).loss
+
+    parameters = [*body.parameters(), weight]
+    got = gradients(checkpoint(loss, inputs, use_reentrant=False), *parameters)
+    assert_equal(got, gradients(loss(inputs), *parameters))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
+    _, inputs, weight, target, rows = body_and_rows()
+    real = paw_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
+    grad = device == "cpu"  # autograd of fake tensors of a device that this torch was not built for ends the process
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        kind = torch.empty(60, dtype=torch.uint8, device=device)
+        number, labels = torch.empty(60, device=device), torch.empty(60, dtype=torch.int64, device=device)
+        per_row = LossRows(kind, number, number, number, number, **OPTIONS)
+        hidden, head = (torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (60, 37))
+        out = paw_loss(hidden, head, labels, per_row, backend="torch")
+        stats = token_stats(hidden, head, labels, backend="torch")
+        if grad:
+            (out.loss + stats.logp.sum() + stats.entropy.sum()).backward()
+            assert hidden.grad.shape == hidden.shape and head.grad.dtype == torch.bfloat16
+    for name in paw_kernels.PawLoss.__dataclass_fields__:
+        got, want = getattr(out, name), getattr(real, name)
+        assert (got.shape, got.dtype, got.device.type) == (want.shape, want.dtype, device), name
+    assert stats.logp.shape == stats.entropy.shape == (60,) and stats.logp.dtype == torch.float32
+
+
+def test_operators_pass_the_checks_of_torch_library():
+    hidden, weight, target, bias, rows = problem(20, 11, 6, bias=True, **OPTIONS)
+    per_row = rows.kind, rows.weight, rows.advantage, rows.old_logp, rows.ref_logp
+    numbers = rows.clip_low, rows.clip_high, rows.dual_clip, rows.kl_coef, rows.entropy_coef, rows.rho
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.paw_kernels.paw_loss,
+        (*leaves, target, *per_row, *numbers, "cmae", 0.7, "auto", [True] * 3),
+        test_utils=tests,
+    )
+    torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, "auto"), test_utils=tests)
+    z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
+    torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3))
+    source, per_row = torch.arange(20), [torch.randn(20) for _ in range(4)]
+    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    n=st.integers(1, 40),
+    V=st.sampled_from([1, 2, 3, 31, 600, 2048, 2049, 5000]),
+    live=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    scale=st.sampled_from([0.5, 1.0, 2.5]),
+    size=st.sampled_from([0.0, 1.0, 30.0]),
+    extras=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_row_operations_match_float64(n, V, live, scale, size, extras, seed):
+    g = torch.Generator().manual_seed(seed)
+    z = size * torch.randn(n, V + 3, generator=g)[:, :V]  # rows longer than V: the stride counts
+    bias = torch.randn(V, generator=g) if extras else None
+    target, a = torch.randint(V, (n,), generator=g), torch.randn(n, generator=g)
+    c = torch.randn(n, generator=g) if extras else None
+    source = pack(torch.rand(n, generator=g) < live)
+
+    wide = ((z.double() + (0 if bias is None else bias.double())) * scale).requires_grad_()
+    log_p = wide.log_softmax(-1)
+    want_logp, want_entropy = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    total = (a.double() * want_logp).sum() + (0 if c is None else (c.double() * want_entropy).sum())
+    want = scale * torch.autograd.grad(total, wide)[0][source]
+
+    logp, entropy, log_sum = _native.row_statistics(z, bias, target, scale)
+    assert (logp <= 0).all() and (entropy >= 0).all()
+    spread = max(1.0, wide.abs().max().item())
+    for got, exact in ((logp, want_logp), (entropy, want_entropy), (log_sum, wide.logsumexp(-1))):
+        torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-6, atol=1e-6 * spread)
+    _native.row_gradient_(z, bias, target, source, log_sum, entropy, a, c, scale)
+    torch.testing.assert_close(z[: len(source)].double(), want, rtol=1e-5, atol=1e-6 * spread * scale)
+
+
+def test_row_operations_use_every_row_and_thread_alike():
+    z, target = torch.randn(70, 3001), torch.randint(3001, (70,))
+    threads = torch.get_num_threads()
+    whole = _native.row_statistics(z, None, target, 1.0)
+    try:
+        torch.set_num_threads(1)
+        single = _native.row_statistics(z, None, target, 1.0)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
+    one = _native.row_statistics(z[13:14], None, target[13:14], 1.0)
+    assert all(torch.equal(a[13:14], b) for a, b in zip(whole, one, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_without_a_distribution_are_nan_in_statistics_and_gradient(value):
+    z, target = torch.randn(3, 5000), torch.tensor([0, 1, 4999])
+    z[1, 4321] = value
+    logp, entropy, log_sum = _native.row_statistics(z, None, target, 1.0)
+    assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
+    _native.row_gradient_(z, None, target, torch.arange(3), log_sum, entropy, torch.ones(3), None, 1.0)
+    assert z.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
+    from paw_kernels import _rows
+
+    hidden, weight, target, _, rows = problem(20, 11, 6)
+    monkeypatch.setattr(_rows, "cpu_library", lambda: None)
+    assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
+    assert paw_loss(hidden, weight, target, rows).loss.isfinite()
+    with pytest.raises(
+        ValueError, match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built; install a C\+\+"
+    ):
+        paw_loss(hidden, weight, target, rows, backend="cpu")
+
+
+def test_the_cpu_backend_is_the_one_in_use_here():
+    assert paw_kernels.best_backend(torch.device("cpu"), torch.float32) == "cpu"
+    for name in ("triton", "cuda"):
+        assert "device cuda" in paw_kernels.why_not_backend(name, torch.device("cpu"), torch.float32)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.booleans(), max_size=30))
+def test_packing_reads_no_row_that_it_writes(live):
+    source = pack(torch.tensor(live, dtype=torch.bool)).tolist()
+    assert sorted(source) == [i for i, alive in enumerate(live) if alive]
+    assert all(i == k if live[k] else i >= len(source) for k, i in enumerate(source))
