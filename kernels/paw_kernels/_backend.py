@@ -31,7 +31,7 @@ def resolve(backend: str, hidden: Tensor) -> MakeRows:
 
 def best_backend(device: torch.device, dtype: torch.dtype) -> str:
     """The fastest backend that runs for hidden states on this device, of this dtype."""
-    # Triton multiplies float32 by splitting it into three tf32 products, cuBLAS does better; on a CPU it is interpreted.
+    # Triton multiplies float32 as three tf32 products, where cuBLAS does better; on a CPU it is only interpreted.
     names = BACKENDS if device.type == "cuda" and dtype != torch.float32 else BACKENDS[1:]
     return next(name for name in names if why_not_backend(name, device, dtype) is None)
 
