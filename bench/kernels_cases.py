@@ -1,0 +1,223 @@
+"""What there is to measure on a device, and how one case is measured."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.kernels_measure import Times, copies, peak_bytes, times
+from bench.kernels_problem import (
+    HEADS,
+    Problem,
+    errors,
+    loss_of_rows,
+    passes,
+    slope_of_mean,
+    slope_of_rows,
+)
+from bench.peers import PEERS
+from paw_kernels import BACKENDS, paw_loss, token_stats, why_not_backend
+
+MATMUL_ROWS = 4096
+FORWARD, BOTH = "forward", "forward + backward"
+Row = dict[str, object]
+"""Columns of the table, by name."""
+
+
+class Group(NamedTuple):
+    """Cases that share their matmuls."""
+
+    head: str
+    T: int
+    D: int
+    V: int
+
+
+class Case(NamedTuple):
+    group: Group
+    live: float
+    dead: str
+    """"" (none), "found" (by the forward) or "known" (kind 0 for us; peers get the live rows alone, gathered)."""
+    name: str
+    mode: str
+
+    def columns(self) -> Row:
+        g = self.group
+        where = {"head": g.head, "T": g.T, "D": g.D, "V": g.V}
+        return {**where, "live": self.live, "dead": self.dead, "implementation": self.name, "mode": self.mode}
+
+    def label(self) -> str:
+        dead = f" dead {self.dead}" if self.dead else ""
+        return f"{self.group.head} T {self.group.T} f {self.live:g}{dead} {self.name} {self.mode}"
+
+
+def groups(device: torch.device, quick: bool) -> list[Group]:
+    """The reference point first, then what matters most."""
+    if device.type == "cpu":
+        found = [Group("quickstart", 2048, 64, 600), Group("small", 512, 128, 32_000)]
+        return found if quick else [*found, Group("Qwen2.5-0.5B", 256, 896, 151_936)]
+    reference = Group("Llama-3.1-8B", 4096, *HEADS["Llama-3.1-8B"])
+    if quick:
+        return [reference, Group("Qwen2.5-7B", 32_768, *HEADS["Qwen2.5-7B"])]
+    return [reference, *(Group(head, T, *HEADS[head]) for T in (32_768, 8192, 2048, 131_072) for head in HEADS)]
+
+
+def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    ours = [f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None]
+    theirs = [peer.name for peer in PEERS if peer.why_not(device) is None]
+    for name in (*ours, *theirs):
+        yield Case(group, 1.0, "", name, FORWARD)
+        yield Case(group, 1.0, "", name, BOTH)
+    for live in (0.4, 0.1):
+        # Dense work takes as long whatever the rows are; shown where it is cheap to show.
+        for name in (*ours, *(theirs if group.T <= 8192 else ())):
+            yield Case(group, live, "found", name, BOTH)
+        for name in (*ours, *(theirs if group.T <= 4096 or group.T == 32_768 else ())):
+            yield Case(group, live, "known", name, BOTH)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    both: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    """(hidden, weight) -> (scalar loss, logp [T] or None), differentiable."""
+    forward: Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+    """The same of the forward pass alone, which may be another function."""
+    slope: Tensor
+    """[T] float64: dL/dlogp of each row of `both`."""
+    want: Tensor | None
+    """What the loss should be, float64; None if it is not compared."""
+    version: str = ""
+
+
+def implementation(case: Case, problem: Problem) -> Implementation:
+    target, rows = problem.target, problem.rows
+    if case.name.startswith("paw["):
+        backend = case.name[4:-1]
+
+        def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            out = paw_loss(hidden, weight, target, rows, backend=backend)
+            return out.loss, out.logp
+
+        def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+            return None, token_stats(hidden, weight, target, backend=backend).logp
+
+        return Implementation(fused, statistics, slope_of_rows(problem), loss_of_rows(problem))
+
+    peer = next(peer for peer in PEERS if peer.name == case.name)
+    index = problem.live if case.dead == "known" else None
+    labels = target if index is None else target[index]
+
+    def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = peer.loss(hidden if index is None else hidden[index], weight, labels)
+        per_row = loss.dim() == 1 and index is None
+        return loss.mean(), -loss.detach() if per_row else None
+
+    slope = slope_of_mean(problem, index)
+    want = (slope * problem.logp).sum() if peer.is_cross_entropy else None
+    return Implementation(run, run, slope, want, peer.version())
+
+
+def measure(case: Case, problem: Problem, matmuls: dict[str, float], seconds: float) -> Row:
+    """`matmuls`: milliseconds a row of the bare products. Raises whatever the implementation raises."""
+    run = implementation(case, problem)
+    weight = problem.weight.detach().requires_grad_(case.mode == BOTH)
+    inputs = [x.detach().requires_grad_(case.mode == BOTH) for x in copies(problem.hidden)]
+
+    def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+        if case.mode == FORWARD:
+            with torch.no_grad():
+                return *run.forward(hidden, weight), []
+        loss, logp = run.both(hidden, weight)
+        return loss.detach(), logp, list(torch.autograd.grad(loss, (hidden, weight)))
+
+    loss, logp, gradients = call(inputs[0])
+    compared = None if loss is None or run.want is None else (loss, run.want)
+    found = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
+    del loss, logp, gradients
+    timed, peak = times(call, inputs, seconds), peak_bytes(call, inputs[0])
+
+    T, D, V = problem.hidden.shape[0], *reversed(problem.weight.shape)
+    L = problem.live.numel() if case.name.startswith("paw[") or case.dead == "known" else T
+    forward, backward = L if case.dead == "known" else T, L if case.mode == BOTH else 0
+    bound = matmuls["logits"] * forward + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward
+    return {
+        **timing(timed, flops=2 * D * V * (forward + 2 * backward)),
+        "bound_ms": f"{bound:.4g}",
+        "share": f"{bound / timed.median:.3f}",
+        "peak_mib": f"{peak / 2**20:.1f}",
+        "beside_dw_mib": f"{(peak - 4 * V * D) / 2**20:.1f}" if case.mode == BOTH else "",
+        **{f"error_{name}": "" if value is None else f"{value:.2e}" for name, value in asdict(found).items()},
+        "passes": "yes" if passes(found, problem.plain) else "no",
+        "version": run.version,
+    }
+
+
+def timing(of: Times, *, flops: int = 0, moved: int = 0) -> Row:
+    return {
+        **{"ms": f"{of.median:.4g}", "ms_low": f"{of.low:.4g}", "ms_high": f"{of.high:.4g}", "runs": of.runs},
+        "tflops": f"{flops / of.median / 1e9:.4g}" if flops else "",
+        "gb_s": f"{moved / of.median / 1e6:.4g}" if moved else "",
+    }
+
+
+def bare_matmuls(group: Group, dtype: torch.dtype, device: torch.device, seconds: float) -> dict[str, Row]:
+    """The three products of up to 4,096 rows, each written in `dtype`."""
+    n, D, V = min(group.T, MATMUL_ROWS), group.D, group.V
+    x, w, z = (torch.randn(shape, dtype=dtype, device=device) for shape in ((n, D), (V, D), (n, V)))
+    dx, dw, out = torch.empty_like(x), torch.empty_like(w), torch.empty_like(z)
+    calls = {
+        "logits": (lambda x: torch.mm(x, w.t(), out=out), x),
+        "d_hidden": (lambda z: torch.mm(z, w, out=dx), z),
+        "d_weight": (lambda z: torch.mm(z.t(), x, out=dw), z),
+    }
+    where = {"head": group.head, "T": n, "D": D, "V": V, "implementation": "matmul"}
+    return {
+        name: {**where, "mode": f"matmul {name}", **timing(times(call, [a], seconds), flops=2 * n * D * V)}
+        for name, (call, a) in calls.items()
+    }
+
+
+def without_matmul(device: torch.device, seconds: float) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """What has no head: (columns that name it, the measurement)."""
+    yield {"implementation": "torch", "mode": "copy"}, partial(_copy, device, seconds)
+    rows, V = (256 if device.type == "cpu" else MATMUL_ROWS), 151_936
+    native = why_not_backend(device.type, device, torch.float32) is None
+    for name in ("torch", "torch_compile", *([f"paw[{device.type}]"] if native else [])):
+        what: Row = {"T": rows, "V": V, "dtype": "float32", "implementation": name, "mode": "row statistics"}
+        yield what, partial(_row_statistics, name, rows, V, device, seconds)
+
+
+def _copy(device: torch.device, seconds: float) -> Row:
+    source = torch.randn((1 << 28) if device.type == "cpu" else (1 << 30), device=device)
+    out = torch.empty_like(source)
+    return timing(times(out.copy_, [source], seconds), moved=2 * source.nbytes)
+
+
+def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
+    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain torch."""
+    z, target = row_problem(rows, V, device)
+    plain = torch.compile(plain_row_statistics) if name == "torch_compile" else plain_row_statistics
+    call = native_row_statistics if name.startswith("paw[") else plain
+    pairs = zip(call(z, target), plain_row_statistics(z.double(), target), strict=True)
+    error = max((got.double() - want).abs().amax().item() for got, want in pairs)
+    timed = times(lambda z: call(z, target), [z], seconds)
+    return {**timing(timed, moved=z.nbytes), "error_logp": f"{error:.2e}"}
+
+
+def row_problem(rows: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    g = torch.Generator(device).manual_seed(0)
+    z = 3 * torch.randn(rows, V, generator=g, device=device)
+    return z, torch.randint(V, (rows,), generator=g, device=device)
+
+
+def plain_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """logp and entropy as one writes them."""
+    logp = z.log_softmax(-1)
+    return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def native_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)[:2]

@@ -1,0 +1,184 @@
+"""What the fused head is measured against: every peer is a function (hidden [T, D], weight [V, D], target [T]) -> loss.
+
+The loss is the cross-entropy of each row ([T] float32) where the peer can tell it, else the mean over rows. Peers know
+no row without a gradient, so they work on every row they are given. Each library is imported when its peer first runs;
+`why_not` says what is missing. Read from the sources of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy
+25.1.1, torch 2.13 and prime-rl.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    loss: Loss
+    passes: int
+    """Matmuls of [T, D] by [V, D] size in forward + backward."""
+    package: str = "torch"
+    """Distribution whose version goes into the table."""
+    module: str = "torch"
+    """Must be importable, and so must `needs`."""
+    needs: str = "torch"
+    gpu_only: bool = False
+    is_cross_entropy: bool = True
+    """False: the value is another loss with the gradient of the mean cross-entropy."""
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run on `device`; None if it can."""
+        if self.gpu_only and device.type != "cuda":
+            return "needs a GPU"
+        if self.name == "torch_linear_ce" and not hasattr(F, "linear_cross_entropy"):
+            return f"needs torch >= 2.13, this is {torch.__version__}"
+        missing = [name for name in (self.module, self.needs) if importlib.util.find_spec(name) is None]
+        return f"{missing[0]} is not installed" if missing else None
+
+    def version(self) -> str:
+        return torch.__version__ if self.package == "torch" else importlib.metadata.version(self.package)
+
+
+def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Full logits and log-softmax in the dtype of the inputs."""
+    logp = (hidden @ weight.t()).log_softmax(-1)
+    return -logp.gather(1, target[:, None]).squeeze(1).float()
+
+
+def naive_fp32(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Full logits, rounded by the matmul, then float32: what most trainers do."""
+    return F.cross_entropy((hidden @ weight.t()).float(), target, reduction="none")
+
+
+@cache
+def _compiled() -> Loss:
+    return torch.compile(naive_fp32, dynamic=False)
+
+
+def compiled(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _compiled()(hidden, weight, target)
+
+
+def torch_linear_ce(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """torch's own chunked operator; without options it would build the full logits."""
+    return F.linear_cross_entropy(hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions())
+
+
+def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the weight."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
+
+
+def liger_cute(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Hopper only; one chunk, so its buffer is [T, V]; T a multiple of 128, V of 256."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90(hidden, weight, target)
+
+
+def liger_grpo(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Advantages of 1 and a ratio of 1: the gradient of the mean cross-entropy. Sequences of up to 2,048 tokens."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    length = 2048 if hidden.shape[0] % 2048 == 0 else hidden.shape[0]
+    head = LigerFusedLinearGRPOLoss(beta=0.0, compiled=hidden.is_cuda, use_ref_model=False)
+    tokens = target.view(-1, length)
+    ones = torch.ones(tokens.shape, device=hidden.device)
+    return head(hidden.view(-1, length, hidden.shape[1]), weight, tokens, ones, ones[:, 0])[0]
+
+
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Apple's, with its default gradient filter: blocks of p below 2^-12 (bf16) get no gradient."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, weight, target, reduction="none")
+
+
+def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline where V is a multiple of 128."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(hidden, weight, target)
+
+
+TOKENS, VOCABULARY = 8192, 8192
+"""Tile of the prime-rl-style head: the trainer's automatic setting and its fixed vocabulary block."""
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    """Online softmax over vocabulary blocks; backward recomputes the logits of every tile."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logp, entropy, log_sum = (torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3))
+        for rows in _blocks(hidden.shape[0], TOKENS):
+            x, y = hidden[rows], target[rows]
+            top = torch.full(y.shape, -torch.inf, device=x.device)
+            total, dot, at_target = (torch.zeros(y.shape, device=x.device) for _ in range(3))
+            for columns in _blocks(weight.shape[0], VOCABULARY):
+                z = (x @ weight[columns].t()).float()
+                new_top = torch.maximum(top, z.amax(1))
+                shrink, e = (top - new_top).exp(), (z - new_top[:, None]).exp()
+                top, total, dot = new_top, total * shrink + e.sum(1), dot * shrink + (e * z).sum(1)
+                inside, at = _within(y, columns)
+                at_target += z.gather(1, at[:, None]).squeeze(1) * inside
+            log_sum[rows] = top + total.log()
+            logp[rows] = at_target - log_sum[rows]
+            entropy[rows] = log_sum[rows] - dot / total
+        ctx.save_for_backward(hidden, weight, target, log_sum)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, target, log_sum = ctx.saved_tensors
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for rows in _blocks(hidden.shape[0], TOKENS):
+            x, y, g = hidden[rows], target[rows], grad[rows]
+            for columns in _blocks(weight.shape[0], VOCABULARY):
+                w = weight[columns]
+                p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
+                inside, at = _within(y, columns)
+                dz = (-g[:, None] * p).scatter_add_(1, at[:, None], (g * inside)[:, None]).to(x.dtype)
+                d_hidden[rows] += dz @ w
+                d_weight[columns] += dz.t() @ x
+        return d_hidden, d_weight, None
+
+
+def _blocks(size: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _within(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    inside = (target >= columns.start) & (target < columns.stop)
+    return inside, (target - columns.start).clamp(0, columns.stop - columns.start - 1)
+
+
+def prime_rl(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """In the style of prime-rl's fused head, without the host waits of the original."""
+    return -_TiledLogProbs.apply(hidden, weight, target)[0]
+
+
+_liger = partial(Peer, package="liger-kernel", module="liger_kernel")
+PEERS = (
+    Peer("naive", naive, 3),
+    Peer("naive_fp32", naive_fp32, 3),
+    Peer("torch_compile", compiled, 3),
+    Peer("torch_linear_ce", torch_linear_ce, 3),
+    Peer("prime_rl_style", prime_rl, 4),
+    _liger("liger_grpo", liger_grpo, 4, is_cross_entropy=False),
+    _liger("liger_triton", liger_triton, 3, gpu_only=True),
+    _liger("liger_cute", liger_cute, 3, needs="cutlass", gpu_only=True),
+    Peer("cut_cross_entropy", cut_cross_entropy, 4, "cut-cross-entropy", "cut_cross_entropy", gpu_only=True),
+    Peer("quack", quack, 3, "quack-kernels", "quack", "cutlass", gpu_only=True),
+)

@@ -1,0 +1,303 @@
+"""What the fused head and its peers should take on one GPU: arithmetic, nothing is run.
+
+    python bench/roofline.py        # prints the table of docs/kernels.md, writes bench/results/kernels_predicted.csv
+
+A pass is a list of terms, each with its floating-point operations, the bytes it must move and the times the host waits.
+Two machines bound what one real machine will do:
+
+    best      every matmul at cuBLAS's rate, its bytes hidden behind its arithmetic
+    cautious  the fused logits matmul at 85 % of that rate, and bytes written by a matmul's epilogue not hidden
+
+Rates are ceilings read elsewhere on an H200 (bf16 product of 8,192^3 random numbers: 769 to 798 TFLOP/s; copy, bytes
+read plus written: 4.3 TB/s), not measurements of this code; 85 % and the wait are assumptions.
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.kernels_problem import HEADS
+
+PREDICTED = Path(__file__).parent / "results" / "kernels_predicted.csv"
+CHUNK, VOCABULARY_TILE = 4096, 256
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    tflops: float = 790.0
+    gb_s: float = 4300.0
+    fused: float = 1.0
+    """Rate of a matmul with an epilogue of its own, over cuBLAS's."""
+    overlap: bool = True
+    """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads does not."""
+    wait_us: float = 50.0
+    """Idle time at each point where the host must know a size."""
+
+
+BEST, CAUTIOUS = Machine("best"), Machine("cautious", fused=0.85, overlap=False)
+
+
+class Term(NamedTuple):
+    name: str
+    flops: float = 0.0
+    read: float = 0.0
+    """Bytes."""
+    written: float = 0.0
+    """By an epilogue, with what it must read again to add to."""
+    waits: int = 0
+    fused: bool = False
+
+    def ms(self, on: Machine) -> float:
+        arithmetic = self.flops / (on.tflops * 1e9 * (on.fused if self.fused else 1.0))
+        read, written = (n / (on.gb_s * 1e6) for n in (self.read, self.written))
+        if self.flops and not on.overlap:
+            return max(arithmetic, read) + written + self.waits * on.wait_us / 1e3
+        return max(arithmetic, read + written) + self.waits * on.wait_us / 1e3
+
+
+def total(terms: list[Term], on: Machine) -> float:
+    """Milliseconds."""
+    return sum(term.ms(on) for term in terms)
+
+
+def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True) -> float:
+    """Milliseconds of the bare 1 + 2 live passes."""
+    return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
+
+
+def chunks(T: int, size: int = CHUNK) -> list[int]:
+    return [min(size, T - start) for start in range(0, T, size)]
+
+
+def gather(name: str, rows: float, D: int) -> Term:
+    return Term(name, read=2 * rows * D, written=2 * rows * D)
+
+
+def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False) -> list[Term]:
+    """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the forward."""
+    entering, rate = (live * T, 1.0) if known else (T, live)
+    partials = 12 * -(-V // VOCABULARY_TILE)  # maximum, sum and entropy sum of a row, float32
+    terms = []
+    for i, n in enumerate(chunks(round(entering))):
+        L = rate * n
+        logits = 2 * n * V if backward else 0  # the statistics kernel of a scoring pass writes none
+        terms += [
+            gather("copies", n, D),
+            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), logits + partials * n, fused=True),
+            Term("merge", read=partials * n),
+        ]
+        if not backward:
+            continue
+        accumulate = (4 if i == 0 else 8) * V * D
+        terms += [
+            Term("wait", waits=1),
+            Term("gradient", read=2 * L * V, written=2 * L * V),
+            Term("d_hidden", 2 * L * D * V, 2 * (L * V + V * D), 2 * L * D),
+            gather("copies", L, D),
+            gather("copies", L, D),
+            Term("d_weight", 2 * L * D * V, 2 * (L * V + L * D), accumulate),
+        ]
+    if backward:
+        terms += [
+            Term("copies", written=2 * T * D),
+            Term("scale", read=4 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D),
+        ]
+    return terms
+
+
+class PeerModel(NamedTuple):
+    """Three dense passes, or four where the logits are made twice."""
+
+    recompute: bool
+    chunk: int
+    """Rows; 0 for all of them, -1 for Liger's rule, about T D / V."""
+    bytes_per_logit: float
+    """Moved by row kernels between the matmuls, beside what the matmuls read and write."""
+    accumulator: int
+    """Bytes of an element of dW while it grows."""
+    scale: bool
+    """dW and dX are multiplied by the upstream gradient in a pass of their own."""
+
+
+PEERS = {
+    # log-softmax reads twice and writes; backward writes zeros for the gather, reads two tensors twice and writes.
+    "naive": PeerModel(False, 0, 2 * (3 + 1 + 5), 2, False),
+    "naive_fp32": PeerModel(False, 0, 4 * (3 + 1 + 5) + 2 * 6, 2, False),  # and the casts
+    "quack": PeerModel(False, 4096, 4, 4, False),  # the pipeline that QUACK_MS was measured with
+    "liger_cute": PeerModel(False, 0, 4, 2, False),
+    "liger_triton": PeerModel(False, -1, 6, 2, True),
+    "cut_cross_entropy": PeerModel(True, 0, 0, 2, False),
+    "prime_rl_style": PeerModel(True, 8192, 100, 2, False),
+}
+"""Read from their sources (see bench/peers.py); a floor, since their kernels need not reach these rates."""
+
+
+def peer(name: str, T: int, D: int, V: int) -> list[Term]:
+    model = PEERS[name]
+    size = model.chunk or T
+    if size < 0:
+        per = -(-T // -(-V // D))
+        size = min(T, 1 << (per - 1).bit_length())
+    terms = []
+    for i, n in enumerate(chunks(T, size)):
+        stored = 2 * n * V if model.bytes_per_logit else 0
+        logits = Term("logits", 2 * n * D * V, 2 * (n * D + V * D), stored)
+        fresh = i == 0 and name != "liger_triton"  # it adds to zeros
+        terms += [logits] * (1 + model.recompute)
+        terms += [
+            Term("gradient", read=model.bytes_per_logit * n * V / 2, written=model.bytes_per_logit * n * V / 2),
+            Term("d_hidden", 2 * n * D * V, 2 * V * D + stored, 2 * n * D),
+            Term("d_weight", 2 * n * D * V, 2 * n * D + stored, model.accumulator * (1 if fresh else 2) * V * D),
+        ]
+    if model.scale:
+        terms.append(Term("scale", read=2 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D))
+    return terms
+
+
+def paw_memory(T: int, D: int, V: int, live: float) -> dict[str, float]:
+    """GiB that a step holds beside inputs and the float32 dW, at the end of the forward and in the backward.
+
+    Not flat in T: d_hidden, a result of T D elements. The rest is.
+    """
+    n = min(T, CHUNK)
+    buffer, partials = 2 * n * V, 16 * n * -(-V // VOCABULARY_TILE)
+    rows = 2 * n * D * (1 + 2 * live)  # the chunk's hidden states, those of its live rows, their gradients
+    results = 2 * T * D
+    return {
+        "forward": (buffer + partials + rows + results) / GIB,
+        "backward": (2 * V * D + 2 * results) / GIB,  # dW and d_hidden in the dtype of the parameters, times the factor
+        "flat": (buffer + partials + rows) / GIB,
+    }
+
+
+# --- the table of what must be reached --------------------------------------------------------------------------------
+
+REFERENCE = 4096, *HEADS["Llama-3.1-8B"]
+QUACK_MS = 17.33
+"""fwd + bwd at the reference point on an H200, printed in Liger-Kernel 0.8.5's fused_linear_cross_entropy_sm90.py."""
+
+
+def must_table() -> list[dict[str, str]]:
+    dense, sparse = paw(*REFERENCE, 1.0), paw(*REFERENCE, 0.4)
+    times = {m.name: (total(dense, m), total(sparse, m)) for m in (BEST, CAUTIOUS)}
+    bound = matmul_bound(*REFERENCE, 1.0)
+    (dense_best, sparse_best), (dense_cautious, sparse_cautious) = times["best"], times["cautious"]
+    gap = sorted({t.name for t in dense}, key=lambda name: -over(dense, name, bound))
+    terms = ", ".join(f"{name} {over(dense, name, bound):.2f}" for name in gap[:3])
+    memory = {name: paw_memory(32_768, *HEADS[name], live=1.0) for name in HEADS if "Qwen" in name}
+    rows = [
+        row("fwd + bwd, T 4096, D 4096, V 128,256, f = 1: ms", "<= 18", dense_best, dense_cautious),
+        row("f = 0.4 over f = 1", "<= 0.65", sparse_best / dense_best, sparse_cautious / dense_cautious),
+        row("f = 0.4: ms, against QuACK's 17.33 / 1.4", "<= 12.38", sparse_best, sparse_cautious),
+        row("share of the matmul bound, f = 1", ">= 0.90", bound / dense_best, bound / dense_cautious),
+    ]
+    for name, gib in memory.items():
+        rows.append(row(f"GiB over inputs and dW, T 32k, {name}", "<= 1.50", gib["forward"], max(gib.values())))
+    rows[0]["note"] = f"largest terms over the bound, best, ms: {terms}; {break_even()}"
+    rows[-1]["note"] = "left the forward, right the larger of forward and backward; flat in T is " + ", ".join(
+        f"{gib['flat']:.2f}" for gib in memory.values()
+    )
+    return rows
+
+
+def row(what: str, must: str, best: float, cautious: float) -> dict[str, str]:
+    sign, limit = must.split()
+    met = [value <= float(limit) if sign == "<=" else value >= float(limit) for value in (best, cautious)]
+    verdict = "met" if all(met) else "missed" if not any(met) else "open"
+    margins = [
+        f"{1 - value / float(limit) if sign == '<=' else value / float(limit) - 1:+.0%}" for value in (best, cautious)
+    ]
+    return {
+        "what": what,
+        "must": must,
+        "best": f"{best:.2f}",
+        "cautious": f"{cautious:.2f}",
+        "margin": f"{margins[0]} .. {margins[1]}",
+        "verdict": verdict,
+        "note": "",
+    }
+
+
+def over(terms: list[Term], name: str, bound: float) -> float:
+    """Milliseconds by which the terms called `name` exceed their share of the bare matmuls, on the best machine."""
+    mine = [term for term in terms if term.name == name]
+    return total(mine, BEST) - sum(term.flops for term in mine) / (BEST.tflops * 1e9)
+
+
+def break_even() -> str:
+    """How slow the fused logits matmul may be before 18 ms are missed, everything else at its best."""
+    terms = paw(*REFERENCE, 1.0)
+    fused = sum(term.ms(BEST) for term in terms if term.fused)
+    share = fused / (fused + 18 - total(terms, BEST))
+    return f"18 ms hold while the fused logits matmul reaches {share:.0%} of cuBLAS"
+
+
+# --- every case -------------------------------------------------------------------------------------------------------
+
+TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "scale")
+COLUMNS = (
+    *("kind", "what", "must", "best", "cautious", "margin", "verdict", "note"),
+    *("head", "T", "D", "V", "live", "dead", "implementation", "mode", "ms", "ms_cautious", "bound_ms", "share"),
+    *("share_cautious", "beside_dw_mib", *(f"{name}_ms" for name in TERMS)),
+)
+
+
+def predictions() -> Iterator[dict[str, object]]:
+    """One row a case of the GPU set, `ms` and the terms on the best machine."""
+    shapes = [("Llama-3.1-8B", 4096), *((head, T) for T in (2048, 8192, 32_768, 131_072) for head in HEADS)]
+    for head, T in shapes:
+        D, V = HEADS[head]
+        for live, known in ((1.0, False), (0.4, False), (0.4, True), (0.1, False), (0.1, True)):
+            for backward in (True, False) if live == 1 else (True,):
+                dead = "" if live == 1 else "known" if known else "found"
+                where = (head, T, D, V, live, dead, "paw[triton]", "forward + backward" if backward else "forward")
+                share = live if known else 1.0
+                bound = matmul_bound(round(share * T), D, V, live / share, backward=backward)
+                memory = paw_memory(T, D, V, live)
+                extra = max(memory["forward"], memory["backward"]) * 1024 if backward else None
+                yield case(where, paw(T, D, V, live, backward=backward, known=known), bound, extra)
+        for name in PEERS:
+            where = (head, T, D, V, 1.0, "", name, "forward + backward")
+            yield case(where, peer(name, T, D, V), matmul_bound(T, D, V, 1.0), None)
+
+
+def case(where: tuple, terms: list[Term], bound: float, extra: float | None) -> dict[str, object]:
+    names = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
+    best, cautious = total(terms, BEST), total(terms, CAUTIOUS)
+    by_name = {f"{name}_ms": f"{total([t for t in terms if t.name == name], BEST):.3f}" for name in TERMS}
+    return {
+        **dict(zip(names, where, strict=True)),
+        **{"ms": f"{best:.3f}", "ms_cautious": f"{cautious:.3f}", "bound_ms": f"{bound:.3f}"},
+        **{"share": f"{bound / best:.3f}", "share_cautious": f"{bound / cautious:.3f}"},
+        "beside_dw_mib": "" if extra is None else f"{extra:.0f}",
+        **by_name,
+    }
+
+
+def write(path: Path = PREDICTED) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        for row in (*must_table(), *predictions()):
+            writer.writerow({"kind": "prediction", **row})
+
+
+def main() -> None:
+    write()
+    for line in must_table():
+        print(f"{line['what']:58} {line['must']:9} {line['best']:>6} .. {line['cautious']:<6}", end=" ")
+        print(f"{line['margin']:14} {line['verdict']}")
+        if line["note"]:
+            print(f"    {line['note']}")
+    print(PREDICTED)
+
+
+if __name__ == "__main__":
+    main()
