@@ -1,0 +1,140 @@
+// What the kernels need of the machine and share with each other. tests/kernels/cuda_on_cpu.h defines the CUDA names, and
+// those of the first part, for the CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifndef PAW_ON_CPU
+
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
+#include <cuda_runtime.h>
+
+#define SHARED(type, name) __shared__ type name
+
+namespace paw {
+
+template <class T>
+__device__ T* dynamic_shared() {
+  extern __shared__ uint4 bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
+
+// Thread-block clusters; before sm_90 a cluster is one block.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ inline int cluster_rank() { return 0; }
+__device__ inline int cluster_size() { return 1; }
+__device__ inline void cluster_arrive() {}
+__device__ inline void cluster_wait() { __syncthreads(); }
+template <class T>
+__device__ T* cluster_peer(T* mine, int) { return mine; }
+#else
+__device__ inline int cluster_rank() { return cooperative_groups::this_cluster().block_rank(); }
+__device__ inline int cluster_size() { return cooperative_groups::this_cluster().num_blocks(); }
+__device__ inline void cluster_arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
+__device__ inline void cluster_wait() { cooperative_groups::this_cluster().barrier_wait(); }
+template <class T>
+__device__ T* cluster_peer(T* mine, int rank) { return cooperative_groups::this_cluster().map_shared_rank(mine, rank); }
+#endif
+
+struct Grid {
+  int64_t blocks;
+  int threads, cluster = 1;
+  int64_t shared = 0;  // bytes of dynamic shared memory
+};
+
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t stream, A... arguments) {
+  if (grid.blocks == 0) return cudaSuccess;
+  if (grid.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (grid.shared > 48 << 10) {
+    const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, limit, int(grid.shared));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(grid.blocks);
+  config.blockDim = unsigned(grid.threads);
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = grid.cluster > 1;
+  return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+}
+
+}  // namespace paw
+
+#endif  // PAW_ON_CPU
+
+namespace paw {
+
+constexpr unsigned FULL = 0xffffffff;
+
+__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline int warp() { return threadIdx.x / 32; }
+
+template <class T>
+struct Partials {
+  T of[32];  // one a warp
+};
+
+__device__ inline double merge(double a, double b) { return a + b; }
+
+// Merges the 32 values of a warp, in a fixed order; merge(T, T) must commute.
+template <class T>
+__device__ T warp_reduce(T value) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    T other;
+    unsigned words[sizeof(T) / 4];
+    memcpy(words, &value, sizeof(T));
+    for (unsigned& word : words) word = __shfl_xor_sync(FULL, word, mask);
+    memcpy(&other, words, sizeof(T));
+    value = merge(value, other);
+  }
+  return value;
+}
+
+// The same over a block; the result is warp 0's. Once in a kernel. `none` is neutral.
+template <class T>
+__device__ T block_reduce(T value, T none) {
+  SHARED(Partials<T>, partials);
+  value = warp_reduce(value);
+  if (lane() == 0) partials.of[warp()] = value;
+  __syncthreads();
+  if (warp() > 0) return none;
+  return warp_reduce(lane() < blockDim.x / 32 ? partials.of[lane()] : none);
+}
+
+__device__ inline int warp_scan(int value) {
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(FULL, value, distance);
+    if (lane() >= distance) value += other;
+  }
+  return value;
+}
+
+struct Scan {
+  int before, total;
+};
+
+// Sum of the values of the block's threads before this one, and of all.
+__device__ inline Scan block_scan(int value) {
+  SHARED(Partials<int>, sums);
+  const int here = warp_scan(value);
+  if (lane() == 31) sums.of[warp()] = here;
+  __syncthreads();
+  const int warps = warp_scan(lane() < blockDim.x / 32 ? sums.of[lane()] : 0);
+  const int before = __shfl_sync(FULL, warps, (warp() + 31) % 32);
+  const int total = __shfl_sync(FULL, warps, 31);
+  __syncthreads();  // the next call writes the sums
+  return {(warp() > 0 ? before : 0) + here - value, total};
+}
+
+}  // namespace paw

@@ -1,0 +1,60 @@
+// The CUDA kernels as functions on raw device pointers. Each starts one kernel on `stream` and answers its error code.
+// Legend: n rows of V logits, L rows that have a gradient; every other array has one element a row unless noted.
+#pragma once
+
+#include <cstdint>
+
+#ifndef PAW_ON_CPU
+#include <cuda_runtime_api.h>
+#endif
+
+namespace paw {
+
+struct Rows {
+  float* logits;  // [n, V], rows `stride` apart
+  int64_t stride;
+  const float* bias;      // [V] or null; z = (logits + bias) scale
+  const int64_t* target;  // in [0, V)
+  float scale;
+  int V;
+};
+
+struct Statistics {
+  float *logp, *entropy, *log_sum;
+};
+
+// a and c as functions of logp, one formula for every loss: see Slopes in paw_kernels/coefficients.py.
+struct Slopes {
+  const float *scale, *base, *low, *high, *shift;
+  const float *pull, *ref, *c;  // may be null; pull and ref together
+};
+
+enum class Type { float32, bfloat16, float16 };
+
+cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t stream);
+
+// Row k < L of the logits becomes, in place, scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) of row source[k], written
+// as `type` from the first byte of row k on. source[k] is k, or at least L while row k is no source: so rows are
+// independent. logp is not read; c may be null.
+cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
+                         Type type, cudaStream_t stream);
+
+// Statistics, a(logp) and, where a or c is not 0, the gradient in place of the row: logits are read once. A cluster of
+// `cluster` blocks holds a row in its shared memory, 16 ceil(ceil(V + 6) / 4 / cluster) bytes each; log_sum is not written.
+cudaError_t row_loss(Rows rows, int64_t n, Slopes slopes, Statistics out, float* a, Type type, int cluster,
+                     cudaStream_t stream);
+
+// Copies row source[k], as row_loss left it, to row k < L.
+cudaError_t row_move(Rows rows, const int64_t* source, int64_t L, Type type, cudaStream_t stream);
+
+// Sums or means of values[offsets[s] .. offsets[s + 1]) for s < N; 0 for an empty segment.
+cudaError_t segment_reduce(const float* values, const int64_t* offsets, int64_t N, bool mean, float* out,
+                           cudaStream_t stream);
+
+// The ceil(alpha n_valid - 1e-9) highest valid scores, ties to the lower index.
+cudaError_t top_alpha(const float* score, const bool* valid, int N, double alpha, bool* selected, cudaStream_t stream);
+
+// source[k] for k < L = count[0]: k where live[k], else one of the live rows from L on, ascending. -1 from L on.
+cudaError_t pack(const bool* live, int n, int64_t* source, int64_t* count, cudaStream_t stream);
+
+}  // namespace paw

@@ -1,0 +1,186 @@
+// The CUDA kernels behind the operators that paw_kernels defines in Python, on torch's stable ABI: a build against one
+// release of torch from TORCH_TARGET_VERSION on serves them all.
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "kernels.h"
+
+#ifndef PAW_ON_CPU
+#define PAW_NAMESPACE paw_kernels
+#define PAW_DEVICE CUDA
+// Weak: so the library loads beside a torch without CUDA too, where it is never called.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+#endif
+
+namespace {
+
+using std::optional;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// One call on the device of `like`: current while this lives.
+class Call {
+ public:
+#ifdef PAW_ON_CPU
+  explicit Call(const Tensor& like) : like_(like) {}
+#else
+  explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) {
+    void* current = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &current));
+    stream = static_cast<cudaStream_t>(current);
+  }
+#endif
+  cudaStream_t stream = nullptr;
+
+  Tensor empty(int64_t size, ScalarType type) const { return torch::stable::new_empty(like_, {size}, type); }
+
+  template <class T>
+  T* data(const Tensor& tensor, const char* name, int64_t size) const {
+    STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == size, name, " must be contiguous, ", size, " elements");
+    return located<T>(tensor, name);
+  }
+
+  template <class T>
+  T* data(const optional<Tensor>& tensor, const char* name, int64_t size) const {
+    return tensor ? data<T>(*tensor, name, size) : nullptr;
+  }
+
+  paw::Rows rows(const Tensor& logits, const optional<Tensor>& bias, const optional<Tensor>& target, double scale) const {
+    STD_TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "logits must be [n, V] with contiguous rows");
+    const int64_t n = logits.size(0), V = logits.size(1);
+    STD_TORCH_CHECK(V > 0 && V <= 1 << 30, "logits must have 1 to 2^30 columns, got ", V);
+    return {located<float>(logits, "logits"),          logits.stride(0), data<const float>(bias, "bias", V),
+            data<const int64_t>(target, "target", n), float(scale),     int(V)};
+  }
+
+  void check(cudaError_t error) const {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // so that nobody else reports it again
+    throw std::runtime_error(std::string("paw_kernels: ") + cudaGetErrorString(error));
+  }
+
+ private:
+  template <class T>
+  T* located(const Tensor& tensor, const char* name) const {
+    const bool here = tensor.is_cuda() == like_.is_cuda() && tensor.get_device_index() == like_.get_device_index();
+    STD_TORCH_CHECK(here, name, " is not on the device of the first argument");
+    if constexpr (std::is_const_v<T>)
+      return tensor.const_data_ptr<std::remove_const_t<T>>();
+    else
+      return tensor.mutable_data_ptr<T>();
+  }
+
+  const Tensor& like_;
+#ifndef PAW_ON_CPU
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+};
+
+paw::Type type_of(ScalarType dtype) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+                  "dtype must be float32, bfloat16 or float16");
+  if (dtype == ScalarType::Float) return paw::Type::float32;
+  return dtype == ScalarType::BFloat16 ? paw::Type::bfloat16 : paw::Type::float16;
+}
+
+int size_of(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.numel() <= INT32_MAX, name, " must have less than 2^31 elements");
+  return int(tensor.numel());
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_statistics(Tensor logits, optional<Tensor> bias, Tensor target, double scale) {
+  const Call call(logits);
+  const int64_t n = logits.size(0);
+  const auto empty = [&] { return call.empty(n, ScalarType::Float); };
+  Tensor logp = empty(), entropy = empty(), log_sum = empty();
+  const auto to = [&](const Tensor& t) { return call.data<float>(t, "result", n); };
+  const paw::Rows rows = call.rows(logits, bias, target, scale);
+  call.check(paw::row_statistics(rows, n, {to(logp), to(entropy), to(log_sum)}, call.stream));
+  return {logp, entropy, log_sum};
+}
+
+void row_gradient(Tensor logits, optional<Tensor> bias, Tensor target, Tensor source, Tensor log_sum, Tensor entropy,
+                  Tensor a, optional<Tensor> c, double scale, ScalarType dtype) {
+  const Call call(logits);
+  const int64_t n = logits.size(0), L = source.numel();
+  const paw::Statistics of{nullptr, const_cast<float*>(call.data<const float>(entropy, "entropy", n)),
+                           const_cast<float*>(call.data<const float>(log_sum, "log_sum", n))};
+  call.check(paw::row_gradient(call.rows(logits, bias, target, scale), call.data<const int64_t>(source, "source", L), L,
+                               of, call.data<const float>(a, "a", n), call.data<const float>(c, "c", n), type_of(dtype),
+                               call.stream));
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_loss(Tensor logits, optional<Tensor> bias, Tensor target, Tensor slope,
+                                            Tensor base, Tensor low, Tensor high, Tensor shift, optional<Tensor> pull,
+                                            optional<Tensor> ref, optional<Tensor> c, double scale, ScalarType dtype,
+                                            int64_t cluster) {
+  const Call call(logits);
+  const int64_t n = logits.size(0);
+  STD_TORCH_CHECK(cluster >= 1 && cluster <= 16, "cluster must be 1 to 16 blocks, got ", cluster);
+  STD_TORCH_CHECK(pull.has_value() == ref.has_value(), "pull and ref come together");
+  const auto of = [&](const auto& tensor, const char* name) { return call.data<const float>(tensor, name, n); };
+  const paw::Slopes slopes{of(slope, "slope"), of(base, "base"), of(low, "low"), of(high, "high"),
+                           of(shift, "shift"), of(pull, "pull"), of(ref, "ref"), of(c, "c")};
+  const auto empty = [&] { return call.empty(n, ScalarType::Float); };
+  Tensor logp = empty(), entropy = empty(), a = empty();
+  const auto to = [&](const Tensor& t) { return call.data<float>(t, "result", n); };
+  call.check(paw::row_loss(call.rows(logits, bias, target, scale), n, slopes, {to(logp), to(entropy), nullptr}, to(a),
+                           type_of(dtype), int(cluster), call.stream));
+  return {logp, entropy, a};
+}
+
+void row_move(Tensor logits, Tensor source, ScalarType dtype) {
+  const Call call(logits);
+  const int64_t L = source.numel();
+  const paw::Rows rows = call.rows(logits, std::nullopt, std::nullopt, 1);
+  call.check(paw::row_move(rows, call.data<const int64_t>(source, "source", L), L, type_of(dtype), call.stream));
+}
+
+Tensor segment_reduce(Tensor values, Tensor offsets, bool mean) {
+  const Call call(values);
+  const int64_t N = offsets.numel() - 1;
+  STD_TORCH_CHECK(N >= 0, "offsets must have at least one element");
+  Tensor result = call.empty(N, ScalarType::Float);
+  call.check(paw::segment_reduce(call.data<const float>(values, "values", values.numel()),
+                                 call.data<const int64_t>(offsets, "offsets", N + 1), N, mean,
+                                 call.data<float>(result, "result", N), call.stream));
+  return result;
+}
+
+Tensor top_alpha(Tensor score, Tensor valid, double alpha) {
+  const Call call(score);
+  const int N = size_of(score, "score");
+  Tensor selected = call.empty(N, ScalarType::Bool);
+  call.check(paw::top_alpha(call.data<const float>(score, "score", N), call.data<const bool>(valid, "valid", N), N, alpha,
+                            call.data<bool>(selected, "result", N), call.stream));
+  return selected;
+}
+
+std::tuple<Tensor, Tensor> pack(Tensor live) {
+  const Call call(live);
+  const int n = size_of(live, "live");
+  Tensor source = call.empty(n, ScalarType::Long), count = call.empty(1, ScalarType::Long);
+  call.check(paw::pack(call.data<const bool>(live, "live", n), n, call.data<int64_t>(source, "result", n),
+                       call.data<int64_t>(count, "result", 1), call.stream));
+  return {source, count};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {
+  m.impl("row_statistics", TORCH_BOX(&row_statistics));
+  m.impl("row_gradient_", TORCH_BOX(&row_gradient));
+  m.impl("row_loss_", TORCH_BOX(&row_loss));
+  m.impl("row_move_", TORCH_BOX(&row_move));
+  m.impl("segment_reduce", TORCH_BOX(&segment_reduce));
+  m.impl("top_alpha", TORCH_BOX(&top_alpha));
+  m.impl("pack", TORCH_BOX(&pack));
+}

@@ -1,0 +1,290 @@
+// Runs the kernels of csrc/*.cu on the CPU, to test them where there is no GPU: included ahead of them, it stands in for
+// CUDA's headers and for the first part of device.cuh.
+//
+// The threads of a cluster of blocks are fibres. Each runs until a barrier or a warp collective, then another one does,
+// in the order that the test sets (`paw_emulate`); so a missing barrier shows as a result that depends on the order.
+// Shared memory starts as NaN and ends so when its block does; asynchronous copies happen as late as they may. A barrier
+// that some thread never reaches is an error. Not modelled: clusters that run at the same time, and all timing.
+#pragma once
+#define PAW_ON_CPU
+
+#include <csetjmp>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+#define __expf expf
+#define SHARED(type, name) auto& name = *static_cast<type*>(cpu::shared(__COUNTER__, sizeof(type)))
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration, cudaErrorLaunchFailure };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchFailure ? "a barrier was not reached by all" : "invalid configuration";
+}
+
+using __nv_bfloat16 = torch::headeronly::BFloat16;
+using __half = torch::headeronly::Half;
+inline __nv_bfloat16 __float2bfloat16_rn(float value) { return value; }
+inline __half __float2half_rn(float value) { return value; }
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx, blockIdx, blockDim;
+inline int min(int a, int b) { return std::min(a, b); }
+inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+namespace paw {
+struct Grid {
+  int64_t blocks;
+  int threads, cluster = 1;
+  int64_t shared = 0;
+};
+}  // namespace paw
+
+namespace cpu {
+
+constexpr size_t STACK = 64 << 10, STATIC_SHARED = 8 << 10;
+
+struct Barrier {
+  int expected, arrived = 0;
+  unsigned phase = 0;
+  unsigned arrive() {
+    const unsigned ticket = phase;
+    if (++arrived == expected) arrived = 0, phase++;
+    return ticket;
+  }
+};
+
+struct Warp {
+  Barrier barrier{32};
+  unsigned slots[2][32];
+};
+
+struct Block {
+  Barrier barrier;
+  std::vector<Warp> warps;
+  std::vector<char> shared;
+  int running;
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+struct Fibre {
+  Index thread, block;
+  int rank;
+  ucontext_t entry{};
+  jmp_buf at{};
+  bool started = false, done = false, dropping = false;
+  int barriers = 0, collectives = 0;
+  Barrier* waits = nullptr;
+  unsigned ticket = 0, cluster_ticket = 0;
+  std::deque<std::vector<Copy>> copies{{}};
+};
+
+struct Machine {
+  int order = 0, dropped = -1, barriers = 0;  // set and read by the test: see paw_emulate
+  std::vector<Block> blocks;
+  std::vector<Fibre> fibres;
+  std::vector<std::unique_ptr<char[]>> stacks;
+  std::map<int, size_t> offsets;  // of the static shared variables, the same in every block
+  size_t dynamic = 0, used = 0;
+  Barrier cluster{0};
+  Fibre* now = nullptr;
+  jmp_buf scheduler;
+  std::function<void()> kernel;
+  std::mt19937 random;
+
+  template <class T>
+  void arrange(std::vector<T>& items) {
+    if (order == 1) std::reverse(items.begin(), items.end());
+    if (order > 1) std::shuffle(items.begin(), items.end(), random);
+  }
+};
+inline Machine machine;
+
+inline Block& home() { return machine.blocks[machine.now->rank]; }
+
+inline void wait(Barrier& barrier, unsigned ticket) {
+  Fibre& now = *machine.now;
+  now.waits = &barrier, now.ticket = ticket;
+  while (barrier.phase == ticket)
+    if (_setjmp(now.at) == 0) _longjmp(machine.scheduler, 1);
+}
+
+inline bool dropped() { return machine.now->barriers++ == machine.dropped; }
+
+inline void* shared(int id, size_t bytes) {
+  const auto [entry, added] = machine.offsets.try_emplace(id, machine.used);
+  if (added) machine.used += (bytes + 15) / 16 * 16;
+  return home().shared.data() + entry->second;
+}
+
+template <class T>
+T exchange(T value, int from) {
+  Fibre& now = *machine.now;
+  Warp& warp = home().warps[now.thread.x / 32];
+  unsigned(&slots)[32] = warp.slots[now.collectives++ % 2];
+  std::memcpy(&slots[now.thread.x % 32], &value, 4);
+  wait(warp.barrier, warp.barrier.arrive());
+  std::memcpy(&value, &slots[from], 4);
+  return value;
+}
+
+inline void start() {
+  machine.kernel();
+  machine.now->done = true;
+  _longjmp(machine.scheduler, 1);
+}
+
+inline void resume(Fibre& fibre) {
+  machine.now = &fibre;
+  threadIdx = fibre.thread, blockIdx = fibre.block;
+  if (_setjmp(machine.scheduler) != 0) return;
+  if (fibre.started) _longjmp(fibre.at, 1);
+  fibre.started = true;
+  setcontext(&fibre.entry);
+}
+
+// Whether every thread of the cluster came to its end.
+inline bool run_cluster(const paw::Grid& grid, int64_t index) {
+  Machine& m = machine;
+  m.cluster = {grid.cluster * grid.threads};
+  m.blocks.assign(grid.cluster, {{grid.threads}, std::vector<Warp>(grid.threads / 32),
+                                 std::vector<char>(m.dynamic + STATIC_SHARED, '\xff'), grid.threads});
+  m.fibres.clear();
+  std::vector<int> turns(grid.cluster * grid.threads);
+  std::iota(turns.begin(), turns.end(), 0);
+  for (int t : turns) {
+    const int rank = t / grid.threads;
+    m.fibres.push_back({{unsigned(t % grid.threads)}, {unsigned(index * grid.cluster + rank)}, rank});
+  }
+  for (size_t t = 0; t < m.fibres.size(); t++) {
+    if (t == m.stacks.size()) m.stacks.emplace_back(new char[STACK]);
+    ucontext_t& entry = m.fibres[t].entry;
+    getcontext(&entry);
+    entry.uc_stack.ss_sp = m.stacks[t].get(), entry.uc_stack.ss_size = STACK;
+    makecontext(&entry, start, 0);
+  }
+  m.arrange(turns);
+  for (size_t running = turns.size(); running > 0;) {
+    bool moved = false;
+    if (m.order > 1) m.arrange(turns);
+    for (int t : turns) {
+      Fibre& fibre = m.fibres[t];
+      if (fibre.done || (fibre.waits && fibre.waits->phase == fibre.ticket)) continue;
+      resume(fibre);
+      moved = true;
+      if (!fibre.done) continue;
+      running--;
+      m.barriers = std::max(m.barriers, fibre.barriers);
+      Block& block = m.blocks[fibre.rank];
+      if (--block.running == 0) std::fill(block.shared.begin(), block.shared.end(), '\xff');
+    }
+    if (!moved) return false;
+  }
+  return true;
+}
+
+inline cudaError_t run(const paw::Grid& grid, std::function<void()> kernel) {
+  const bool fits = grid.threads % 32 == 0 && grid.threads <= 1024 && grid.blocks % grid.cluster == 0;
+  if (!fits || grid.cluster > 16) return cudaErrorInvalidConfiguration;
+  Machine& m = machine;
+  m.kernel = std::move(kernel), m.random.seed(m.order), blockDim.x = grid.threads;
+  m.offsets.clear(), m.dynamic = m.used = (grid.shared + 15) / 16 * 16;
+  std::vector<int64_t> clusters(grid.blocks / grid.cluster);
+  std::iota(clusters.begin(), clusters.end(), 0);
+  m.arrange(clusters);
+  for (int64_t index : clusters)
+    if (!run_cluster(grid, index)) return cudaErrorLaunchFailure;
+  return cudaSuccess;
+}
+
+}  // namespace cpu
+
+inline void __syncthreads() {
+  if (cpu::dropped()) return;
+  cpu::Barrier& barrier = cpu::home().barrier;
+  cpu::wait(barrier, barrier.arrive());
+}
+inline unsigned own_lane() { return threadIdx.x % 32; }
+template <class T>
+T __shfl_sync(unsigned, T value, int from) { return cpu::exchange(value, from); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) { return cpu::exchange(value, own_lane() ^ mask); }
+template <class T>
+T __shfl_up_sync(unsigned, T value, int by) { return cpu::exchange(value, own_lane() < by ? own_lane() : own_lane() - by); }
+
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
+  cpu::machine.now->copies.back().push_back({to, from, bytes});
+}
+inline void __pipeline_commit() { cpu::machine.now->copies.emplace_back(); }
+inline void __pipeline_wait_prior(size_t groups) {
+  auto& copies = cpu::machine.now->copies;
+  for (; copies.size() > groups + 1; copies.pop_front())
+    for (const cpu::Copy& copy : copies.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+}
+
+namespace paw {
+
+template <class T>
+T* dynamic_shared() { return reinterpret_cast<T*>(cpu::home().shared.data()); }
+
+inline int cluster_rank() { return cpu::machine.now->rank; }
+inline int cluster_size() { return int(cpu::machine.blocks.size()); }
+inline void cluster_arrive() {
+  cpu::Fibre& now = *cpu::machine.now;
+  now.dropping = cpu::dropped();
+  if (!now.dropping) now.cluster_ticket = cpu::machine.cluster.arrive();
+}
+inline void cluster_wait() {
+  if (!cpu::machine.now->dropping) cpu::wait(cpu::machine.cluster, cpu::machine.now->cluster_ticket);
+}
+template <class T>
+T* cluster_peer(T* mine, int rank) {
+  const size_t offset = reinterpret_cast<char*>(mine) - cpu::home().shared.data();
+  return reinterpret_cast<T*>(cpu::machine.blocks[rank].shared.data() + offset);
+}
+
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t, A... arguments) {
+  return cpu::run(grid, [&] { kernel(P(arguments)...); });
+}
+
+}  // namespace paw
+
+// Sets the order of turns (0 forward, 1 backward, above a seed) and which barrier of each thread to leave out (counted
+// from 0; -1 for none). Answers the number of barriers that a thread met since the last call.
+extern "C" inline __attribute__((used)) int paw_emulate(int order, int dropped) {
+  cpu::machine.order = order, cpu::machine.dropped = dropped;
+  return std::exchange(cpu::machine.barriers, 0);
+}
