@@ -23,6 +23,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
     about = environment(device)
     name = "cpu" if device.type == "cpu" else str(about["device"]).lower().replace(" ", "_")
     table = Table(options.out or RESULTS / f"kernels_{name}.csv", about, keep=options.resume)
-    seconds = 0.2 if options.quick else 0.5
+    seconds = options.seconds or (0.2 if options.quick else 0.5)
 
     def wanted(label: str, columns: Row) -> bool:
         return all(word in label for word in options.only) and not table.has(columns)
@@ -94,7 +95,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
     for group, chosen in plan.items():
         if not chosen:
             continue
-        torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
+        if any(case.name == "torch_compile" for case in chosen):
+            torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
         per_row: dict[str, float] = {}
         for product, row in bare_matmuls(group, dtype, device, seconds).items():
             table.add({**row, "dtype": str(dtype)[6:]})
@@ -136,12 +138,13 @@ def free(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> Row:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    commit = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(commit, capture_output=True, text=True, cwd=ROOT).stdout if shutil.which("git") else ""
     triton = [distribution.version for distribution in importlib.metadata.distributions(name="triton")]
     return {
         "kind": "measured",
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": git.strip() or "unknown",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
@@ -178,6 +181,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter timing")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains every word")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that the file has")
+    parser.add_argument("--seconds", type=float, help="time spent on timing one case (default: 0.5, quick 0.2)")
     parser.add_argument("--out", type=Path, help="CSV file (default: bench/results/kernels_<device>.csv)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the plots of this CSV")
     options = parser.parse_args()

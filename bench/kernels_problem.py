@@ -75,7 +75,10 @@ class Errors:
 def make_problem(
     T: int, D: int, V: int, *, live: float, known: bool, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Problem:
-    """round(live T) rows have a gradient; with `known` the others are of kind 0, else only the forward can tell."""
+    """round(live T) rows have a gradient; with `known` the others are of kind 0, else only the forward can tell.
+
+    Raises ValueError where D is too small for that: other rows of the weight then point the same way.
+    """
     g = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -94,6 +97,8 @@ def make_problem(
     hidden[dead] += ((math.log(V) + 8) * at_target / at_target.square().sum(1, keepdim=True)).to(dtype)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
+    if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
+        raise ValueError(f"D={D} is too small to tell live rows from dead ones at V={V}")
 
     kind = torch.full((T,), OBSERVATION, dtype=torch.uint8, device=device)
     kind[alive[::2]] = ACTION

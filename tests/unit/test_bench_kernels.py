@@ -1,0 +1,216 @@
+"""The benchmark's inputs have the live share they claim, its reference is right, and it survives a peer that fails."""
+
+import argparse
+import csv
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paw_kernels import paw_loss
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+kernels, cases, measure, plot, problem, peers, roofline = (
+    importlib.import_module(f"bench.{name}")
+    for name in (
+        *("kernels", "kernels_cases", "kernels_measure", "kernels_plot", "kernels_problem", "peers", "roofline"),
+    )
+)
+
+CPU = torch.device("cpu")
+WITHOUT_A_COMPILER = [p for p in peers.PEERS if p.why_not(CPU) is None and p.name != "torch_compile"]
+
+
+def made(T=96, D=128, V=150, *, live=0.4, known=False, dtype=torch.float32):
+    return problem.make_problem(T, D, V, live=live, known=known, dtype=dtype, device=CPU)
+
+
+def dense(p, slope):
+    """Gradients of sum_t a_t logp_t by float64 autograd, on the rows that are compared."""
+    h, w = (t.double().requires_grad_() for t in (p.hidden, p.weight))
+    logp = (h @ w.t()).log_softmax(-1).gather(1, p.target[:, None]).squeeze(1)
+    d_hidden, d_weight = torch.autograd.grad((slope * logp).sum(), (h, w))
+    return logp.detach(), d_hidden[p.checked], d_weight[p.words]
+
+
+# --- inputs and reference ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("live", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exactly_the_chosen_rows_turn_out_live(live, known, dtype):
+    p = made(live=live, known=known, dtype=dtype)
+    out = paw_loss(p.hidden, p.weight, p.target, p.rows)
+    assert out.live.nonzero().squeeze(1).tolist() == p.live.tolist()
+    assert p.live.numel() == round(96 * live)
+    if not known:
+        assert (p.rows.kind != 0).all()
+
+
+def test_a_head_too_narrow_for_the_construction_is_refused():
+    with pytest.raises(ValueError, match="D=4 is too small"):
+        made(D=4)
+
+
+def test_the_reference_is_float64_autograd():
+    p = made()
+    slope = problem.slope_of_rows(p)
+    logp, d_hidden, d_weight = dense(p, slope)
+    torch.testing.assert_close(p.logp, logp, rtol=0, atol=1e-12)
+    torch.testing.assert_close(problem.d_hidden(p, slope), d_hidden, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(problem.d_weight(p, slope), d_weight, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("live", "known"), [(1.0, False), (0.4, False), (0.4, True)])
+def test_our_loss_has_the_reference_s_value_and_gradients(live, known, dtype):
+    p = made(live=live, known=known, dtype=dtype)
+    h, w = p.hidden.requires_grad_(), p.weight.requires_grad_()
+    out = paw_loss(h, w, p.target, p.rows)
+    loss = out.loss.detach(), problem.loss_of_rows(p)
+    gradients = list(torch.autograd.grad(out.loss, (h, w)))
+    found = problem.errors(p, problem.slope_of_rows(p), loss=loss, logp=out.logp, gradients=gradients)
+    assert problem.passes(found, p.plain)
+    assert found.loss < 1e-6
+
+
+def test_a_wrong_gradient_does_not_pass():
+    p = made()
+    slope = problem.slope_of_rows(p)
+    right = problem.Errors(logp=0.0, d_hidden=0.0, d_weight=0.0)
+    assert problem.passes(right, p.plain)
+    h, w = torch.zeros_like(p.hidden), torch.zeros_like(p.weight)
+    h[p.checked], w[p.words] = problem.d_hidden(p, 1.01 * slope).float(), problem.d_weight(p, slope).float()
+    found = problem.errors(p, slope, loss=None, logp=None, gradients=[h, w])
+    assert not problem.passes(found, p.plain)
+    assert found.d_weight < 1e-6
+
+
+@pytest.mark.parametrize("peer", WITHOUT_A_COMPILER, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("dead", ["found", "known"])
+def test_peers_compute_the_mean_cross_entropy(peer, dead):
+    p = made(V=9000, known=dead == "known")  # more than one vocabulary block
+    run = cases.implementation(cases.Case(cases.Group("tiny", 96, 128, 9000), 0.4, dead, peer.name, cases.BOTH), p)
+    h, w = p.hidden.requires_grad_(), p.weight.requires_grad_()
+    loss, logp = run.both(h, w)
+    wanted = None if run.want is None else (loss.detach(), run.want)
+    gradients = list(torch.autograd.grad(loss, (h, w)))
+    found = problem.errors(p, run.slope, loss=wanted, logp=logp, gradients=gradients)
+    assert problem.passes(found, p.plain)
+    assert (found.loss or 0) < 1e-4
+    index = p.live if dead == "known" else slice(None)
+    if peer.is_cross_entropy:
+        torch.testing.assert_close(run.want, -p.logp[index].mean())
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_peak_memory_counts_what_operators_hold():
+    x = torch.ones(1 << 18)
+
+    def call(x):
+        a = x + 1
+        b = a * 2
+        del a
+        return (b + 1).sum()
+
+    assert measure.peak_bytes(call, x) == pytest.approx(2 * x.nbytes, abs=4096)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """One small group, and a peer that fails."""
+
+    def failing(hidden, weight, target):
+        raise RuntimeError("no kernel image\nis available")
+
+    ours = [peer for peer in peers.PEERS if peer.name == "naive"]
+    monkeypatch.setattr(cases, "PEERS", [replace(ours[0], name="broken", loss=failing), *ours])
+    monkeypatch.setattr(kernels, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)])
+
+
+def measured(path, **options):
+    kernels.run(
+        argparse.Namespace(
+            **{"quick": True, "seconds": 0.01, "only": ["tiny"], "resume": False, "out": path, **options}
+        ),
+        CPU,
+    )
+    return list(csv.DictReader(path.open(encoding="utf-8")))
+
+
+def test_a_failing_peer_is_a_row_and_the_run_goes_on(tiny, tmp_path, capsys):
+    rows = measured(tmp_path / "k.csv")
+    broken = [r for r in rows if r["implementation"] == "broken"]
+    assert broken
+    assert {r["error"] for r in broken} == {"RuntimeError: no kernel image"}
+    others = [r for r in rows if r["implementation"] != "broken"]
+    assert others[-1]["implementation"] == "naive"
+    for r in others:
+        assert not r["error"]
+        assert float(r["ms_low"]) <= float(r["ms"]) <= float(r["ms_high"])
+        assert r["implementation"] == "matmul" or r["passes"] == "yes"
+    assert {r["torch"] for r in rows} == {torch.__version__}
+    assert "no kernel image" in capsys.readouterr().out
+    assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
+
+
+def test_resume_leaves_out_what_the_file_has(tiny, tmp_path):
+    first = measured(tmp_path / "k.csv", only=["tiny", "naive"])
+    rows = measured(tmp_path / "k.csv", resume=True)
+    again = [r for r in rows[len(first) :] if r["implementation"] == "naive"]
+    assert rows[: len(first)] == first
+    assert not again
+    assert {r["implementation"] for r in rows} >= {"naive", "broken", "paw[torch]"}
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_matches_a_case_by_hand():
+    machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=0.0)
+    T, D, V, live = 4096, 1024, 102_400, 0.5
+    gemm = 2 * T * D * V / 500e12
+    # gradient: half of the rows read and written in bf16; scale: dW float32 -> bf16, dX in bf16 twice.
+    row_kernel = 2 * (T / 2) * V * 2 / 2000e9
+    scale = (V * D * (4 + 2) + T * D * (2 + 2)) / 2000e9
+    merge = T * 400 * 12 / 2000e9
+    # hidden rows gathered, those of live rows gathered, their gradients scattered; d_hidden zeroed first.
+    copies = (T * D * 4 + 2 * (T / 2) * D * 4 + T * D * 2) / 2000e9
+    by_hand = 1e3 * (gemm * (1 + 2 * live) + row_kernel + scale + merge + copies)
+    assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_time_grows_with_the_live_share_and_never_beats_the_matmuls():
+    for machine in (roofline.BEST, roofline.CAUTIOUS):
+        times = [roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)]
+        bounds = [roofline.matmul_bound(*roofline.REFERENCE, f) for f in (0, 0.1, 0.4, 1)]
+        assert times == sorted(times)
+        assert all(time > bound for time, bound in zip(times, bounds, strict=True))
+        for name in roofline.PEERS:
+            assert roofline.total(roofline.peer(name, *roofline.REFERENCE), machine) > bounds[-1]
+
+
+def test_the_cautious_machine_is_never_faster():
+    for row in roofline.predictions():
+        assert float(row["ms_cautious"]) >= float(row["ms"])
+        parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
+        assert parts == pytest.approx(float(row["ms"]), abs=0.005)
+
+
+def test_break_even_is_where_18_ms_are_met_exactly():
+    share = float(roofline.break_even().split("%")[0].split()[-1]) / 100
+    dense = roofline.paw(*roofline.REFERENCE, 1.0)
+    assert roofline.total(dense, replace(roofline.BEST, fused=share + 0.005)) <= 18
+    assert roofline.total(dense, replace(roofline.BEST, fused=share - 0.005)) >= 18
+
+
+def test_the_committed_predictions_are_those_of_the_model(tmp_path):
+    roofline.write(tmp_path / "predicted.csv")
+    assert (tmp_path / "predicted.csv").read_text() == roofline.PREDICTED.read_text()
