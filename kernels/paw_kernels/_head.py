@@ -26,9 +26,9 @@ class HeadPass(NamedTuple):
     d_hidden: Tensor | None
     """[T, D] in the dtype of hidden; exactly 0 on rows that were not chosen or whose coefficients are 0."""
     d_weight: Tensor | None
-    """[V, D] float32."""
+    """[V, D] in the dtype of weight, summed in float32."""
     d_bias: Tensor | None
-    """[V] float32."""
+    """[V] in the dtype of weight, summed in float32."""
 
 
 class Rows(Protocol):
@@ -75,11 +75,10 @@ def head_pass(
     N, device = index.numel(), hidden.device
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
-    d_weight = torch.empty(weight.shape, dtype=torch.float32, device=device) if wants[1] else None
+    d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
     if not any(wants):
         slopes = None
-    started = False
 
     with torch.autocast(device.type, enabled=False):
         rows, step = make_rows(weight, bias, temperature, N, slopes is not None)
@@ -99,13 +98,16 @@ def head_pass(
                 d_bias += dz.sum(0, dtype=torch.float32)
             if d_hidden is not None:
                 d_hidden.index_copy_(0, at[source], torch.mm(dz, rows.head).to(hidden.dtype))
-            if d_weight is not None:
-                # The first product overwrites: an accumulator the size of the head is neither zeroed nor read.
-                _add_product(d_weight, dz.t(), x[source], accumulate=started)
-                started = True
-    if d_weight is not None and not started:
-        d_weight.zero_()
-    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias)
+            if wants[1] and d_weight is None:
+                # An accumulator the size of the head is neither zeroed nor read first, and not needed for one chunk.
+                dtype = weight.dtype if step >= N and dz.dtype == weight.dtype else torch.float32
+                d_weight = torch.empty(weight.shape, dtype=dtype, device=device)
+                _add_product(d_weight, dz.t(), x[source], accumulate=False)
+            elif d_weight is not None:
+                _add_product(d_weight, dz.t(), x[source], accumulate=True)
+    if wants[1]:
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+    return HeadPass(logp, entropy, d_hidden, d_weight, None if d_bias is None else d_bias.to(weight.dtype))
 
 
 def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
@@ -141,9 +143,9 @@ def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
-    """total = left @ right, or total += left @ right, summed in float32 whatever the factors are."""
+    """total = left @ right, or total += left @ right, each product summed in float32 and written as total is."""
     beta = 1 if accumulate else 0  # with 0 the old content is not read
-    if left.dtype == torch.float32:
+    if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
     else:
         torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)

@@ -2,8 +2,8 @@
 
 A pass costs 1 + 2f matmuls of [T, D] by [V, D], f the share of rows with a gradient (`PawLoss.live`): masked
 observation tokens (p > rho), clipped actions and zero weights drop out before the two gradient matmuls. Backward
-scales the stored gradients. Memory: the gradients of hidden [T, D] and of weight [V, D] (float32) are kept from
-forward to backward.
+hands over the gradients (scaled, if the loss was). Memory: the gradients of hidden [T, D] and weight [V, D] are kept
+from forward to backward, and a float32 sum of the latter during a forward of several chunks.
 
 The whole pass is one torch.library operator, so torch.compile and FakeTensorMode take it as it is.
 """
@@ -122,29 +122,31 @@ def _(hidden, weight, bias, target, kind, row_weight, *rest) -> tuple[Tensor, ..
     number, flag = (lambda: row_weight.new_empty(T)), (lambda: kind.new_empty(T, dtype=torch.bool))
     per_token = number(), number(), number(), number(), flag(), flag(), flag()
     shapes = hidden.shape, weight.shape, weight.shape[:1]
-    dtypes = hidden.dtype, torch.float32, torch.float32
-    gradients = [
-        hidden.new_empty(shape, dtype=dtype) if want else hidden.new_empty(0)
-        for shape, dtype, want in zip(shapes, dtypes, wants, strict=True)
-    ]
+    gradients = [hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True)]
     return row_weight.new_empty(()), *per_token, *gradients, row_weight.new_empty(())
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[8:])
-    ctx.wants, ctx.dtype = inputs[-1], inputs[0].dtype
+    # Kept as attributes, not saved for backward, so that the first backward can hand them over and let go of them.
+    # That makes no reference cycle, because they take no part in autograd.
+    *ctx.gradients, ctx.unit = output[8:]
+    ctx.mark_non_differentiable(*output[8:])
+    ctx.wants = inputs[-1]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *gradients, unit = ctx.saved_tensors
-    factor = grad_loss * unit
-    # The product is written in the parameter's dtype, so no second float32 [V, D] appears.
-    scaled = [
-        torch.mul(d, factor, out=torch.empty_like(d, dtype=ctx.dtype)) if want else None
-        for d, want in zip(gradients, ctx.wants, strict=True)
-    ]
-    return *scaled, *[None] * 16
+    if ctx.gradients is None:
+        raise RuntimeError("backward through paw_loss a second time; the first needs retain_graph=True")
+    factor = grad_loss * ctx.unit
+    gradients = [d if want else None for d, want in zip(ctx.gradients, ctx.wants, strict=True)]
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    traced = type(factor) is not Tensor  # a fake or functional tensor has no value to look at
+    if keep or traced or factor != 1:
+        gradients = [None if d is None else (d * factor).to(d.dtype) for d in gradients]
+    if not keep:
+        ctx.gradients = None
+    return *gradients, *[None] * 16
 
 
 _paw_loss.register_autograd(_backward, setup_context=_save)

@@ -70,8 +70,8 @@ def _token_stats_backward(
     )
     gradients = result.d_hidden, result.d_weight, result.d_bias
     if hidden.dtype == torch.float16:
-        gradients = tuple(None if d is None else d * unit for d in gradients)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in gradients)
+        gradients = tuple(None if d is None else (d * unit).to(d.dtype) for d in gradients)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d for d in gradients)
     return d_hidden, d_weight, d_bias
 
 

@@ -217,6 +217,22 @@ def test_backward_adds_up_over_micro_batches():
     assert_close(w.grad, d_weight, 1e-6)
 
 
+@pytest.mark.parametrize("upstream", [1.0, -0.3])
+def test_backward_hands_over_its_gradients_once_unless_the_graph_is_kept(upstream):
+    hidden, weight, target, _, rows = problem(40, 31, 8)
+    (_, want), (h, w) = fused(hidden, weight, target, rows, upstream=upstream), leaves(hidden, weight)
+    loss = upstream * paw_loss(h, w, target, rows).loss
+    for times in (1, 2):
+        loss.backward(retain_graph=True)
+        assert_close(h.grad, times * want[0], 1e-6)
+        assert_close(w.grad, times * want[1], 1e-6)
+    assert_close(torch.autograd.grad(loss, w)[0], want[1], 1e-6)
+    out = paw_loss(h, w, target, rows)
+    torch.autograd.grad(out.loss, w)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.loss.backward()
+
+
 def test_tied_weights_receive_both_gradients():
     _, weight, target, _, rows = problem(40, 31, 8)
     ids = torch.arange(40) % 31
