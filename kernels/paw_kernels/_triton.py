@@ -1,0 +1,197 @@
+"""The Triton backend: a persistent matmul whose epilogue leaves statistics and e = 2^x, then dL/dz in place of e.
+
+Passes without gradients keep no logits at all. With gradients a chunk's e, in the dtype of the inputs, takes half the
+bytes of float32 logits and is read and written once more. Memory: CHUNK_BYTES, flat in T; without gradients
+STATISTICS_BYTES. The kernels and their arithmetic are in `_triton_kernels`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from paw_kernels import _triton_kernels as kernels
+from paw_kernels.coefficients import Slopes
+
+CHUNK_BYTES = 1400 << 20
+"""Of a chunk's e, statistics and copies of its hidden states. Large, because each chunk reads and writes all of dW:
+at 152,064 x 3,584 a chunk has 4,300 rows."""
+STATISTICS_BYTES = 96 << 20
+
+
+class Tiles(NamedTuple):
+    """How the forward kernel cuts its matmul, and the gradient kernel its rows."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    halves: bool = True
+    """The epilogue takes the columns in two steps."""
+    tma: bool = True
+    """Loads and stores through tensor descriptors; False: through pointers (cp.async)."""
+    flatten: bool = True
+    """One loop over tiles and depth: the next tile is on its way during the epilogue."""
+    group: int = 16
+    """Row tiles that share a tile of the weight in the L2 cache."""
+    span: int = 4096
+    """Columns of a row that one program of the gradient kernel handles."""
+
+
+_POINTERS = {"halves": False, "tma": False, "flatten": False}
+TILES = {
+    ("sm_80", 2): Tiles(128, 256, 64, 8, 4, **_POINTERS),
+    ("sm_90", 2): Tiles(128, 256, 64, 8, 4),
+    ("sm_100", 2): Tiles(128, 256, 64, 8, 4, flatten=False),
+    ("other", 2): Tiles(128, 128, 32, 8, 4, **_POINTERS),
+    ("sm_80", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
+    ("sm_90", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
+    ("sm_100", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
+    ("other", 4): Tiles(64, 64, 32, 4, 3, **_POINTERS),
+    ("interpreter", 2): Tiles(16, 32, 16, 1, 1, group=2, span=64),
+    ("interpreter", 4): Tiles(16, 32, 16, 1, 1, group=2, span=64),
+}
+"""By architecture and bytes of an element."""
+
+_MERGE = 32, 64
+"""Rows and tiles of a step of the merge kernel: 128-byte lines, 24 KiB on their way at once."""
+
+INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
+"""TRITON_INTERPRET=1 was set when the kernels were defined: they run in numpy, on tensors of any device."""
+
+
+class TritonRows:
+    """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, temperature: float, n: int, gradients: bool, tiles: Tiles
+    ) -> None:
+        # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
+        self.head = weight.float() if weight.is_cpu else weight
+        self._weight, self._bias, self._tiles = weight, None if bias is None else bias.contiguous(), tiles
+        self._scale, self._inverse_temperature = math.log2(math.e) / temperature, 1 / temperature
+        blocks = triton.cdiv(weight.shape[0], tiles.cols)
+        self._partial = weight.new_empty((blocks, n, 4), dtype=torch.float32)
+        self._result = weight.new_empty((4, n), dtype=torch.float32)
+        self._buffer = weight.new_empty((n, _padded(weight.shape[0]))) if gradients else None
+
+    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        tiles, weight, (V, D), n = self._tiles, self._weight, self._weight.shape, x.shape[0]
+        blocks, capacity, _ = self._partial.shape
+        x = x.to(weight.dtype).contiguous()
+        e = None if self._buffer is None else self._buffer[:n, :V]
+        if tiles.tma:
+            operands = (
+                TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
+                TensorDescriptor.from_tensor(weight, [tiles.cols, tiles.depth]),
+                None if e is None else TensorDescriptor.from_tensor(e, [tiles.rows, tiles.cols // (1 + tiles.halves)]),
+            )
+        else:
+            operands = x, weight, e
+        tensors = *operands, self._bias, target.contiguous(), self._partial
+        _launch(
+            kernels.forward_kernel,
+            min(_processors(weight.device), triton.cdiv(n, tiles.rows) * blocks),
+            *(*tensors, n, V, D, self._scale, *weight.stride(), _padded(V), capacity),
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+            DEPTH=tiles.depth,
+            GROUP=tiles.group,
+            HALVES=tiles.halves,
+            TMA=tiles.tma,
+            FLATTEN=tiles.flatten,
+            RAGGED=V % tiles.cols != 0,
+            PRECISION="tf32x3",  # exact to 2^-22 for float32 inputs, on the tensor cores; not read for 16 bits
+            UPCAST=INTERPRETED,  # the interpreter's dot reads the bits of bfloat16 as integers
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        sizes = n, blocks, capacity, self._scale
+        _launch(
+            *(kernels.merge_kernel, triton.cdiv(n, _MERGE[0]), self._partial, self._result, *sizes, *_MERGE),
+            num_warps=8,
+        )
+        logp, entropy = self._result[0, :n], self._result[1, :n]
+        a, c = (logp, None) if slopes is None else slopes.at(logp)
+        return logp, entropy, a, c
+
+    def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
+        assert self._buffer is not None, "gradient of a pass without gradients"
+        (blocks, capacity, _), (V, _), L = self._partial.shape, self._weight.shape, source.numel()
+        width, at_once = _padded(V), max(1, self._tiles.span // self._tiles.cols)
+        per_row = target.contiguous(), source.contiguous(), a.contiguous(), None if c is None else c.contiguous()
+        _launch(
+            kernels.gradient_kernel,
+            L * triton.cdiv(width, at_once * self._tiles.cols),
+            *(self._buffer, self._partial, self._result, *per_row),
+            *(width, blocks, capacity, self._scale, self._inverse_temperature),
+            COLS=self._tiles.cols,
+            BLOCKS=at_once,
+            num_warps=4,
+        )
+        return self._buffer[:L, :V].to(self.head.dtype)
+
+
+def make_rows(
+    weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
+) -> tuple[TritonRows, int]:
+    """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 4,500 rows become two of 2,304."""
+    tiles = tiles_for(weight)
+    (V, D), size = weight.shape, weight.element_size()
+    row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
+    if gradients:  # e, and the packed hidden states and their gradient
+        row_bytes += (_padded(V) + 2 * D) * size
+    most = max(1, (CHUNK_BYTES if gradients else STATISTICS_BYTES) // (row_bytes * tiles.rows))
+    row_tiles = max(1, triton.cdiv(N, tiles.rows))
+    step = triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)) * tiles.rows
+    return TritonRows(weight, bias, temperature, step, gradients, tiles), step
+
+
+def tiles_for(weight: Tensor) -> Tiles:
+    """The table's entry for a weight [V, D]; with pointers where its layout rules tensor descriptors out."""
+    tiles = TILES["interpreter" if INTERPRETED else _architecture(weight.device), weight.element_size()]
+    row_bytes = [weight.element_size() * length for length in (weight.stride(0), weight.shape[1])]
+    fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
+    return tiles if fits else tiles._replace(**_POINTERS)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on tensors of that device and dtype, and what would help; None if they can."""
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return (
+            f"it needs tensors of device cuda, these are on {device} (or TRITON_INTERPRET=1 before triton is imported)"
+        )
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs, this torch is built for ROCm; use backend='torch'"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return "it needs compute capability 8.0 or later, {} has {}.{}; use backend='torch'".format(device, *capability)
+    return None
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """One-dimensional: the other axes of a grid end at 65,535."""
+    with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):
+        # Set here because its default differs between versions of Triton.
+        kernel[(programs,)](*arguments, **options, enable_fp_fusion=True)
+
+
+def _architecture(device: torch.device) -> str:
+    """A key of TILES. "other" is the capabilities with at most 99 KiB of shared memory a block: 8.6, 8.9, 12.x."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get((major, minor), "sm_100" if major == 10 else "other")
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _padded(V: int) -> int:
+    """Elements from one row of e to the next: whole cache lines, for wide accesses and tensor descriptors."""
+    return triton.cdiv(V, 64) * 64

@@ -1,0 +1,235 @@
+"""Triton kernels of the fused head: logits a tile at a time, statistics of a row, dL/dz in place.
+
+With u the logits before temperature T and scale = log2(e) / T, a tile of ROWS x COLS logits is never written. Of each
+of its rows there remain four float32 numbers,
+
+    peak = max u,   total = sum e,   slant = sum e x,   chosen = u at the target, else 0,   where x = (u - peak) scale,
+
+and, for passes with gradients, the row of e = 2^x in (0, 1] in the dtype of the inputs. x is a difference before it is
+scaled: exactly 0 at the peak, so total >= 1 and slant <= 0 in any rounding. With M the largest peak of a row over its
+tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift total,
+
+    log2 p_y = (u_y - M) scale - log2 S,   H / ln 2 = log2 S - sum 2^shift (slant + shift total) / S
+
+add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so rounding e is a relative
+error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16).
+
+Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN, but e is NaN beside
+it, and so is every sum of the row.
+"""
+
+# Triton's own annotations are those of host code: a kernel's constexpr and range mean something else to it.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V: finite, because e x would be 0 * inf = NaN
+SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
+
+
+@triton.jit
+def _logits(u, first, bias, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """Adds the bias to WIDTH columns from `first` and closes those beyond V."""
+    cols = first + tl.arange(0, WIDTH)
+    if bias is not None:
+        u += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if RAGGED:
+        u = tl.where((cols < V)[None, :], u, OUTSIDE)
+    return u
+
+
+@triton.jit
+def _sums(u, peak, first, row, row_ok, target, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """(total, slant, chosen) of WIDTH columns; stores their e."""
+    cols = first + tl.arange(0, WIDTH)
+    # The order of these lines keeps u, x and e from being alive together: registers are what limits the tile.
+    chosen = tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
+    x = (u - peak[:, None]) * scale
+    power = tl.exp2(x)
+    total = tl.sum(power, 1)
+    slant = tl.sum(power * x, 1)
+    if e is not None:
+        if TMA:
+            e.store([row, first], power.to(e.dtype))
+        else:
+            rows = row + tl.arange(0, u.shape[0])
+            at = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
+            tl.store(at, power.to(e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :])
+    return total, slant, chosen
+
+
+@triton.jit(do_not_specialize=["n"])
+def forward_kernel(
+    x,
+    w,
+    e,
+    bias,
+    target,
+    partial,
+    n,
+    V,
+    D: tl.constexpr,
+    scale,
+    w_row,
+    w_col,
+    width,
+    capacity,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """partial [V / COLS, capacity, 4] (peak, slant, total, chosen), and e [n, V], of x [n, D] @ w [V, D]^T + bias [V].
+
+    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias and e may be None. A fixed
+    number of programs shares the tiles; GROUP tiles of rows go through the vocabulary together, so that a tile of w is
+    read from the L2 cache by all of them. HALVES handles a tile's columns in two steps, which needs fewer registers.
+    """
+    row_tiles = tl.cdiv(n, ROWS)
+    col_tiles = tl.cdiv(V, COLS)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        group = tile // (GROUP * col_tiles)
+        inside = tile % (GROUP * col_tiles)
+        size = min(row_tiles - group * GROUP, GROUP)
+        block = inside // size
+        row = (group * GROUP + inside % size) * ROWS
+        col = block * COLS
+        rows = row + tl.arange(0, ROWS)
+        row_ok = rows < n
+
+        acc = tl.zeros((ROWS, COLS), tl.float32)
+        if TMA:
+            for k in range(0, D, DEPTH):
+                left = x.load([row, k])
+                right = w.load([col, k])
+                if UPCAST:
+                    left = left.to(tl.float32)
+                    right = right.to(tl.float32)
+                acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
+        else:
+            # Rows and columns outside repeat the last one, so that only a ragged D needs masks.
+            ks = tl.arange(0, DEPTH)
+            cols = tl.minimum(col + tl.arange(0, COLS), V - 1)
+            left_at = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * D + ks[None, :]
+            right_at = w + cols.to(tl.int64)[None, :] * w_row + ks[:, None] * w_col
+            for k in range(0, D, DEPTH):
+                if D % DEPTH == 0:
+                    left = tl.load(left_at)
+                    right = tl.load(right_at)
+                else:
+                    left = tl.load(left_at, mask=(k + ks < D)[None, :], other=0.0)
+                    right = tl.load(right_at, mask=(k + ks < D)[:, None], other=0.0)
+                if UPCAST:
+                    left = left.to(tl.float32)
+                    right = right.to(tl.float32)
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+                left_at += DEPTH
+                right_at += DEPTH * w_col
+
+        y = tl.load(target + rows, mask=row_ok, other=-1).to(tl.int32)
+        if HALVES:
+            half: tl.constexpr = COLS // 2
+            a, b = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+            a = _logits(a, col, bias, V, half, RAGGED)
+            b = _logits(b, col + half, bias, V, half, RAGGED)
+            peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
+            total, slant, chosen = _sums(a, peak, col, row, row_ok, y, e, width, V, scale, half, TMA)
+            more = _sums(b, peak, col + half, row, row_ok, y, e, width, V, scale, half, TMA)
+            total += more[0]
+            slant += more[1]
+            chosen += more[2]
+        else:
+            acc = _logits(acc, col, bias, V, COLS, RAGGED)
+            peak = tl.max(acc, 1)
+            total, slant, chosen = _sums(acc, peak, col, row, row_ok, y, e, width, V, scale, COLS, TMA)
+        # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
+        four = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
+        at = partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        tl.store(at, four, mask=row_ok[:, None])
+
+
+@triton.jit(do_not_specialize=["n"])
+def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """result [4, capacity] (log p of the target, entropy, M, log2 S) from partial [P, capacity, 4]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = rows < n
+    peak = tl.full((ROWS,), OUTSIDE, tl.float32)
+    for first in range(0, P, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
+        part = tl.load(at, mask=(blocks < P)[:, None] & row_ok[None, :], other=OUTSIDE)
+        peak = tl.maximum(peak, tl.max(part, 0))
+    total = tl.zeros((ROWS,), tl.float32)
+    slant = tl.zeros((ROWS,), tl.float32)
+    chosen = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, P, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
+        ok = (blocks < P)[:, None] & row_ok[None, :]
+        shift = tl.where(ok, (tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, 0.0)
+        part_slant = tl.load(at + 1, mask=ok, other=0.0)
+        part_total = tl.load(at + 2, mask=ok, other=0.0)
+        factor = tl.exp2(shift)
+        total += tl.sum(factor * part_total, 0)
+        slant += tl.sum(factor * (part_slant + shift * part_total), 0)
+        chosen += tl.sum(tl.load(at + 3, mask=ok, other=0.0), 0)
+    log_total = tl.log2(total)
+    out = result + rows
+    tl.store(out, ((chosen - peak) * scale - log_total) * LN2, mask=row_ok)
+    tl.store(out + capacity, (log_total - slant / total) * LN2, mask=row_ok)
+    tl.store(out + 2 * capacity, peak, mask=row_ok)
+    tl.store(out + 3 * capacity, log_total, mask=row_ok)
+
+
+@triton.jit
+def gradient_kernel(
+    e,
+    partial,
+    result,
+    target,
+    source,
+    a,
+    c,
+    width,
+    P,
+    capacity,
+    scale,
+    inverse_temperature,
+    COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """In place: row k of e becomes dL/du of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
+
+    A program owns BLOCKS tiles of COLS columns of one row k. It is safe beside the others because no row that is
+    written is read by another one (`_head.pack`), and within the program because each thread loads and stores the same
+    elements. `width` is V with the row's padding, whose content is never used: a mask by V itself would forbid wide
+    loads for odd vocabularies. c may be None.
+    """
+    spans = tl.cdiv(width, BLOCKS * COLS)
+    k = tl.program_id(0) // spans
+    first = (tl.program_id(0) % spans) * BLOCKS
+    row = tl.load(source + k)
+    blocks = first + tl.arange(0, BLOCKS)
+    cols = blocks[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    peak = tl.load(partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=0.0)
+    shift = (peak - tl.load(result + 2 * capacity + row)) * scale - tl.load(result + 3 * capacity + row)
+    power = tl.load(e + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
+
+    # The target has its exact probability: 1 - p of a sure token must not carry the rounding of e.
+    hit = cols == tl.load(target + row).to(tl.int32)
+    logp = tl.load(result + row)
+    p = tl.where(hit, tl.exp(logp), power * tl.exp2(shift)[:, None])
+    dz = tl.load(a + row) * (hit.to(tl.float32) - p)
+    if c is not None:
+        log_p = tl.where(hit, logp, (tl.log2(tl.maximum(power, SMALLEST)) + shift[:, None]) * LN2)
+        dz -= tl.load(c + row) * p * (log_p + tl.load(result + capacity + row))
+    out = e + k.to(tl.int64) * width + cols
+    tl.store(out, (dz * inverse_temperature).to(e.dtype.element_ty), mask=cols < width)
