@@ -1,6 +1,7 @@
 """The compiled row operations of csrc/ as torch.library operators, by device.
 
 On the CPU they are plain C functions called through ctypes (which releases the GIL); building them needs no torch.
+On CUDA devices they are kernels that the library built from csrc/*.cu registers itself, when it is loaded here.
 """
 
 import ctypes
@@ -10,14 +11,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from paw_kernels.coefficients import Slopes
+
+_STATIC_SHARED = 512 + 1024
+"""Bytes of shared memory that a block of row_loss_ needs beside its part of the row: its own, and the system's."""
+
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 _LIBRARY.define(
     "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale) -> (Tensor, Tensor, Tensor)",
 )
 _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor log_sum, Tensor entropy, "
-    "Tensor a, Tensor? c, float scale) -> ()"
+    "Tensor a, Tensor? c, float scale, ScalarType dtype) -> ()"
 )
+_LIBRARY.define(
+    "row_loss_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor slope, Tensor base, Tensor low, Tensor high, "
+    "Tensor shift, Tensor? pull, Tensor? ref, Tensor? c, float scale, ScalarType dtype, int cluster) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("row_move_(Tensor(a!) logits, Tensor source, ScalarType dtype) -> ()")
 
 
 @cache
@@ -32,6 +44,39 @@ def cpu_library() -> ctypes.CDLL | None:
     library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 7, real, size, size, integer]
     library.paw_row_statistics.restype = library.paw_row_gradient.restype = None
     return library
+
+
+@cache
+def why_no_cuda() -> str | None:
+    """Why the CUDA kernels cannot be used, or None; the first call loads them."""
+    spec = importlib.util.find_spec("paw_kernels._cuda")
+    if spec is None or spec.origin is None:
+        return "csrc/*.cu was not built; PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
+    try:
+        torch.ops.load_library(spec.origin)
+    except OSError as error:
+        return f"{spec.origin} does not load beside this torch ({error}); build it again"
+    return None
+
+
+why_no_cuda()  # registers the kernels: operators on CUDA tensors use them wherever they are called from
+
+
+@cache
+def cluster_size(V: int, device: torch.device) -> int:
+    """Blocks of the cluster that holds a row of V logits in `row_loss_`; 0 where it does not fit the device."""
+    gpu = torch.cuda.get_device_properties(device)
+    return _cluster_size(V, 8 if gpu.major >= 9 else 1, gpu.shared_memory_per_multiprocessor)
+
+
+def _cluster_size(V: int, largest: int, shared_memory: int) -> int:
+    """The smallest cluster of which three blocks run on a multiprocessor at a time; failing that two, or one."""
+    for resident in (3, 2, 1):
+        for cluster in (1, 2, 4, 8):
+            row = 16 * -(-((V + 6) // 4) // cluster)  # whole vectors, wherever the row starts
+            if cluster <= largest and resident * (row + _STATIC_SHARED) <= shared_memory:
+                return cluster
+    return 0
 
 
 def row_statistics(logits: Tensor, bias: Tensor | None, target: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,12 +97,35 @@ def row_gradient_(
     a: Tensor,
     c: Tensor | None,
     scale: float,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) of row source[k].
 
-    `source` [L] int64 comes from `_head.pack`; target, log_sum, entropy, a and c are those of all n rows.
+    `source` [L] int64 comes from `_head.pack`; target, log_sum, entropy, a and c are those of all n rows. The result is
+    `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
     """
-    torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, log_sum, entropy, a, c, scale)
+    torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, log_sum, entropy, a, c, scale, dtype)
+
+
+def row_loss_(
+    logits: Tensor, bias: Tensor | None, target: Tensor, of: Slopes, scale: float, dtype: torch.dtype, cluster: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics and, in place of the rows where a or c is not 0, the gradient, from one read of the logits. CUDA only.
+
+    Answers logp, entropy and a ([n] float32). Nothing is packed yet: see `row_move_`. `cluster` is `cluster_size`.
+    """
+    per_row = of.scale, of.base, of.low, of.high, of.shift, of.pull, of.ref, of.c
+    return torch.ops.paw_kernels.row_loss_(logits, bias, target, *per_row, scale, dtype, cluster)
+
+
+def row_move_(logits: Tensor, source: Tensor, dtype: torch.dtype) -> None:
+    """In place: copies row source[k] to row k, for k < L, as `row_loss_` left them. CUDA only."""
+    torch.ops.paw_kernels.row_move_(logits, source, dtype)
+
+
+def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
+    """The first L rows as the operators above leave them: [L, V] of dtype, from the first byte of each row on."""
+    return logits.view(dtype)[:L, : logits.shape[1]]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -99,7 +167,10 @@ def _row_gradient_cpu(
     a: Tensor,
     c: Tensor | None,
     scale: float,
+    dtype: torch.dtype,
 ) -> None:
+    if dtype != torch.float32:
+        raise ValueError(f"dtype must be float32 on the CPU, got {dtype}")
     per_row = [t if t is None else t.contiguous() for t in (target, source, log_sum, entropy, a, c)]
     _cpu().paw_row_gradient(
         logits.data_ptr(),
@@ -123,5 +194,15 @@ def _(logits, bias, target, scale):
 
 
 @torch.library.register_fake("paw_kernels::row_gradient_")
-def _(logits, bias, target, source, log_sum, entropy, a, c, scale):
+def _(logits, bias, target, source, log_sum, entropy, a, c, scale, dtype):
+    return None
+
+
+@torch.library.register_fake("paw_kernels::row_loss_")
+def _(logits, bias, target, *rest):
+    return tuple(logits.new_empty(logits.shape[0]) for _ in range(3))
+
+
+@torch.library.register_fake("paw_kernels::row_move_")
+def _(logits, source, dtype):
     return None

@@ -116,7 +116,7 @@ def test_operators_pass_the_checks_of_torch_library():
     z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
     torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3))
     source, per_row = torch.arange(20), [torch.randn(20) for _ in range(4)]
-    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3))
+    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
