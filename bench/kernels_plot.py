@@ -153,23 +153,23 @@ def time(measured: Rows, predicted: Rows) -> Figure:
 
 
 def memory(measured: Rows, predicted: Rows) -> Figure:
-    figure, axes = panel(measured, f"Memory beside inputs and a float32 dW, {HEAD} head, bf16")
+    figure, axes = panel(measured, f"Memory over the inputs, results included, {HEAD} head, bf16")
     ends, drawn, ts = [], [], sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD})
     for rows in (predicted, measured) if measured else (predicted,):
         ours = best_of_ours(rows)
         for name in (*COLOURS, ours):
-            found = [r for r in dense(rows, name) if r["beside_dw_mib"] and float(r["beside_dw_mib"]) > 0]
+            found = [r for r in dense(rows, name) if r["peak_mib"]]
             if not found:
                 continue
-            xs, ys = [int(r["T"]) for r in found], [float(r["beside_dw_mib"]) / 1024 for r in found]
+            xs, ys = [int(r["T"]) for r in found], [float(r["peak_mib"]) / 1024 for r in found]
             colour = OURS if name == ours else COLOURS[name]
             line(axes, xs, ys, colour, predicted=rows is predicted, strong=name == ours)
             drawn += ys
             if rows is (measured or predicted):
                 ends.append((xs[-1], ys[-1], name, colour))
     D, V = next((int(r["D"]), int(r["V"])) for r in predicted if r["head"] == HEAD)
-    for width, text in ((V, "logits in bf16, [T, V]"), (D, "d_hidden in bf16, [T, D]")):
-        ys = [2 * t * width / 2**30 for t in ts]
+    for count, text in (([t * V for t in ts], "logits, bf16"), ([2 * D * V] * len(ts), "dW, float32")):
+        ys = [2 * n / 2**30 for n in count]
         axes.plot(ts, ys, ":", color="#666666", linewidth=1.3)
         ends.append((ts[-1], ys[-1], text, "#666666"))
         drawn += ys

@@ -24,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.kernels_problem import HEADS
 
 PREDICTED = Path(__file__).parent / "results" / "kernels_predicted.csv"
-CHUNK, VOCABULARY_TILE = 4096, 256
+CHUNK_BYTES, STATISTICS_BYTES = 1400 << 20, 96 << 20
+"""Of paw_kernels._triton, with and without gradients."""
+TILE_ROWS, TILE_COLS = 128, 256
+TILE_BYTES = 16
+"""Statistics that a row leaves in each tile of the vocabulary."""
 GIB = 2**30
 
 
@@ -38,7 +42,7 @@ class Machine:
     overlap: bool = True
     """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads does not."""
     wait_us: float = 50.0
-    """Idle time at each point where the host must know a size."""
+    """Idle time at each point where the host waits for a number, and until the next large kernel."""
 
 
 BEST, CAUTIOUS = Machine("best"), Machine("cautious", fused=0.85, overlap=False)
@@ -72,43 +76,48 @@ def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, bac
     return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
 
 
-def chunks(T: int, size: int = CHUNK) -> list[int]:
+def chunks(T: int, size: int) -> list[int]:
     return [min(size, T - start) for start in range(0, T, size)]
 
 
-def gather(name: str, rows: float, D: int) -> Term:
-    return Term(name, read=2 * rows * D, written=2 * rows * D)
+def chunk_rows(T: int, D: int, V: int, *, backward: bool = True) -> int:
+    """Rows of a chunk in bf16: as few chunks as fit, of equal size."""
+    row_bytes = TILE_BYTES * -(-V // TILE_COLS) + 2 * D
+    if backward:
+        row_bytes += 2 * (-(-V // 64) * 64 + 2 * D)
+    most = max(1, (CHUNK_BYTES if backward else STATISTICS_BYTES) // (row_bytes * TILE_ROWS))
+    tiles = max(1, -(-T // TILE_ROWS))
+    return -(-tiles // -(-tiles // most)) * TILE_ROWS
 
 
 def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False) -> list[Term]:
     """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the forward."""
-    entering, rate = (live * T, 1.0) if known else (T, live)
-    partials = 12 * -(-V // VOCABULARY_TILE)  # maximum, sum and entropy sum of a row, float32
-    terms = []
-    for i, n in enumerate(chunks(round(entering))):
-        L = rate * n
-        logits = 2 * n * V if backward else 0  # the statistics kernel of a scoring pass writes none
+    entering, share = (round(live * T), 1.0) if known else (T, live)
+    sizes = chunks(entering, chunk_rows(entering, D, V, backward=backward))
+    statistics = TILE_BYTES * -(-V // TILE_COLS)
+    terms = [Term("wait", waits=2)] if backward else [Term("wait", waits=1)]  # are the inputs good, which rows
+    for i, n in enumerate(sizes):
+        L = share * n
+        e = 2 * n * V if backward else 0
         terms += [
-            gather("copies", n, D),
-            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), logits + partials * n, fused=True),
-            Term("merge", read=partials * n),
+            Term("copies", read=2 * n * D, written=2 * n * D),
+            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), e + statistics * n, fused=True),
+            Term("merge", read=statistics * n),
         ]
         if not backward:
             continue
-        accumulate = (4 if i == 0 else 8) * V * D
+        add = 2 if len(sizes) == 1 else 4 if i == 0 else 8
         terms += [
-            Term("wait", waits=1),
-            Term("gradient", read=2 * L * V, written=2 * L * V),
+            Term("wait", waits=1),  # how many are live
+            Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
             Term("d_hidden", 2 * L * D * V, 2 * (L * V + V * D), 2 * L * D),
-            gather("copies", L, D),
-            gather("copies", L, D),
-            Term("d_weight", 2 * L * D * V, 2 * (L * V + L * D), accumulate),
+            Term("copies", read=4 * L * D, written=4 * L * D),  # live rows gathered, their gradients scattered
+            Term("d_weight", 2 * L * D * V, 2 * (L * V + L * D), add * V * D),
         ]
     if backward:
-        terms += [
-            Term("copies", written=2 * T * D),
-            Term("scale", read=4 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D),
-        ]
+        terms += [Term("copies", written=2 * T * D), Term("wait", waits=1)]  # zeros of d_hidden; is the factor 1
+        if len(sizes) > 1:
+            terms.append(Term("cast", read=4 * V * D, written=2 * V * D))
     return terms
 
 
@@ -157,24 +166,18 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
             Term("d_weight", 2 * n * D * V, 2 * n * D + stored, model.accumulator * (1 if fresh else 2) * V * D),
         ]
     if model.scale:
-        terms.append(Term("scale", read=2 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D))
+        terms.append(Term("cast", read=2 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D))
     return terms
 
 
-def paw_memory(T: int, D: int, V: int, live: float) -> dict[str, float]:
-    """GiB that a step holds beside inputs and the float32 dW, at the end of the forward and in the backward.
-
-    Not flat in T: d_hidden, a result of T D elements. The rest is.
-    """
-    n = min(T, CHUNK)
-    buffer, partials = 2 * n * V, 16 * n * -(-V // VOCABULARY_TILE)
-    rows = 2 * n * D * (1 + 2 * live)  # the chunk's hidden states, those of its live rows, their gradients
-    results = 2 * T * D
-    return {
-        "forward": (buffer + partials + rows + results) / GIB,
-        "backward": (2 * V * D + 2 * results) / GIB,  # dW and d_hidden in the dtype of the parameters, times the factor
-        "flat": (buffer + partials + rows) / GIB,
-    }
+def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
+    """GiB that a step at f = 1 holds: "peak" beside the inputs and "total", the sum of dW (float32, unless one chunk
+    does: then it is the result)."""
+    n = chunk_rows(T, D, V)
+    chunk = n * (TILE_BYTES * -(-V // TILE_COLS) + 2 * V + 6 * D) / GIB
+    d_hidden, cast = 2 * T * D / GIB, 2 * V * D / GIB if n < T else 0
+    total = (4 if n < T else 2) * V * D / GIB
+    return {"chunk": chunk, "d_hidden": d_hidden, "cast": cast, "total": total, "peak": d_hidden + max(chunk, cast)}
 
 
 # --- the table of what must be reached --------------------------------------------------------------------------------
@@ -191,19 +194,17 @@ def must_table() -> list[dict[str, str]]:
     (dense_best, sparse_best), (dense_cautious, sparse_cautious) = times["best"], times["cautious"]
     gap = sorted({t.name for t in dense}, key=lambda name: -over(dense, name, bound))
     terms = ", ".join(f"{name} {over(dense, name, bound):.2f}" for name in gap[:3])
-    memory = {name: paw_memory(32_768, *HEADS[name], live=1.0) for name in HEADS if "Qwen" in name}
     rows = [
         row("fwd + bwd, T 4096, D 4096, V 128,256, f = 1: ms", "<= 18", dense_best, dense_cautious),
         row("f = 0.4 over f = 1", "<= 0.65", sparse_best / dense_best, sparse_cautious / dense_cautious),
         row("f = 0.4: ms, against QuACK's 17.33 / 1.4", "<= 12.38", sparse_best, sparse_cautious),
         row("share of the matmul bound, f = 1", ">= 0.90", bound / dense_best, bound / dense_cautious),
     ]
-    for name, gib in memory.items():
-        rows.append(row(f"GiB over inputs and dW, T 32k, {name}", "<= 1.50", gib["forward"], max(gib.values())))
     rows[0]["note"] = f"largest terms over the bound, best, ms: {terms}; {break_even()}"
-    rows[-1]["note"] = "left the forward, right the larger of forward and backward; flat in T is " + ", ".join(
-        f"{gib['flat']:.2f}" for gib in memory.values()
-    )
+    for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
+        gib = paw_memory(32_768, *HEADS[name])
+        rows.append(row(f"GiB over inputs and dW, T 32k, {name}", "<= 1.50", gib["peak"], gib["peak"]))
+        rows[-1]["note"] = ", ".join(f"{part} {gib[part]:.2f}" for part in ("chunk", "d_hidden", "cast"))
     return rows
 
 
@@ -241,11 +242,11 @@ def break_even() -> str:
 
 # --- every case -------------------------------------------------------------------------------------------------------
 
-TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "scale")
+TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
 COLUMNS = (
     *("kind", "what", "must", "best", "cautious", "margin", "verdict", "note"),
     *("head", "T", "D", "V", "live", "dead", "implementation", "mode", "ms", "ms_cautious", "bound_ms", "share"),
-    *("share_cautious", "beside_dw_mib", *(f"{name}_ms" for name in TERMS)),
+    *("share_cautious", "peak_mib", *(f"{name}_ms" for name in TERMS)),
 )
 
 
@@ -260,15 +261,15 @@ def predictions() -> Iterator[dict[str, object]]:
                 where = (head, T, D, V, live, dead, "paw[triton]", "forward + backward" if backward else "forward")
                 share = live if known else 1.0
                 bound = matmul_bound(round(share * T), D, V, live / share, backward=backward)
-                memory = paw_memory(T, D, V, live)
-                extra = max(memory["forward"], memory["backward"]) * 1024 if backward else None
-                yield case(where, paw(T, D, V, live, backward=backward, known=known), bound, extra)
+                gib = paw_memory(round(share * T), D, V)
+                memory = {"peak_mib": f"{1024 * (gib['peak'] + gib['total']):.0f}"} if backward else {}
+                yield case(where, paw(T, D, V, live, backward=backward, known=known), bound) | memory
         for name in PEERS:
             where = (head, T, D, V, 1.0, "", name, "forward + backward")
-            yield case(where, peer(name, T, D, V), matmul_bound(T, D, V, 1.0), None)
+            yield case(where, peer(name, T, D, V), matmul_bound(T, D, V, 1.0))
 
 
-def case(where: tuple, terms: list[Term], bound: float, extra: float | None) -> dict[str, object]:
+def case(where: tuple, terms: list[Term], bound: float) -> dict[str, object]:
     names = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
     best, cautious = total(terms, BEST), total(terms, CAUTIOUS)
     by_name = {f"{name}_ms": f"{total([t for t in terms if t.name == name], BEST):.3f}" for name in TERMS}
@@ -276,7 +277,6 @@ def case(where: tuple, terms: list[Term], bound: float, extra: float | None) -> 
         **dict(zip(names, where, strict=True)),
         **{"ms": f"{best:.3f}", "ms_cautious": f"{cautious:.3f}", "bound_ms": f"{bound:.3f}"},
         **{"share": f"{bound / best:.3f}", "share_cautious": f"{bound / cautious:.3f}"},
-        "beside_dw_mib": "" if extra is None else f"{extra:.0f}",
         **by_name,
     }
 

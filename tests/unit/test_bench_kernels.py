@@ -174,17 +174,30 @@ def test_resume_leaves_out_what_the_file_has(tiny, tmp_path):
 
 
 def test_the_model_matches_a_case_by_hand():
-    machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=0.0)
+    machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=10.0)
     T, D, V, live = 4096, 1024, 102_400, 0.5
     gemm = 2 * T * D * V / 500e12
-    # gradient: half of the rows read and written in bf16; scale: dW float32 -> bf16, dX in bf16 twice.
-    row_kernel = 2 * (T / 2) * V * 2 / 2000e9
-    scale = (V * D * (4 + 2) + T * D * (2 + 2)) / 2000e9
-    merge = T * 400 * 12 / 2000e9
-    # hidden rows gathered, those of live rows gathered, their gradients scattered; d_hidden zeroed first.
-    copies = (T * D * 4 + 2 * (T / 2) * D * 4 + T * D * 2) / 2000e9
-    by_hand = 1e3 * (gemm * (1 + 2 * live) + row_kernel + scale + merge + copies)
+    # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in bf16.
+    merge = T * 400 * 16 / 2000e9
+    gradient = (T / 2) * (2 * V + 400 * 16 + 2 * V) / 2000e9
+    # Rows gathered, live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
+    copies = (4 * T * D + 2 * 4 * (T / 2) * D + 2 * T * D) / 2000e9
+    waits = 4 * 10e-6  # inputs, rows, live rows of the one chunk, factor
+    by_hand = 1e3 * (gemm * (1 + 2 * live) + merge + gradient + copies + waits)
     assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
+
+
+@pytest.mark.parametrize("head", problem.HEADS)
+@pytest.mark.parametrize("T", [100, 4096, 32_768, 131_072])
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_model_cuts_the_chunks_of_the_triton_backend(head, T, backward, monkeypatch):
+    pytest.importorskip("triton")
+    backend = importlib.import_module("paw_kernels._triton")
+    monkeypatch.setattr(backend, "tiles_for", lambda weight: backend.TILES["sm_90", 2])
+    D, V = problem.HEADS[head]
+    weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
+    _, step = backend.make_rows(weight, None, 1.0, T, backward)
+    assert roofline.chunk_rows(T, D, V, backward=backward) == step
 
 
 def test_time_grows_with_the_live_share_and_never_beats_the_matmuls():
