@@ -51,6 +51,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    from paw.experience.envs.alfworld import data  # these three load no torch
+    from paw.show import play, report
+
     parser = _Parser(prog="paw", description="Policy and world-model co-training for language agents.")
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
@@ -60,31 +63,26 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command, overrides=overrides)
         return sub
 
+    def add_module(name: str, help: str, module) -> None:
+        """A command whose module has its own `add_arguments(parser)` and `run(options)`."""
+        module.add_arguments(add(name, help, lambda options, _: module.run(options), overrides=False))
+
     sub = add("train", "train a recipe and write a run directory with a report", _train)
     sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
     sub.add_argument("--resume", choices=["auto"], help="continue the newest run of this name from its checkpoint")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
 
-    sub = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
-    sub.add_argument("model", help="run directory, model folder or Hugging Face name")
-    sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluation = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
+    rollout = add("rollout", "play episodes and write every turn as JSON lines", _rollout)
+    for sub in (evaluation, rollout):
+        sub.add_argument("model", help="run directory, model folder or Hugging Face name")
+        sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
+    evaluation.add_argument("--json", action="store_true", help="print one JSON object")
+    rollout.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
+    rollout.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
 
-    sub = add("rollout", "play episodes and write every turn as JSON lines", _rollout)
-    sub.add_argument("model", help="run directory, model folder or Hugging Face name")
-    sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
-    sub.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
-    sub.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
-
-    sub = add("play", "play a game in the terminal and see what the agent sees", _play, overrides=False)
-    from paw.show import play  # argparse only: no torch
-
-    play.add_arguments(sub)
-
-    sub = add("report", "write report.html and plots of one run, or of several to compare", _report, overrides=False)
-    from paw.show import report
-
-    report.add_arguments(sub)
+    add_module("play", "play a game in the terminal and see what the agent sees", play)
+    add_module("report", "write report.html and plots of one run, or of several to compare", report)
 
     sub = add("export", "write a checkpoint of a run in Hugging Face format", _export, overrides=False)
     sub.add_argument("run", type=Path, help="run directory")
@@ -94,26 +92,22 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("warmup", "make the quickstart model of a recipe (cached)", _warmup)
     sub.add_argument("recipe", nargs="?", default="quickstart")
 
-    sub = add("data", "download, index or generate games", _data, overrides=False)
-    from paw.experience.envs.alfworld import data
-
-    data.add_arguments(sub)
-
+    add_module("data", "download, index or generate games", data)
     add("doctor", "say what is installed, what is missing and how to get it", _doctor, overrides=False)
     return parser
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from paw.config import dump
-
-    config = _load(options.recipe, overrides, resume=bool(options.resume))
+    resume = options.resume is not None
+    config = _load(options.recipe, overrides, resume=resume)
     if options.dry_run:
+        from paw.config import dump
+
         print(dump(config), end="")
         return 0
     from paw.train import train
 
-    report = train(config, resume=bool(options.resume))
-    print(f"report: {report}")
+    print(f"report: {train(config, resume=resume)}")
     return 0
 
 
@@ -127,18 +121,6 @@ def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.show.player import rollout_model
 
     return rollout_model(options.model, options.recipe, overrides, tasks=options.tasks, out=options.out)
-
-
-def _play(options: argparse.Namespace, _: dict[str, str]) -> int:
-    from paw.show import play
-
-    return play.run(options)
-
-
-def _report(options: argparse.Namespace, _: dict[str, str]) -> int:
-    from paw.show import report
-
-    return report.run(options)
 
 
 def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
@@ -157,12 +139,6 @@ def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _data(options: argparse.Namespace, _: dict[str, str]) -> int:
-    from paw.experience.envs.alfworld import data
-
-    return data.run(options)
-
-
 def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
     from paw.show.doctor import run
 
@@ -177,7 +153,9 @@ def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "C
     if "run.name" in overrides:
         return config
     stem = config.run.name if "name" in config.run.model_fields_set else Path(recipe).stem
-    taken = _taken(config.run.dir, stem)
+    pattern = re.compile(rf"{re.escape(stem)}(?:-(\d+))?")
+    found = (pattern.fullmatch(path.parent.name) for path in config.run.dir.glob("*/metrics.jsonl"))
+    taken = [int(match[1] or 1) for match in found if match]
     number = max(taken, default=1) if resume or not taken else max(taken) + 1
     name = stem if number == 1 else f"{stem}-{number}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
@@ -191,14 +169,6 @@ def _unknown(word: str, *, overrides: bool) -> str:
     from paw.config import nearest
 
     return f"command line: unknown option '{word}'{nearest(word.removeprefix('--'))}"
-
-
-def _taken(folder: Path, stem: str) -> list[int]:
-    """Numbers of the runs `stem` (1), `stem-2`, ... that exist in `folder`."""
-    found = (
-        re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name) for path in folder.glob("*/metrics.jsonl")
-    )
-    return [int(match[1] or 1) for match in found if match]
 
 
 def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:
