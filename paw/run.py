@@ -27,7 +27,7 @@ from paw.experience.engines import make_engine
 from paw.experience.engines.base import Engine
 from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
-from paw.experience.rollout import Limits, Rollouts
+from paw.experience.rollout import Rollouts
 from paw.learner.export import export, read_info, start_model
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
@@ -93,13 +93,13 @@ class Run:
 
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
-        settings, limits = self.config.eval, self.config.rollout
+        settings = self.config.eval
         with self.clock("eval"):
             tasks = self.suite.eval_tasks(self.config.env.eval_split, settings.games, settings.seed)
             groups, _ = rollouts.play(
                 tasks,
                 group_size=1,
-                limits=Limits(settings.temperature, limits.max_prompt_tokens, limits.max_response_tokens),
+                temperature=settings.temperature,
                 seed=settings.seed,
                 stream="eval",
                 progress=self.view.progress("evaluation"),

@@ -14,7 +14,7 @@ import torch
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.experience.rollout import Limits, Rollouts
+from paw.experience.rollout import Rollouts
 from paw.learner.optim import learning_rate, set_learning_rate
 from paw.learner.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
@@ -35,7 +35,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     checkpoints stay.
     """
     with open_run(config, resume=resume) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat)
+        rollouts = Rollouts(run.suite, run.engine, run.chat, config.rollout)
         push_weights(run.policy.lm, run.engine, version=run.step)
         if run.step == 0:
             run.evaluate(rollouts)
@@ -53,7 +53,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         groups, sampled = rollouts.play(
             tasks,
             group_size=config.rollout.group_size,
-            limits=rollout_limits(config),
+            temperature=config.rollout.temperature,
             seed=config.run.seed,
             stream=f"train/{run.step}",
             progress=run.view.progress("episodes"),
@@ -182,10 +182,6 @@ def objective_of(config: Config) -> losses.Objective:
         world_scale=config.wm.scale,
         temperature=config.rollout.temperature,
     )
-
-
-def rollout_limits(config: Config) -> Limits:
-    return Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:

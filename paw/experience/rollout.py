@@ -10,27 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from paw.config import RolloutConfig
 from paw.errors import UserError
 from paw.experience.chat import Chat
-from paw.experience.engines.base import Engine, Request
+from paw.experience.engines.base import Completion, Engine, Request
 from paw.experience.envs.base import Environment, Suite
 from paw.types import Group, Task, Trajectory, Turn
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How one response is sampled."""
-
-    temperature: float
-    max_prompt_tokens: int
-    max_response_tokens: int
 
 
 @dataclass
 class RolloutStats:
     """What happened besides the episodes themselves."""
 
-    env_failures: int = 0
     groups_dropped: int = 0
     prompts_truncated: int = 0
     prompt_tokens: int = 0
@@ -40,7 +31,7 @@ class RolloutStats:
 
     def metrics(self) -> dict[str, float]:
         return {
-            "health/env_failures": self.env_failures,
+            "health/env_failures": len(self.failures),
             "health/groups_dropped": self.groups_dropped,
             "health/prompts_truncated": self.prompts_truncated,
             "perf/cached_frac": self.cached_tokens / max(1, self.prompt_tokens),
@@ -60,8 +51,8 @@ class _Episode:
 class Rollouts:
     """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
 
-    def __init__(self, suite: Suite, engine: Engine, chat: Chat):
-        self.suite, self.engine, self.chat = suite, engine, chat
+    def __init__(self, suite: Suite, engine: Engine, chat: Chat, settings: RolloutConfig):
+        self.suite, self.engine, self.chat, self.settings = suite, engine, chat, settings
         self._idle: list[Environment] = []
         self._key = 0
 
@@ -70,7 +61,7 @@ class Rollouts:
         tasks: list[Task],
         *,
         group_size: int,
-        limits: Limits,
+        temperature: float,
         seed: int,
         stream: str,
         progress: Callable[[int, int], None] | None = None,
@@ -86,82 +77,74 @@ class Rollouts:
         total, finished = len(tasks) * group_size, 0
         in_flight: dict[int, _Episode] = {}
 
-        def submit(episode: _Episode) -> None:
+        def advance(episode: _Episode, completion: Completion | None = None) -> None:
+            """Start the episode, or play its response; then send its next prompt to the engine, or retire it.
+
+            Whatever an environment raises costs its own episode; only what the user can mend stops the run.
+            """
+            nonlocal finished
+            environment, trajectory = episode.environment, episode.trajectory
+            response = self.chat.decode(completion.token_ids) if completion else ""
+            done = False
             try:
-                episode.prompt, episode.anchor = episode.environment.prompt(), episode.environment.anchor()
+                if completion is None:
+                    environment.reset(trajectory.task)
+                else:
+                    outcome = environment.step(response)
+                    done = outcome.done
+                    trajectory.turns.append(
+                        Turn(
+                            prompt_ids=episode.prompt_ids,
+                            response_ids=completion.token_ids,
+                            sampled_logp=completion.logp,
+                            entropy=completion.entropy,
+                            prompt=episode.prompt,
+                            response=response,
+                            outcome=outcome,
+                            anchor=episode.anchor,
+                            version=self.engine.version,
+                        )
+                    )
+                if not done:
+                    episode.prompt, episode.anchor = environment.prompt(), environment.anchor()
+            except UserError:
+                raise
             except Exception as error:
-                retire(episode, error)
+                done = True
+                trajectory.failure = f"{type(error).__name__}: {error}"
+                stats.failures.append(f"{trajectory.task.id}: {trajectory.failure}")
+                with suppress(Exception):  # it is broken already
+                    environment.close()
+            if done:
+                finished += 1
+                if trajectory.failure is None:
+                    self._idle.append(environment)
+                if progress:
+                    progress(finished, total)
                 return
-            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, limits.max_prompt_tokens)
+            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.settings.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
             stats.prompt_tokens += len(episode.prompt_ids)
-            trajectory = episode.trajectory
             self._key += 1
             in_flight[self._key] = episode
-            request = Request(
-                key=self._key,
-                prompt_ids=episode.prompt_ids,
-                seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
-                temperature=limits.temperature,
-                max_tokens=limits.max_response_tokens,
+            self.engine.submit(
+                Request(
+                    key=self._key,
+                    prompt_ids=episode.prompt_ids,
+                    seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
+                    temperature=temperature,
+                    max_tokens=self.settings.max_response_tokens,
+                )
             )
-            self.engine.submit(request)
-
-        def retire(episode: _Episode, failure: Exception | None = None) -> None:
-            """Whatever an environment raises costs its own episode; only what the user can mend stops the run."""
-            nonlocal finished
-            if isinstance(failure, UserError):
-                raise failure
-            finished += 1
-            if failure is None:
-                self._idle.append(episode.environment)
-            else:
-                episode.trajectory.failure = f"{type(failure).__name__}: {failure}"
-                stats.env_failures += 1
-                stats.failures.append(f"{episode.trajectory.task.id}: {episode.trajectory.failure}")
-                with suppress(Exception):  # it is broken already
-                    episode.environment.close()
-            if progress:
-                progress(finished, total)
 
         for g, group in enumerate(groups):
             for trajectory in group.trajectories:
-                environment = self._idle.pop() if self._idle else self.suite.make()
-                episode = _Episode(environment, trajectory, g)
-                try:
-                    environment.reset(trajectory.task)
-                except Exception as error:
-                    retire(episode, error)
-                    continue
-                submit(episode)
+                advance(_Episode(self._idle.pop() if self._idle else self.suite.make(), trajectory, g))
         while in_flight:
             for completion in self.engine.step():
-                episode = in_flight.pop(completion.key)
-                response = self.chat.decode(completion.token_ids)
                 stats.response_tokens += len(completion.token_ids)
                 stats.cached_tokens += completion.cached_tokens
-                try:
-                    outcome = episode.environment.step(response)
-                except Exception as error:
-                    retire(episode, error)
-                    continue
-                episode.trajectory.turns.append(
-                    Turn(
-                        prompt_ids=episode.prompt_ids,
-                        response_ids=completion.token_ids,
-                        sampled_logp=completion.logp,
-                        entropy=completion.entropy,
-                        prompt=episode.prompt,
-                        response=response,
-                        outcome=outcome,
-                        anchor=episode.anchor,
-                        version=self.engine.version,
-                    )
-                )
-                if outcome.done:
-                    retire(episode)
-                else:
-                    submit(episode)
+                advance(in_flight.pop(completion.key), completion)
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]

@@ -24,7 +24,7 @@ from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.envs.base import Suite
-from paw.experience.rollout import Limits, Rollouts
+from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics
@@ -118,7 +118,7 @@ def demonstrations(
 
 
 def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
-    settings = config.warmup
+    settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
     tokenizer = quickstart.build_tokenizer(*_corpus(suite, settings))
     chat = Chat(tokenizer)
@@ -127,8 +127,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     report(f"warm-up: {policy.parameter_count():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
-    rollouts = Rollouts(suite, engine, chat)
-    limits = Limits(config.rollout.temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
+    rollouts = Rollouts(suite, engine, chat, config.rollout)
     batches = _batches(suite, chat, config)
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):
@@ -136,10 +135,12 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
         tasks = suite.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
-        groups, _ = rollouts.play(tasks, group_size=1, limits=limits, seed=settings.seed, stream=f"warmup/{step}")
+        groups, _ = rollouts.play(
+            tasks, group_size=1, temperature=temperature, seed=settings.seed, stream=f"warmup/{step}"
+        )
         success, before = success_metrics(groups, prefix="warmup")["warmup/success"], success
         report(
-            f"warm-up: step {step}, loss {loss:.3f}, success {success:.2f} at temperature {limits.temperature:g}, "
+            f"warm-up: step {step}, loss {loss:.3f}, success {success:.2f} at temperature {temperature:g}, "
             f"{time.monotonic() - started:.0f} s"
         )
         if (success + before) / 2 >= settings.stop_success:  # one check alone is off by 2.5 points

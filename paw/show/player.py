@@ -12,7 +12,7 @@ from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
-from paw.experience.rollout import Limits, Rollouts
+from paw.experience.rollout import Rollouts
 from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
@@ -101,7 +101,7 @@ def _player(config: Config, path: str) -> Iterator[Rollouts]:
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
     engine = make_engine(config, policy=policy, chat=chat, model_path=path)
     push_weights(policy.lm, engine, version=0)
-    rollouts = Rollouts(suite, engine, chat)
+    rollouts = Rollouts(suite, engine, chat, config.rollout)
     try:
         yield rollouts
     finally:
@@ -112,15 +112,13 @@ def _player(config: Config, path: str) -> Iterator[Rollouts]:
 def _play(
     rollouts: Rollouts, config: Config, tasks: list[Task], *, group_size: int, temperature: float, stream: str
 ) -> list[Group]:
-    limits = Limits(temperature, config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
-
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     seed = config.eval.seed if stream == "eval" else config.run.seed
     groups, stats = rollouts.play(
-        tasks, group_size=group_size, limits=limits, seed=seed, stream=stream, progress=progress
+        tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, progress=progress
     )
     for failure in stats.failures:
         print(f"environment failed: {failure}", file=sys.stderr)

@@ -5,7 +5,8 @@ import json
 import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
-from paw.experience.rollout import Limits, Rollouts
+from paw.config import RolloutConfig
+from paw.experience.rollout import Rollouts
 from paw.learner.model import Policy
 from paw.show.evaluate import success_by_kind, success_metrics, wilson
 from paw.show.samples import sample_episodes
@@ -80,9 +81,8 @@ def played():
     model, suite, chat = practised_model(), make_suite(), make_chat()
     engine = make_engine(model)
     tasks = suite.eval_tasks("valid_unseen", 4, 0)
-    groups, _ = Rollouts(suite, engine, chat).play(
-        tasks, group_size=1, limits=Limits(0.4, 256, 3), seed=0, stream="eval"
-    )
+    rollouts = Rollouts(suite, engine, chat, RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
+    groups, _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     return groups, Policy(model), engine, chat
 
 

@@ -5,12 +5,13 @@ import itertools
 import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
+from paw.config import RolloutConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Request
-from paw.experience.rollout import Limits, Rollouts, derive_seed
+from paw.experience.rollout import Rollouts, derive_seed
 from paw.types import Outcome, Task
 
-LIMITS = Limits(temperature=1.0, max_prompt_tokens=256, max_response_tokens=3)
+LIMITS = RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +21,12 @@ def model():
 
 @pytest.fixture
 def rollouts(model):
-    return Rollouts(make_suite(), make_engine(model), make_chat())
+    return Rollouts(make_suite(), make_engine(model), make_chat(), LIMITS)
 
 
-def play(rollouts, tasks=None, *, group_size=4, limits=LIMITS, seed=0, stream="train/0", **options):
+def play(rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options):
     tasks = rollouts.suite.train_tasks(0, 3, 0) if tasks is None else tasks
-    return rollouts.play(tasks, group_size=group_size, limits=limits, seed=seed, stream=stream, **options)
+    return rollouts.play(tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options)
 
 
 def episodes_of(groups):
@@ -90,7 +91,7 @@ class ScriptedSuite:
 
 
 def scripted(model, *failures, **options):
-    return Rollouts(ScriptedSuite(*failures, **options), make_engine(model), make_chat())
+    return Rollouts(ScriptedSuite(*failures, **options), make_engine(model), make_chat(), LIMITS)
 
 
 def test_members_of_a_group_play_the_same_task(rollouts):
@@ -102,7 +103,7 @@ def test_members_of_a_group_play_the_same_task(rollouts):
         assert {episode.task.id for episode in group.trajectories} == {group.task.id}
         assert len({episode.turns[0].prompt for episode in group.trajectories}) == 1
         assert len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories}) > 1
-    assert (stats.env_failures, stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, 0, [])
+    assert (stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, [])
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):
@@ -146,7 +147,7 @@ def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
     tasks = rollouts.suite.train_tasks(0, 6, 0)
     many = play(rollouts, tasks)[0]
     few = play(rollouts, tasks[:2])[0]
-    small_batches = Rollouts(make_suite(), make_engine(model, max_batch_tokens=100), make_chat())
+    small_batches = Rollouts(make_suite(), make_engine(model, max_batch_tokens=100), make_chat(), LIMITS)
     for a, b in ((few, many[:2]), (play(small_batches, tasks)[0], many)):
         assert [t.response_ids for t in turns_of(a)] == [t.response_ids for t in turns_of(b)]
         logps = [value for turn in turns_of(b) for value in turn.sampled_logp]
@@ -172,7 +173,8 @@ def test_every_turn_carries_the_weight_version(rollouts):
 
 
 def test_long_prompts_are_cut_and_counted(rollouts):
-    groups, stats = play(rollouts, limits=Limits(1.0, 24, 3))
+    rollouts.settings = RolloutConfig(max_prompt_tokens=24, max_response_tokens=3)
+    groups, stats = play(rollouts)
     assert all(len(turn.prompt_ids) <= 24 for turn in turns_of(groups))
     assert stats.prompts_truncated == len(turns_of(groups))
 
@@ -200,11 +202,11 @@ def test_a_failing_episode_is_left_out_and_counted(model, where):
     assert [len(group.trajectories) for group in groups] == [4, 3, 4]
     assert [episode.member for episode in groups[1].trajectories] == [0, 1, 3]
     assert all(episode.episode_return == 1.0 and episode.failure is None for episode in episodes_of(groups))
-    assert (stats.env_failures, stats.groups_dropped) == (1, 0)
+    assert (len(stats.failures), stats.groups_dropped) == (1, 0)
     assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
     assert rollouts.suite.closed == 1
     again, stats = play(rollouts)  # the broken environment was replaced
-    assert len(episodes_of(again)) == 12 and stats.env_failures == 0
+    assert len(episodes_of(again)) == 12 and len(stats.failures) == 0
 
 
 def test_failures_do_not_change_the_other_episodes(model):
@@ -217,7 +219,7 @@ def test_a_group_below_two_members_is_dropped(model):
     failures = [("step 1", ("task 0", i)) for i in range(3)] + [("reset", ("task 2", i)) for i in range(4)]
     groups, stats = play(scripted(model, *failures))
     assert [group.task.id for group in groups] == ["task 1"]
-    assert (stats.env_failures, stats.groups_dropped) == (7, 2)
+    assert (len(stats.failures), stats.groups_dropped) == (7, 2)
 
 
 def test_a_single_member_group_stands_unless_it_fails(model):
@@ -231,7 +233,7 @@ def test_nothing_is_left_when_everything_fails_even_closing(model, where):
     rollouts = scripted(model, always=where, close_raises=True)
     groups, stats = play(rollouts)
     assert groups == []
-    assert (stats.env_failures, stats.groups_dropped) == (12, 3)
+    assert (len(stats.failures), stats.groups_dropped) == (12, 3)
     assert rollouts.engine.pending == 0
 
 
@@ -242,8 +244,9 @@ def test_a_users_mistake_stops_the_run(model, where):
 
 
 def test_a_prompt_limit_without_room_stops_the_run(rollouts):
+    rollouts.settings = RolloutConfig(max_prompt_tokens=2)
     with pytest.raises(UserError, match="max_prompt_tokens = 2"):
-        play(rollouts, limits=Limits(1.0, 2, 3))
+        play(rollouts)
 
 
 def test_seeds_are_stable_and_apart():

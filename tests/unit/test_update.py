@@ -8,10 +8,10 @@ import pytest
 import torch
 from toyworld import ENV, make_suite, make_tokenizer, practised_model
 
-from paw.config import Config, validate
+from paw.config import Config, RolloutConfig, validate
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
-from paw.experience.rollout import Limits, Rollouts
+from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
 from paw.learner.sync import push_weights
@@ -20,7 +20,7 @@ from paw.signal.packing import by_token_budget
 from paw.train import update
 from paw_kernels import LossRows, paw_loss, token_stats
 
-LR, CLIP, EPS, BUDGET, MINIBATCH, LIMITS = 3e-3, 0.2, 1e-6, 2048, 32, Limits(1.0, 256, 3)
+LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ class Recorded(Rollouts):
 def run_updates(config, count):
     """(parameters after every update, groups of every update, metrics of every update)."""
     with open_run(config) as run:
-        rollouts = Recorded(run.suite, run.engine, run.chat)
+        rollouts = Recorded(run.suite, run.engine, run.chat, config.rollout)
         push_weights(run.policy.lm, run.engine, version=0)
         weights = []
         for _ in range(count):
@@ -74,12 +74,12 @@ def vanilla_grpo(start, count):
     policy, tokenizer = load_policy(start), load_tokenizer(start)
     chat, suite = Chat(tokenizer), make_suite()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
-    rollouts = Rollouts(suite, engine, chat)
+    rollouts = Rollouts(suite, engine, chat, RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
     weights = []
     for step in range(count):
         tasks = suite.train_tasks(step, 4, 0)
-        groups, _ = rollouts.play(tasks, group_size=4, limits=LIMITS, seed=0, stream=f"train/{step}")
+        groups, _ = rollouts.play(tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}")
         samples = []
         for group in groups:
             turns = [(e.episode_return, t) for e in group.trajectories for t in e.turns]
