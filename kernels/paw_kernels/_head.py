@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels.coefficients import Slopes
+from paw_kernels.segments import pack
 
 
 class HeadPass(NamedTuple):
@@ -47,7 +48,7 @@ class Rows(Protocol):
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         """dL/dz before temperature of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
 
-        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
+        `source` comes from `segments.pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
         """
         ...
 
@@ -90,7 +91,8 @@ def head_pass(
             logp[chunk], entropy[chunk], a, c = rows.forward(x, y, part)
             if part is None:
                 continue
-            source = pack(live_rows(a, c))
+            source, live = pack(live_rows(a, c))
+            source = source[: int(live)]  # waits for the device: the shapes of the matmuls depend on it
             if source.numel() == 0:
                 continue
             dz = rows.gradient(y, source, a, c)
@@ -113,25 +115,6 @@ def head_pass(
 def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
     """bool: rows that have a gradient. NaN counts as one."""
     return a != 0 if c is None else (a != 0) | (c != 0)
-
-
-def pack(live: Tensor) -> Tensor:
-    """Where each of the L packed rows comes from, [L] int64, so that packing can be done in place and in parallel.
-
-    Live rows among the first L stay; each hole there is filled by one of the live rows behind. So no row that is
-    written is read by another.
-
-    >>> pack(torch.tensor([True, False, True, False, False, True])).tolist()
-    [0, 5, 2]
-    """
-    order = live.nonzero().squeeze(1)  # waits for the device: the shapes of the matmuls depend on it
-    L = order.numel()
-    if live.numel() == L:
-        return order
-    stays = live[:L]
-    hole = (~stays).cumsum(0)
-    movers = order[(L - 1 - hole[-1:] + hole).clamp_(max=L - 1)] if L else order
-    return torch.where(stays, torch.arange(L, device=live.device), movers)
 
 
 def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:

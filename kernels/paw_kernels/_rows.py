@@ -1,46 +1,63 @@
 """The compiled row operations around torch's matmul: one [n, V] float32 buffer holds logits, then gradients.
 
-Statistics read the buffer once; the gradient overwrites it in place, packed to the live rows. Memory: that buffer and,
-on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their float32 sums).
+Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their float32 sums).
 """
 
 import torch
 from torch import Tensor
 
 from paw_kernels._head import logits
-from paw_kernels._native import cpu_library, row_gradient_, row_statistics
+from paw_kernels._native import (
+    cluster_size,
+    cpu_library,
+    packed_rows,
+    row_gradient_,
+    row_loss_,
+    row_move_,
+    row_statistics,
+    why_no_cuda,
+)
 from paw_kernels.coefficients import Slopes
 
-CHUNK_BYTES = 16 << 20
-"""Of one chunk's logits: they stay in the last-level cache."""
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
+"""Of one chunk's logits. On the CPU they stay in the last-level cache."""
 CHUNK_ROWS = 256
 """At least: each chunk reads and writes the whole accumulator of dW."""
 
 
 class NativeRows:
     def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, n: int) -> None:
-        self.head = weight.float()
+        V, device = weight.shape[0], weight.device
+        self.head = weight if weight.is_cuda else weight.float()
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = 1 / temperature
-        self._buffer = torch.empty((n, weight.shape[0]), dtype=torch.float32, device=weight.device)
+        self._buffer = torch.empty((n, V), dtype=torch.float32, device=device)
         self._log_sum = self._entropy = torch.empty(0)
+        self._cluster = cluster_size(V, device) if weight.is_cuda else 0
 
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         z = logits(x, self.head, self._buffer)
+        if slopes is not None and self._cluster:  # statistics and gradients from one read
+            found = row_loss_(z, self._bias, target, slopes, self._scale, self.head.dtype, self._cluster)
+            return *found, slopes.c
         logp, self._entropy, self._log_sum = row_statistics(z, self._bias, target, self._scale)
         a, c = (logp, None) if slopes is None else slopes.at(logp)
         return logp, self._entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        z, scale = self._buffer, self._scale
-        row_gradient_(z, self._bias, target, source, self._log_sum, self._entropy, a, c, scale)
-        return self._buffer[: source.numel()]
+        z, dtype = self._buffer, self.head.dtype
+        if self._cluster:
+            row_move_(z, source, dtype)
+        else:
+            statistics = self._log_sum, self._entropy
+            row_gradient_(z, self._bias, target, source, *statistics, a, c, scale=self._scale, dtype=dtype)
+        return packed_rows(z, source.numel(), dtype)
 
 
 def make_rows(
     weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
 ) -> tuple[NativeRows, int]:
-    step = max(CHUNK_ROWS, CHUNK_BYTES // (4 * weight.shape[0]))
+    step = max(CHUNK_ROWS, CHUNK_BYTES[weight.device.type] // (4 * weight.shape[0]))
     return NativeRows(weight, bias, temperature, min(step, N)), step
 
 
@@ -50,6 +67,4 @@ def why_not(backend: str, device: torch.device) -> str | None:
         return f"it needs tensors of device {backend}, these are on {device}"
     if backend == "cpu" and cpu_library() is None:
         return "csrc/rows.cpp was not built; install a C++ compiler and repeat pip install -e ."
-    if backend == "cuda":
-        return "csrc/*.cu was not built; PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
-    return None
+    return why_no_cuda() if backend == "cuda" else None

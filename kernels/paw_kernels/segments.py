@@ -92,10 +92,11 @@ def _top_alpha(score: Tensor, valid: Tensor, alpha: float) -> Tensor:
 
 
 def _pack(live: Tensor) -> tuple[Tensor, Tensor]:
-    index, count = torch.arange(live.numel(), device=live.device), live.sum().reshape(1)
+    n, index, count = live.numel(), torch.arange(live.numel(), device=live.device), live.sum().reshape(1)
     hole = ~live & (index < count)
-    order = torch.argsort(~live, stable=True)  # the live rows, ascending
-    mover = order[(count - hole.sum() + hole.cumsum(0) - 1).clamp_(min=0)] if live.numel() else order
+    place = torch.where(live, live.cumsum(0) - 1, n)
+    order = index.new_zeros(n + 1).scatter_(0, place, index)  # the live rows, ascending; then what is left over
+    mover = order[count - hole.sum() + hole.cumsum(0) - 1]
     source = torch.where(hole, mover, index)
     return torch.where(index < count, source, -1), count
 

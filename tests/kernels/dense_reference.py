@@ -69,5 +69,5 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, **options):
 def set_chunk_rows(patch, rows, *, vocabulary):
     """Cut passes into chunks of so many rows, whatever the backend."""
     patch.setitem(_torch.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
-    patch.setattr(_rows, "CHUNK_BYTES", rows * vocabulary * 4)
+    patch.setitem(_rows.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
     patch.setattr(_rows, "CHUNK_ROWS", 1)
