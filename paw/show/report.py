@@ -8,7 +8,7 @@ since part of its text comes from environments and models. The figures are also 
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,32 +76,28 @@ LEADS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for report.html and plots/ (default: RUN_DIR; for several, comparison/ beside it)",
-    )
+    out_help = "folder for report.html and plots/ (default: RUN_DIR; for several, comparison/ beside it)"
+    parser.add_argument("--out", type=Path, help=out_help)
 
 
 def run(args: argparse.Namespace) -> int:
-    first, *others = args.run_dir
-    print(write_report(first, *others, out=args.out))
+    print(write_report(*args.run_dir, out=args.out))
     return 0
 
 
-def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
+def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """Write report.html and plots/*.png into `out` and return the page's path.
 
-    `out` defaults to `run_dir`, or with `others`, runs to compare with, to `comparison/` beside it. A damaged line or a
-    missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder not writable.
+    `out` defaults to the run's own folder, or for several, which are compared, to `comparison/` beside the first. A
+    damaged line or a missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder
+    not writable.
     """
-    runs = [load_run(path) for path in (run_dir, *others)]
-    out = out or (run_dir.resolve().parent / "comparison" if others else run_dir)
+    runs = [load_run(path) for path in run_dirs]
+    out = out or (run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0])
     page = out / "report.html"
     try:
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        text = _page(runs, out / "plots")
-        page.write_text(text, encoding="utf-8", errors="replace")
+        page.write_text(_page(runs, out / "plots"), encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{out}: cannot write the report: {error.strerror}; choose another folder with --out") from None
     return page
@@ -112,21 +108,36 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     title = runs[0].name if single else f"{len(runs)} runs compared"
     css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     version = esc(runs[0].info.get("paw", ""))
-    sections = _figures(runs, plots_dir)
+    lead = f'<p class="lead">{esc(_what(runs[0]))}</p>' if single else ""
     return "".join([
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{esc(title)} · PaW</title><style>{css}</style></head><body><main>",
-        f'<header><p class="note">PaW {version} · run report</p><h1>{esc(title)}</h1>',
-        f'<p class="lead">{esc(_what(runs[0]))}</p></header>' if single else "</header>",
+        f'<header><p class="note">PaW {version} · run report</p><h1>{esc(title)}</h1>{lead}</header>',
         _hero(runs[0]) if single else _comparison(runs),
-        sections,
-        _table(runs),
+        _figures(runs, plots_dir),
+        _numbers(runs),
         _episodes(runs[0]) if single else "",
         _config(runs),
         "</main></body></html>\n",
     ])  # fmt: skip
+
+
+def _section(title: str, lead: str, body: str) -> str:
+    """A heading with the sentence under it, or nothing where there is nothing to show."""
+    lead = f'<p class="lead">{lead}</p>' if lead else ""
+    return f"<h2>{title}</h2>{lead}{body}" if body else ""
+
+
+def _table(head: Iterable[str], body: str) -> str:
+    cells = "".join(f"<th>{cell}</th>" for cell in head)
+    table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="card scroll">{table}</div>' if body else ""
+
+
+def _row(*cells: str) -> str:
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _what(run: Run) -> str:
@@ -139,8 +150,7 @@ def _what(run: Run) -> str:
     if environment := config.get("env.name"):
         where = "games" if config.get("env.data") else f"generated games ({config.get('env.difficulty', 'full')})"
         parts.append(f"{environment}, {where}")
-    model = info.get("model") or config.get("model.path")
-    if model:
+    if model := info.get("model") or config.get("model.path"):
         count = info.get("parameters")
         parts.append(f"{model}, {_count(count)} parameters" if type(count) is int else str(model))
     return " · ".join(parts)
@@ -150,27 +160,24 @@ def _hero(run: Run) -> str:
     steps, values = run.series("eval/success")
     change = '<p class="lead">No evaluation was logged.</p>'
     if steps:
-        after = _score(run, steps[-1], "after")
-        change = f'<div class="change">{after}</div>'
-        if len(steps) > 1:
-            before = _score(run, steps[0], "before")
-            change = f'<div class="change">{before}<span class="arrow">→</span>{after}</div>'
-        games = run.last("eval/games")
+        ends = {"before": steps[0], "after": steps[-1]} if len(steps) > 1 else {"after": steps[-1]}
+        scores = '<span class="arrow">→</span>'.join(_score(run, step, look) for look, step in ends.items())
+        games, heat = run.last("eval/games"), run.config.get("eval.temperature")
         on = f"{games:g} unseen games" if games else "unseen games"
-        heat = run.config.get("eval.temperature")
-        change += f'<p class="lead">Success on {on}{f" at temperature {heat:g}" if type(heat) in (int, float) else ""}'
-        if len(steps) > 1:
-            change += f", {100 * (values[-1] - values[0]):+.1f} points"
-        change += ". In brackets the 95% Wilson interval of that one evaluation; other seeds may end elsewhere.</p>"
+        at = f" at temperature {heat:g}" if type(heat) in (int, float) else ""
+        points = f", {100 * (values[-1] - values[0]):+.1f} points" if len(steps) > 1 else ""
+        change = (
+            f'<div class="change">{scores}</div><p class="lead">Success on {on}{at}{points}. '
+            "In brackets the 95% Wilson interval of that one evaluation; other seeds may end elsewhere.</p>"
+        )
     rows = "".join(f"<dt>{label}</dt><dd>{esc(value)}</dd>" for label, value in _facts(run).items())
     return f'<div class="hero card"><div>{change}</div><dl>{rows}</dl></div>'
 
 
 def _score(run: Run, step: int, look: str) -> str:
     when = "before training" if step == 0 else f"after update {step}"
-    return f'<div class="{look}"><b>{100 * (run.at("eval/success", step) or 0):.1f}%</b>' + (
-        f"<span>{_interval(run, step)}<br>{when}</span></div>"
-    )
+    success = 100 * (run.at("eval/success", step) or 0)
+    return f'<div class="{look}"><b>{success:.1f}%</b><span>{_interval(run, step)}<br>{when}</span></div>'
 
 
 def _interval(run: Run, step: int) -> str:
@@ -180,25 +187,23 @@ def _interval(run: Run, step: int) -> str:
 
 def _facts(run: Run) -> dict[str, str]:
     info, planned = run.info, run.config.get("run.updates")
+    peak, speed = max(run.series("perf/peak_gib")[1], default=None), run.last("perf/tokens_per_s", TAIL)
+    software = (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels"))
+    health = [(_total(run, m), m.label.lower()) for m in SECTIONS["Health"] if m.unit in ("n", "sum")]
+    lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
     facts = {
-        "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates)
+        "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates),
+        "Wall time": _duration(info.get("wall_s")),
+        "Warm-up": _duration(info.get("warmup_s")),
+        "Device": str(info.get("device") or ""),
+        "Peak memory": "" if peak is None else f"{peak:.3g} GiB",
+        "Throughput": "" if speed is None else f"{_value(speed, '')} tokens/s at the end",
+        "Software": ", ".join(text.format(info[key]) for key, text in software if info.get(key)),
+        "Games": str(info.get("games") or ""),
+        "Started": str(info.get("started") or ""),
+        "Health": ", ".join(f"{total:g} {label}" for total, label in health if total),
+        "Damaged log": lines if run.unreadable else "",
     }
-    facts["Wall time"] = _duration(info.get("wall_s"))
-    facts["Warm-up"] = _duration(info.get("warmup_s"))
-    facts["Device"] = str(info.get("device") or "")
-    if (peak := max(run.series("perf/peak_gib")[1], default=None)) is not None:
-        facts["Peak memory"] = f"{peak:.3g} GiB"
-    if (speed := run.last("perf/tokens_per_s", TAIL)) is not None:
-        facts["Throughput"] = f"{_value(speed, '')} tokens/s at the end"
-    named = (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels"))
-    facts["Software"] = ", ".join(text.format(info[key]) for key, text in named if info.get(key))
-    facts["Games"] = str(info.get("games") or "")
-    facts["Started"] = str(info.get("started") or "")
-    facts["Health"] = ", ".join(
-        f"{_total(run, m):g} {m.label.lower()}" for m in SECTIONS["Health"] if m.unit in ("n", "sum") and _total(run, m)
-    )
-    if run.unreadable:
-        facts["Damaged log"] = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
     return {label: value for label, value in facts.items() if value}
 
 
@@ -214,21 +219,18 @@ def _comparison(runs: Sequence[Run]) -> str:
     rows = ""
     for index, run in enumerate(runs):
         steps, values = run.series("eval/success")
-        start = f"{100 * values[0]:.1f}%" if len(steps) > 1 else "–"
-        end = f"<b>{100 * values[-1]:.1f}%</b> {_interval(run, steps[-1])}" if steps else "–"
-        facts = _facts(run)
         colour = CSS_NAMES[PALETTE[index % len(PALETTE)]]
-        rows += (
-            f'<tr><td><span class="key" style="background:var(--{colour})"></span>{esc(run.name)}<br>'
-            f'<span class="note">{esc(_what(run))}</span></td><td>{start}</td><td>{end}</td>'
-            f"<td>{run.updates}</td><td>{esc(facts.get('Wall time', '–'))}</td></tr>"
+        rows += _row(
+            f'<span class="key" style="background:var(--{colour})"></span>{esc(run.name)}<br>'
+            f'<span class="note">{esc(_what(run))}</span>',
+            f"{100 * values[0]:.1f}%" if len(steps) > 1 else "–",
+            f"<b>{100 * values[-1]:.1f}%</b> {_interval(run, steps[-1])}" if steps else "–",
+            str(run.updates),
+            esc(_facts(run).get("Wall time", "–")),
         )
-    head = "<th>Run</th><th>Start</th><th>End [95% interval]</th><th>Updates</th><th>Wall time</th>"
     note = "Success on each run's unseen games. The intervals cover the games drawn, not other training seeds."
-    return (
-        f'<p class="lead">{note}</p><div class="card scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    table = _table(("Run", "Start", "End [95% interval]", "Updates", "Wall time"), rows)
+    return f'<p class="lead">{note}</p>{table}'
 
 
 def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
@@ -246,32 +248,27 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
     curve, large = plots.learning_curve(runs, (4.8, 3.04)), plots.learning_curve(runs, (6.4, 3.7))
     wide = card("learning_curve", "Success over training", curve, png=large)
     wide += card("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
-    wide = f'<div class="grid pair-wide">{wide}</div>' if wide else ""
-    page = f"<h2>Learning</h2>{wide}" if wide else ""
+    page = _section("Learning", "", wide and f'<div class="grid pair-wide">{wide}</div>')
     kinds = ""
     for index, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds)):
         name = f"success_{index}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}"
         if max(len(run.series(f"eval/success_{kind}")[0]) for run in runs) > 1:
             kinds += card(name, esc(kind), plots.learning_curve(runs, (3.7, 2.2), kind=kind))
-    if kinds:
-        lead = "Evaluations in blue, training games in orange." if len(runs) == 1 else "Evaluations of each run."
-        page += f'<h2>Task types</h2><p class="lead">{lead}</p><div class="grid">{kinds}</div>'
+    lead = "Evaluations in blue, training games in orange." if len(runs) == 1 else "Evaluations of each run."
+    page += _section("Task types", lead, kinds and f'<div class="grid">{kinds}</div>')
     for section, lead in LEADS.items():
-        cards = ""
-        if section == "Cost":
-            cards += card("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5)))
+        cards = card("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5))) if section == "Cost" else ""
         for m in filter(lambda m: m.chart, SECTIONS[section]):
             unit = f" ({m.unit})" if m.unit else ""
             figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
             first, last = runs[0].first(m.key, TAIL), runs[0].last(m.key, TAIL)
             aside = f"{_value(first, m.unit)} → {_value(last, m.unit)}" if len(runs) == 1 else ""
             cards += card(m.key.replace("/", "_"), m.label, figure, aside=aside, note=m.note)
-        if cards:
-            page += f'<h2>{section}</h2><p class="lead">{lead}</p><div class="grid">{cards}</div>'
+        page += _section(section, lead, cards and f'<div class="grid">{cards}</div>')
     return page
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _numbers(runs: Sequence[Run]) -> str:
     single = len(runs) == 1
     count = min(TAIL, max(run.updates for run in runs))
     body = ""
@@ -288,18 +285,12 @@ def _table(runs: Sequence[Run]) -> str:
             else:
                 cells = [_value(run.last(m.key, count), m.unit) for run in runs]
             unit = f", {m.unit}" if m.unit not in ("", "%", "n", "sum") else ""
-            rows += f"<tr><td>{m.label}{unit} <code>{m.key}</code></td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
+            rows += _row(f"{m.label}{unit} <code>{m.key}</code>", *cells)
         if rows:
             body += f'<tr><th colspan="{1 + (2 if single else len(runs))}">{section}</th></tr>{rows}'
-    if not body:
-        return ""
     names = [f"First {count}", f"Last {count}"] if single else [esc(run.name) for run in runs]
-    head = "<th>Metric</th>" + "".join(f"<th>{name}</th>" for name in names)
     lead = f"Means over {'the first and the last' if single else 'the last'} {count} values of each metric."
-    return (
-        f'<h2>Numbers</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return _section("Numbers", lead, _table(("Metric", *names), body))
 
 
 def _episodes(run: Run) -> str:
@@ -319,28 +310,21 @@ def _episodes(run: Run) -> str:
     last = picked[-1]["step"]
     first_late = next(i for i, sample in enumerate(picked) if sample["step"] == last)
     body = "".join(episode_html(s, rho=rho, is_open=i == first_late) for i, s in enumerate(picked))
-    return f'<h2>Episodes</h2><p class="lead">{lead}</p>{body}'
+    return _section("Episodes", lead, body)
 
 
 def _config(runs: Sequence[Run]) -> str:
-    out = ""
-    if len(runs) > 1:
-        keys = dict.fromkeys(key for run in runs for key in run.config)
-        rows = ""
-        for key in keys:
-            values = [run.config.get(key, "–") for run in runs]
-            if any(value != values[0] for value in values) and key != "run.name":
-                rows += f"<tr><td><code>{esc(key)}</code></td>{''.join(f'<td>{esc(v)}</td>' for v in values)}</tr>"
-        head = "<th>Key</th>" + "".join(f"<th>{esc(run.name)}</th>" for run in runs)
-        if rows:
-            out = f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        out = (
-            f'<h2>Configuration</h2><p class="lead">{"Where the runs differ." if rows else "The same in all."}</p>{out}'
-        )
-    elif runs[0].config_text:
+    if len(runs) == 1:
         text = f"<summary>config.toml</summary><pre>{esc(runs[0].config_text)}</pre>"
-        out = f'<h2>Configuration</h2><details class="card config">{text}</details>'
-    return out
+        details = f'<details class="card config">{text}</details>'
+        return _section("Configuration", "", details if runs[0].config_text else "")
+    rows = ""
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        values = [run.config.get(key, "–") for run in runs]
+        if any(value != values[0] for value in values) and key != "run.name":
+            rows += _row(f"<code>{esc(key)}</code>", *map(esc, values))
+    lead = "Where the runs differ." if rows else "The same in all."
+    return f'<h2>Configuration</h2><p class="lead">{lead}</p>' + _table(("Key", *(esc(run.name) for run in runs)), rows)
 
 
 def _value(value: float | None, unit: str) -> str:
