@@ -9,6 +9,7 @@ finished episodes, denominators of the whole mini-batch instead of means of micr
 
 import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -39,7 +40,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
         push_weights(run.policy.lm, run.engine, version=run.step)
         if run.step == 0:
             run.evaluate(rollouts)
-        while run.step < config.run.updates and not run.stopping:
+        while run.step < config.run.updates and not run.signal.requested:
             update(run, rollouts)
         rollouts.close()
         return run.finish()
@@ -114,8 +115,8 @@ def score_rows(run: Run, rows: list[Row]) -> None:
             run.policy, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
         )
     else:
-        scored = [(row.sampled_logp, row.sampled_entropy or []) for row in rows]
-    if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, *entropy)):
+        scored = [(row.sampled_logp, fmean(row.sampled_entropy or [0.0])) for row in rows]
+    if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, entropy)):
         raise TrainingStopped(
             f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its weights have diverged; "
             "resume an earlier checkpoint with a lower optim.lr"
@@ -125,8 +126,8 @@ def score_rows(run: Run, rows: list[Row]) -> None:
     for row, (logp, entropy) in zip(rows, scored, strict=True):
         row.old_logp = row.sampled_logp if from_engine else logp
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
-            entropy = [-math.exp(value) * value for value in row.sampled_logp]
-        row.entropy = sum(entropy) / len(entropy)
+            entropy = fmean(-math.exp(value) * value for value in row.sampled_logp)
+        row.entropy = entropy
     if config.policy.kl_coef > 0.0:
         reference = losses.score(
             run.reference, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens

@@ -6,6 +6,7 @@ Usable without the trainer: needs torch and nothing else.
 from paw_kernels._backend import BACKENDS, best_backend, why_not_backend
 from paw_kernels.coefficients import ACTION, OBSERVATION, SKIP, LossRows
 from paw_kernels.paw_loss import PawLoss, paw_loss
+from paw_kernels.segments import segment_mean, segment_sum, top_alpha
 from paw_kernels.token_stats import TokenStats, token_stats
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "TokenStats",
     "best_backend",
     "paw_loss",
+    "segment_mean",
+    "segment_sum",
     "token_stats",
+    "top_alpha",
     "why_not_backend",
 ]

@@ -101,8 +101,8 @@ def row_gradient_(
 ) -> None:
     """In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) of row source[k].
 
-    `source` [L] int64 comes from `segments.pack`; target, log_sum, entropy, a and c are those of all n rows. The result is
-    `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
+    `source` [L] int64 comes from `segments.pack`; target, log_sum, entropy, a and c are those of all n rows. The result
+    is `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
     """
     torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, log_sum, entropy, a, c, scale, dtype)
 

@@ -9,6 +9,7 @@ the token weights, so the gradient of a mini-batch is the same however it is cut
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from paw.signal.packing import by_token_budget
 from paw.types import Row
-from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, token_stats
+from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, segment_mean, token_stats
 
 
 class Head(Protocol):
@@ -120,11 +121,9 @@ def micro_batches(
 
 
 @torch.no_grad()
-def score(
-    model: Head, rows: Sequence[Row], *, temperature: float, budget: int
-) -> list[tuple[list[float], list[float]]]:
-    """(log-prob, full-vocabulary entropy) of each response token of each row, nats, under the model as it is."""
-    scores: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
+def score(model: Head, rows: Sequence[Row], *, temperature: float, budget: int) -> list[tuple[list[float], float]]:
+    """(log-prob of each response token, mean full-vocabulary entropy there) of each row, nats, under the model as is."""
+    scores: list[tuple[list[float], float]] = [([], 0.0)] * len(rows)
     for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
         hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
         stats = token_stats(
@@ -135,12 +134,11 @@ def score(
             temperature=temperature,
             backend=model.head_backend,
         )
-        logp, entropy = stats.logp.tolist(), stats.entropy.tolist()
-        at = 0
-        for i in batch.row:
-            end = at + len(rows[i].response_ids)
-            scores[i] = (logp[at:end], entropy[at:end])
-            at = end
+        ends = [0, *accumulate(len(rows[i].response_ids) for i in batch.row)]
+        entropy = segment_mean(stats.entropy, torch.tensor(ends, device=model.device)).tolist()
+        logp = stats.logp.tolist()
+        for i, (start, end), mean in zip(batch.row, pairwise(ends), entropy, strict=True):
+            scores[i] = (logp[start:end], mean)
     return scores
 
 

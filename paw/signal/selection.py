@@ -5,13 +5,15 @@ update; a group's term weighs more the less the group succeeds (lambda_g). The n
 length happens at token level, in the loss.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from paw.types import Row
+from paw_kernels import top_alpha
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,22 @@ def select(
     Raises ValueError for alpha outside [0, 1], reward_max <= 0, fewer n_groups than groups, or entropy that is not
     finite.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
     if not reward_max > 0:
         raise ValueError(f"reward_max must be positive, got {reward_max}")
     lambdas = group_weights(rows, weight=weight, reward_max=reward_max)
     if n_groups < len(lambdas):
         raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the rows")
 
-    candidates = [i for i, row in enumerate(rows) if row.observation_ids]
-    if not all(math.isfinite(rows[i].entropy) for i in candidates):
+    candidate = torch.tensor([bool(row.observation_ids) for row in rows], dtype=torch.bool)
+    entropy = torch.tensor([row.entropy for row in rows], dtype=torch.float32)
+    if not entropy[candidate].isfinite().all():
         raise ValueError("row.entropy must be finite on every row with a target")
-    # The slack keeps products like 0.1 * 30 = 3.0000000000000004 from selecting one row more.
-    k = math.ceil(alpha * len(candidates) - 1e-9)
-    chosen = sorted(candidates, key=lambda i: -rows[i].entropy)[:k]  # sorted is stable: ties by row index
+    selected = top_alpha(entropy, candidate, alpha).tolist()
 
-    size = Counter(rows[i].group for i in chosen)
-    weights, selected = [0.0] * len(rows), [False] * len(rows)
-    for i in chosen:
-        group = rows[i].group
-        weights[i] = lambdas[group] / (n_groups * size[group])
-        selected[i] = True
+    size = Counter(row.group for row, on in zip(rows, selected, strict=True) if on)
+    weights = [
+        lambdas[row.group] / (n_groups * size[row.group]) if on else 0.0 for row, on in zip(rows, selected, strict=True)
+    ]
     return Selection(weights, selected, list(lambdas.values()))
 
 

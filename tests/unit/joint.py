@@ -61,7 +61,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
     for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=10**6), strict=True):
         row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
-        row.entropy = sum(entropy) / len(entropy)
+        row.entropy = entropy
         if reference:
             row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
         if row.observation_ids and rng.random() < 0.75:

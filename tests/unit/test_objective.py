@@ -60,7 +60,7 @@ def prepared(policy, groups, *, drift=0.0):
     rng = random.Random(7)
     for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=100), strict=True):
         row.old_logp = [value + rng.gauss(0, drift) for value in logp]
-        row.entropy = sum(entropy) / len(entropy)
+        row.entropy = entropy
     chosen = select(rows, alpha=ALPHA, weight="adaptive", reward_max=REWARD_MAX, n_groups=len(groups))
     for row, weight in zip(rows, chosen.weights, strict=True):
         row.world_weight = weight

@@ -62,7 +62,7 @@ def import_faults(tree: ast.AST, name: str) -> list[str]:
         allowed = ("torch", "triton", "paw_kernels")
     elif name.startswith("paw/signal/"):
         allowed = ("torch", "paw.types", "paw.signal")
-        if name == "paw/signal/loss.py":
+        if name in ("paw/signal/loss.py", "paw/signal/selection.py"):
             allowed += ("paw_kernels",)
         faults += [f"a pure stage imports {m}" for m in found if within(m, "torch.distributed", *IO_MODULES)]
     elif name.startswith("paw/experience/envs/"):
