@@ -122,7 +122,7 @@ def micro_batches(
 
 @torch.no_grad()
 def score(model: Head, rows: Sequence[Row], *, temperature: float, budget: int) -> list[tuple[list[float], float]]:
-    """(log-prob of each response token, mean full-vocabulary entropy there) of each row, nats, under the model as is."""
+    """(log-prob of each response token, mean full-vocabulary entropy there) of each row, nats."""
     scores: list[tuple[list[float], float]] = [([], 0.0)] * len(rows)
     for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
         hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
