@@ -8,9 +8,8 @@ import platform
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +23,10 @@ from paw.config import Config, dump, load
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
-from paw.experience.engines.base import Engine
 from paw.experience.envs import make_suite
-from paw.experience.envs.base import Suite
 from paw.experience.rollout import Rollouts
 from paw.learner.export import export, read_info, start_model
-from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
+from paw.learner.model import load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
@@ -44,42 +41,80 @@ SAMPLES = 3
 """Episodes written to samples.jsonl at each evaluation."""
 
 
-@dataclass
 class Run:
-    """The parts of a run in progress; `train` reads and advances it."""
+    """The parts of a run in progress, cheap checks first; `train` reads and advances it.
 
-    config: Config
-    directory: Path
-    suite: Suite
-    tokenizer: Any
-    chat: Chat
-    policy: Policy
-    reference: Policy
-    engine: Engine
-    optimizer: torch.optim.Optimizer
-    view: LiveView
-    guard: UpdateGuard
-    signal: StopSignal
-    info: dict[str, Any]
-    log: MetricsLog = field(init=False)
-    step: int = 0
-    """Updates done; the weight version."""
-    saved: int = 0
-    """The step of the newest checkpoint."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the update in progress."""
-    started: float = field(default_factory=time.monotonic)
+    `stack` takes down in order, whatever happens, what has to be closed.
+    """
 
-    def __post_init__(self) -> None:
-        @lru_cache(maxsize=65536)  # environments repeat themselves
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(self.chat.observation_ids(text, self.config.wm.max_tokens))
-
-        self.encode_observation: Callable[[str], list[int]] = lambda text: list(encode(text))
-
-    @property
-    def stopping(self) -> bool:
-        return self.signal.requested
+    def __init__(self, config: Config, stack: ExitStack, *, resume: bool):
+        check_trackers(config.run.trackers)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        self.config = config
+        self.directory = _prepare_directory(config, resume=resume)
+        self.view = stack.enter_context(LiveView(total=config.run.updates))
+        self.suite = make_suite(config.env)
+        self.suite.train_tasks(0, 1, config.run.seed)
+        self.suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+        device = pick_device(config.model.device)
+        backend = pick_backend(config.model.head_backend, device, config.model.dtype)
+        warmup_started = time.monotonic()
+        path = start_model(self.directory if resume else None, config, self.view.message)
+        warmup_s = time.monotonic() - warmup_started
+        self.tokenizer = load_tokenizer(path)
+        self.chat = Chat(self.tokenizer)
+        self.encode_observation = lru_cache(maxsize=65536)(  # environments repeat themselves
+            lambda text: self.chat.observation_ids(text, config.wm.max_tokens)
+        )
+        options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
+        self.policy = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **options)
+        self.reference = self.policy
+        if config.policy.kl_coef:
+            self.reference = load_policy(path, **options).eval().requires_grad_(False)
+        self.engine = make_engine(config, policy=self.policy, chat=self.chat, model_path=path)
+        stack.callback(self.engine.close)
+        self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
+        self.guard = UpdateGuard(config.run.max_skipped)
+        self.signal = stack.enter_context(StopSignal())
+        seed_generators(config.run.seed)  # after the warm-up, which a cached model has not gone through
+        self.step = 0
+        """Updates done; the weight version."""
+        self.saved = 0
+        """The step of the newest checkpoint."""
+        self.metrics: dict[str, float] = {}
+        """Of the update in progress."""
+        self.started = time.monotonic()
+        self.info: dict[str, Any] = {
+            "paw": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": device_name(device),
+            "threads": torch.get_num_threads(),
+            "engine": config.rollout.engine,
+            "backend": backend,
+            "model": config.model.path,
+            "start": path,
+            "parameters": self.policy.parameter_count(),
+            "vocabulary": self.policy.head_weight.shape[0],
+            "games": self.suite.fingerprint(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "warmup_s": round(warmup_s, 1),
+        }
+        if resume:
+            self.restore()
+            self.info["wall_s"] = float(read_info(self.directory).get("wall_s", 0.0))
+        _write(self.directory / "config.toml", dump(config))
+        self._write_info()
+        self.log = stack.enter_context(
+            MetricsLog(
+                self.directory,
+                resume_step=(self.step or STARTING_OVER) if resume else None,
+                trackers=config.run.trackers,
+                config=config.model_dump(mode="json"),
+            )
+        )
+        self.view.header(header_lines(self))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -119,31 +154,23 @@ class Run:
         phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
-        if last or (every and self.step % every == 0 and not self.stopping):
+        if last or (every and self.step % every == 0 and not self.signal.requested):
             self.evaluate(rollouts)
         self._write_metrics()
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
             self.save()
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
         names = self.policy.named_parameters_once()
         tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items())
         random_tensors, random_state = checkpoint.rng_tensors()
         folder = self.directory / "checkpoints"
-        path = checkpoint.save(
-            folder,
-            self.step,
-            {
-                "model": {name: p.detach() for name, p in names.items()},
-                "optimizer": tensors,
-                "rng": random_tensors,
-            },
-            {"step": self.step, "optimizer": optimizer, "rng": random_state, "guard": self.guard.state()},
-        )
+        files = {"model": names, "optimizer": tensors, "rng": random_tensors}
+        state = {"optimizer": optimizer, "rng": random_state, "guard": self.guard.state()}
+        checkpoint.save(folder, self.step, files, state)
         checkpoint.prune(folder, self.config.run.keep)
         self.saved = self.step
-        return path
 
     def restore(self) -> None:
         """Continue from the newest checkpoint that verifies; a run stopped before its first one starts over."""
@@ -180,75 +207,9 @@ class Run:
 
 @contextmanager
 def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
-    """Build every part of a run, cheap checks first, and take them down in order whatever happens."""
-    check_trackers(config.run.trackers)
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    directory = _prepare_directory(config, resume=resume)
+    """A run ready to train, taken down at the end."""
     with ExitStack() as stack:
-        view = stack.enter_context(LiveView(total=config.run.updates))
-        suite = make_suite(config.env)
-        suite.train_tasks(0, 1, config.run.seed)
-        suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
-        device = pick_device(config.model.device)
-        backend = pick_backend(config.model.head_backend, device, config.model.dtype)
-        warmup_started = time.monotonic()
-        path = start_model(directory if resume else None, config, view.message)
-        warmup_s = time.monotonic() - warmup_started
-        tokenizer = load_tokenizer(path)
-        chat = Chat(tokenizer)
-        options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
-        policy = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **options)
-        reference = load_policy(path, **options).eval().requires_grad_(False) if config.policy.kl_coef else policy
-        engine = make_engine(config, policy=policy, chat=chat, model_path=path)
-        stack.callback(engine.close)
-        seed_generators(config.run.seed)  # after the warm-up, which a cached model has not gone through
-        info = {
-            "paw": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": device_name(device),
-            "threads": torch.get_num_threads(),
-            "engine": config.rollout.engine,
-            "backend": backend,
-            "model": config.model.path,
-            "start": path,
-            "parameters": policy.parameter_count(),
-            "vocabulary": policy.head_weight.shape[0],
-            "games": suite.fingerprint(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "warmup_s": round(warmup_s, 1),
-        }
-        run = Run(
-            config=config,
-            directory=directory,
-            suite=suite,
-            tokenizer=tokenizer,
-            chat=chat,
-            policy=policy,
-            reference=reference,
-            engine=engine,
-            optimizer=make_optimizer(policy.parameters(), config.optim),
-            view=view,
-            guard=UpdateGuard(config.run.max_skipped),
-            signal=stack.enter_context(StopSignal()),
-            info=info,
-        )
-        if resume:
-            run.restore()
-            info["wall_s"] = float(read_info(directory).get("wall_s", 0.0))
-        _write(directory / "config.toml", dump(config))
-        run._write_info()
-        run.log = stack.enter_context(
-            MetricsLog(
-                directory,
-                resume_step=(run.step or STARTING_OVER) if resume else None,
-                trackers=config.run.trackers,
-                config=config.model_dump(mode="json"),
-            )
-        )
-        view.header(header_lines(run))
-        yield run
+        yield Run(config, stack, resume=resume)
 
 
 def header_lines(run: Run) -> list[str]:
