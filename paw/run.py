@@ -139,7 +139,7 @@ class Run:
                 stream="eval",
                 progress=self.view.progress("evaluation"),
             )
-            self.metrics.update(success_metrics(groups, prefix="eval"))
+            self.metrics |= {f"eval/{name}": value for name, value in success_metrics(groups).items()}
             for sample in sample_episodes(
                 groups, self.policy, self.engine, self.chat, count=SAMPLES, max_tokens=self.config.wm.max_tokens
             ):

@@ -19,12 +19,12 @@ from paw.experience.rollout import Rollouts
 from paw.learner.optim import learning_rate, set_learning_rate
 from paw.learner.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
-from paw.show.evaluate import success_by_kind
+from paw.show.evaluate import success_metrics
 from paw.signal import loss as losses
 from paw.signal.advantage import advantages
 from paw.signal.packing import minibatches
 from paw.signal.rows import to_rows
-from paw.signal.selection import Selection, select
+from paw.signal.selection import select
 from paw.trust.guards import TrainingStopped, collapse_warning
 from paw.types import Group, Row
 
@@ -88,7 +88,8 @@ def update(run: Run, rollouts: Rollouts) -> None:
         )
         for row, weight in zip(rows, selection.weights, strict=True):
             row.world_weight = weight
-        log.update(selection_metrics(rows, selection))
+        log["world/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
+        log["world/selected_frac"] = sum(selection.selected) / len(rows)
 
     with run.clock("update"):
         log.update(learn(run, rows))
@@ -187,22 +188,13 @@ def objective_of(config: Config) -> losses.Objective:
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Reward and success of the episodes an update learns from."""
-    episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = [turn for episode in episodes for turn in episode.turns]
+    played = success_metrics(groups)
     mixed = sum(0 < sum(t.won for t in group.trajectories) < len(group.trajectories) for group in groups)
-    metrics = {
-        "reward/mean": sum(e.episode_return for e in episodes) / max(1, len(episodes)),
-        "success/all": sum(e.won for e in episodes) / max(1, len(episodes)),
-        "health/valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
-        "health/groups_mixed": mixed / max(1, len(groups)),
-    }
-    for kind, wins in success_by_kind(groups).items():
-        metrics[f"success/{kind}"] = sum(wins) / len(wins)
-    return metrics
-
-
-def selection_metrics(rows: list[Row], selection: Selection) -> dict[str, float]:
+    by_kind = {key.replace("_", "/", 1): share for key, share in played.items() if key.startswith("success_")}
     return {
-        "world/lambda": sum(selection.lambdas) / max(1, len(selection.lambdas)),
-        "world/selected_frac": sum(selection.selected) / max(1, len(rows)),
+        "reward/mean": played["return"],
+        "success/all": played["success"],
+        "health/valid_actions": played["valid_actions"],
+        "health/groups_mixed": mixed / max(1, len(groups)),
+        **by_kind,
     }

@@ -138,7 +138,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
         groups, _ = rollouts.play(
             tasks, group_size=1, temperature=temperature, seed=settings.seed, stream=f"warmup/{step}"
         )
-        success, before = success_metrics(groups, prefix="warmup")["warmup/success"], success
+        success, before = success_metrics(groups)["success"], success
         report(
             f"warm-up: step {step}, loss {loss:.3f}, success {success:.2f} at temperature {temperature:g}, "
             f"{time.monotonic() - started:.0f} s"

@@ -19,29 +19,22 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def success_metrics(groups: list[Group], *, prefix: str) -> dict[str, float]:
-    """`<prefix>/success`, `.../success_<kind>`, interval, return, steps and share of valid actions of the episodes."""
+def success_metrics(groups: list[Group]) -> dict[str, float]:
+    """Of the episodes: success, its interval, games, return, steps, share of valid actions, and success_<kind>."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for episode in episodes for turn in episode.turns]
-    n = len(episodes)
-    won = sum(episode.won for episode in episodes)
+    n, won = len(episodes), sum(episode.won for episode in episodes)
     low, high = wilson(won, n)
-    metrics = {
-        f"{prefix}/success": won / max(1, n),
-        f"{prefix}/ci_low": low,
-        f"{prefix}/ci_high": high,
-        f"{prefix}/games": float(n),
-        f"{prefix}/return": sum(e.episode_return for e in episodes) / max(1, n),
-        f"{prefix}/steps": len(turns) / max(1, n),
-        f"{prefix}/valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
+    by_kind: dict[str, list[bool]] = {}
+    for episode in episodes:
+        by_kind.setdefault(episode.task.kind, []).append(episode.won)
+    return {
+        "success": won / max(1, n),
+        "ci_low": low,
+        "ci_high": high,
+        "games": float(n),
+        "return": sum(e.episode_return for e in episodes) / max(1, n),
+        "steps": len(turns) / max(1, n),
+        "valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
+        **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
     }
-    for kind, wins in success_by_kind(groups).items():
-        metrics[f"{prefix}/success_{kind}"] = sum(wins) / len(wins)
-    return metrics
-
-
-def success_by_kind(groups: list[Group]) -> dict[str, list[bool]]:
-    wins: dict[str, list[bool]] = {}
-    for group in groups:
-        wins.setdefault(group.task.kind, []).extend(t.won for t in group.trajectories)
-    return {kind: wins[kind] for kind in sorted(wins) if wins[kind]}

@@ -26,7 +26,7 @@ def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *,
     with _player(config, path) as rollouts:
         tasks = rollouts.suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
         groups = _play(rollouts, config, tasks, group_size=1, temperature=config.eval.temperature, stream="eval")
-        metrics = {key.removeprefix("eval/"): value for key, value in success_metrics(groups, prefix="eval").items()}
+        metrics = success_metrics(groups)
         source = rollouts.suite.fingerprint()
     if as_json:
         print(json.dumps({"model": path, "source": source, "temperature": config.eval.temperature, **metrics}))
@@ -71,8 +71,8 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
                         "step": number,
                     }
                     file.write(json.dumps({**where, **asdict(turn)}) + "\n")
-    won = success_metrics(groups, prefix="rollout")
-    print(f"{won['rollout/games']:.0f} episodes, success {won['rollout/success']:.1%}", file=sys.stderr)
+    metrics = success_metrics(groups)
+    print(f"{metrics['games']:.0f} episodes, success {metrics['success']:.1%}", file=sys.stderr)
     return 0
 
 
