@@ -14,12 +14,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from paw.config import Config, WarmupConfig
+from paw.config import Config
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
@@ -27,11 +27,14 @@ from paw.experience.envs.base import Suite
 from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import Policy
+from paw.learner.optim import set_learning_rate
 from paw.show.evaluate import success_metrics
 
 CORPUS_TURNS = 12_000
 CORPUS_STRAYS = 0.05
 """Share of stray actions in the tokenizer's corpus, so that it has words for what the environment says to them."""
+Batch = list[tuple[list[int], int, int]]
+"""Rows of (token ids, start of the response, end of the response)."""
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_START = 256, 10_000_000
 """Warm-up games from CHECK_START on are for measuring, not for learning."""
@@ -40,7 +43,7 @@ CHECK_GAMES, CHECK_START = 256, 10_000_000
 def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None]) -> Path:
     """Folder of the warmed-up quickstart model for this configuration, made now unless it is cached."""
     recipe = {
-        "code": [_sha256(Path(__file__)), _sha256(Path(quickstart.__file__))],
+        "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (__file__, quickstart.__file__)],
         "warmup": config.warmup.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
@@ -68,10 +71,6 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
     return folder
 
 
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def cache_dir() -> Path:
     """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
     if "PAW_CACHE" in os.environ:
@@ -79,8 +78,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
 
 
-@dataclass(frozen=True)
-class Demonstration:
+class Demonstration(NamedTuple):
     """One turn of expert play."""
 
     prompt: str
@@ -120,7 +118,15 @@ def demonstrations(
 def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
-    tokenizer = quickstart.build_tokenizer(*_corpus(suite, settings))
+    turns = demonstrations(
+        suite, seed=settings.seed, random_actions=settings.random_actions, stray_actions=CORPUS_STRAYS
+    )
+    corpus = list(itertools.islice(turns, CORPUS_TURNS))
+    tokenizer = quickstart.build_tokenizer(
+        [turn.prompt for turn in corpus],
+        {choice for turn in corpus for choice in turn.choices},
+        [turn.observation for turn in corpus],
+    )
     chat = Chat(tokenizer)
     lm = quickstart.build_model(tokenizer, settings)
     policy = Policy(lm)
@@ -131,7 +137,8 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     batches = _batches(suite, chat, config)
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):
-        loss = _step(policy, optimizer, next(batches), lr=settings.lr * min(1.0, step / 40), config=config)
+        lr = settings.lr * min(1.0, step / 40)
+        loss = _step(policy, optimizer, next(batches), lr=lr, lm_weight=settings.lm_weight)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
         tasks = suite.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
@@ -152,18 +159,8 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     return {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
 
 
-def _corpus(suite: Suite, settings: WarmupConfig) -> tuple[list[str], set[str], list[str]]:
-    """(prompts, actions, observations) to learn the tokenizer from."""
-    turns = demonstrations(
-        suite, seed=settings.seed, random_actions=settings.random_actions, stray_actions=CORPUS_STRAYS
-    )
-    sample = list(itertools.islice(turns, CORPUS_TURNS))
-    actions = {choice for turn in sample for choice in turn.choices}
-    return [turn.prompt for turn in sample], actions, [turn.observation for turn in sample]
-
-
-def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[list[int], int, int]]]:
-    """Batches of (token ids, start of the response, end of the response), rows of like length together."""
+def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[Batch]:
+    """Batches without end, rows of like length together."""
     settings = config.warmup
     turns = demonstrations(suite, seed=settings.seed, random_actions=settings.random_actions)
     rng = random.Random(settings.seed)
@@ -181,41 +178,21 @@ def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[list[tuple[li
         yield from cut
 
 
-def _step(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batch: list[tuple[list[int], int, int]],
-    *,
-    lr: float,
-    config: Config,
-) -> float:
+def _step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, *, lr: float, lm_weight: float) -> float:
     """One AdamW step: negative log-likelihood of the answer, plus lm_weight times that of everything else."""
     longest = max(len(ids) for ids, _, _ in batch)
     input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _, _ in batch])
     place = torch.arange(1, longest)[None]
-    length, start, end = (torch.tensor([f(row) for row in batch])[:, None] for f in (_length, _start, _end))
+    length, start, end = torch.tensor([(len(ids), start, end) for ids, start, end in batch]).T[:, :, None]
     is_answer = (place >= start) & (place < end)
     is_rest = (place < length) & ~is_answer
     logits = policy.hidden(input_ids)[:, :-1] @ policy.head_weight.T  # a toy vocabulary: full logits are small here
     logp = torch.log_softmax(logits, -1).gather(2, input_ids[:, 1:, None])[..., 0]
     answer_loss = -(logp * is_answer).sum() / len(batch)
     rest_loss = -(logp * is_rest).sum() / is_rest.sum()
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(optimizer, lr)
     optimizer.zero_grad(set_to_none=True)
-    (answer_loss + config.warmup.lm_weight * rest_loss).backward()
+    (answer_loss + lm_weight * rest_loss).backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     return float(answer_loss.detach())
-
-
-def _length(row: tuple[list[int], int, int]) -> int:
-    return len(row[0])
-
-
-def _start(row: tuple[list[int], int, int]) -> int:
-    return row[1]
-
-
-def _end(row: tuple[list[int], int, int]) -> int:
-    return row[2]
