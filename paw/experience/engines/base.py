@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample."""
+    """One response to sample. Raises ValueError for an empty prompt, no room to answer, or a negative temperature."""
 
     key: int
     """Unique among requests in flight; comes back with the completion."""
@@ -24,6 +24,10 @@ class Request:
     temperature: float
     """0 is greedy."""
     max_tokens: int
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids or self.max_tokens < 1 or self.temperature < 0:
+            raise ValueError(f"empty prompt, max_tokens < 1 or temperature < 0: {self}")
 
 
 @dataclass(frozen=True)

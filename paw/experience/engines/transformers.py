@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -56,9 +57,9 @@ class TransformersEngine:
         return len(self._queue)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for a malformed one, UserError for one beyond the model's positions."""
-        if not request.prompt_ids or request.max_tokens < 1 or request.temperature < 0 or request.key in self._queue:
-            raise ValueError(f"empty prompt, max_tokens < 1, temperature < 0 or key in flight: {request}")
+        """Queue a request. Raises ValueError for a key in flight, UserError beyond the model's positions."""
+        if request.key in self._queue:
+            raise ValueError(f"key in flight: {request.key}")
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit and len(request.prompt_ids) + request.max_tokens > limit:
             raise UserError(
@@ -97,8 +98,8 @@ class TransformersEngine:
         finished: set[int] = set()
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
         temperature_B = torch.tensor([request.temperature for request in batch], device=device)
-        ids_BL, length_B = _pad_right(batch)
-        ids_BL, length_B = ids_BL.to(device), length_B.to(device)
+        ids_BL = pad_sequence([torch.tensor(request.prompt_ids) for request in batch], batch_first=True).to(device)
+        length_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
         longest = max(request.max_tokens for request in batch)
         cache = _RowCache() if longest > 1 else None
         hidden_BLD = decoder(input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None).last_hidden_state
@@ -219,15 +220,6 @@ def _batches(requests: list[Request], max_tokens: int) -> Iterator[list[Request]
         batch.append(request)
     if batch:
         yield batch
-
-
-def _pad_right(batch: list[Request]) -> tuple[Tensor, Tensor]:
-    """([B, L] int64 prompts, padded with 0; [B] lengths)."""
-    lengths = [len(request.prompt_ids) for request in batch]
-    ids = np.zeros((len(batch), max(lengths)), dtype=np.int64)
-    for row, request in zip(ids, batch, strict=True):
-        row[: len(request.prompt_ids)] = request.prompt_ids
-    return torch.from_numpy(ids), torch.tensor(lengths)
 
 
 @contextmanager

@@ -102,14 +102,9 @@ class VllmEngine:
         return len(self._key_of)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it joins the batch at the next `step`.
-
-        Raises ValueError for a malformed one, UserError for one beyond `max_model_len`.
-        """
+        """Queue a request for the next `step`. Raises ValueError for a key in flight, UserError beyond the limit."""
         if self.version < 0 or self._asleep:
             raise RuntimeError("the engine has no weights: call sync first")
-        if not request.prompt_ids or request.max_tokens < 1 or request.temperature < 0:
-            raise ValueError(f"empty prompt, max_tokens < 1 or temperature < 0: {request}")
         if request.key in self._key_of.values():
             raise ValueError(f"key in flight: {request.key}")
         if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
