@@ -46,16 +46,20 @@ _POINTERS = {"halves": False, "tma": False, "flatten": False}
 TILES = {
     ("sm_80", 2): Tiles(128, 256, 64, 8, 4, **_POINTERS),
     ("sm_90", 2): Tiles(128, 256, 64, 8, 4),
-    ("sm_100", 2): Tiles(128, 256, 64, 8, 4, flatten=False),
-    ("other", 2): Tiles(128, 128, 32, 8, 4, **_POINTERS),
-    ("sm_80", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
-    ("sm_90", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
+    ("sm_100", 2): Tiles(128, 256, 64, 8, 3, halves=False, flatten=False),
+    ("other", 2): Tiles(128, 128, 64, 8, 3, **_POINTERS),
+    ("sm_80", 4): Tiles(64, 128, 32, 8, 3, **_POINTERS),
+    ("sm_90", 4): Tiles(128, 128, 32, 8, 4),
     ("sm_100", 4): Tiles(128, 128, 32, 8, 3, **_POINTERS),
     ("other", 4): Tiles(64, 64, 32, 4, 3, **_POINTERS),
     ("interpreter", 2): Tiles(16, 32, 16, 1, 1, group=2, span=64),
     ("interpreter", 4): Tiles(16, 32, 16, 1, 1, group=2, span=64),
 }
-"""By architecture and bytes of an element."""
+"""By architecture and bytes of an element, chosen ahead of time (bench/results/triton_aot.csv) and not yet timed. 128 x
+256 has the arithmetic per loaded byte that tensor cores need, and its sums fill half the registers of 8 warps. Of what
+fits in shared memory and spills next to nothing, the table takes the most loads in flight. On sm_90 `flatten` keeps
+wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills.
+float32 takes smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
 
 _MERGE = 32, 64
 """Rows and tiles of a step of the merge kernel: 128-byte lines, 24 KiB on their way at once."""
@@ -151,12 +155,13 @@ def make_rows(
     return TritonRows(weight, bias, temperature, step, gradients, tiles), step
 
 
-def tiles_for(weight: Tensor) -> Tiles:
-    """The table's entry for a weight [V, D]; with pointers where its layout rules tensor descriptors out."""
-    tiles = TILES["interpreter" if INTERPRETED else _architecture(weight.device), weight.element_size()]
+def tiles_for(weight: Tensor, arch: str | None = None) -> Tiles:
+    """The table's entry for a weight [V, D]; smaller and with pointers where tensor descriptors cannot describe it."""
+    arch = arch or ("interpreter" if INTERPRETED else _architecture(weight.device))
+    tiles = TILES[arch, weight.element_size()]
     row_bytes = [weight.element_size() * length for length in (weight.stride(0), weight.shape[1])]
     fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
-    return tiles if fits else tiles._replace(**_POINTERS)
+    return tiles if fits else tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -12,7 +12,8 @@ tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift total,
     log2 p_y = (u_y - M) scale - log2 S,   H / ln 2 = log2 S - sum 2^shift (slant + shift total) / S
 
 add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so rounding e is a relative
-error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16).
+error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16). At the
+peak e is 1 exactly: 1 - p of a sure token, its whole gradient, carries no rounding of e.
 
 Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN, but e is NaN beside
 it, and so is every sum of the row.
@@ -29,23 +30,24 @@ OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V: finite, because 
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
 
 
+# What of a tile is alive at once decides whether its registers spill: the target's logit is taken first, then u is
+# only needed less its peak.
+
+
 @triton.jit
-def _logits(u, first, bias, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """Adds the bias to WIDTH columns from `first` and closes those beyond V."""
+def _logits(u, first, target, bias, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """WIDTH columns from `first` with the bias added and those beyond V closed; and the logit of the target, or 0."""
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
         u += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
     if RAGGED:
         u = tl.where((cols < V)[None, :], u, OUTSIDE)
-    return u
+    return u, tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
 
 
 @triton.jit
-def _sums(u, peak, first, row, row_ok, target, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """(total, slant, chosen) of WIDTH columns; stores their e."""
-    cols = first + tl.arange(0, WIDTH)
-    # The order of these lines keeps u, x and e from being alive together: registers are what limits the tile.
-    chosen = tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
+def _powers(u, peak, first, row, row_ok, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """(total, slant) of WIDTH columns; stores their e."""
     x = (u - peak[:, None]) * scale
     power = tl.exp2(x)
     total = tl.sum(power, 1)
@@ -55,9 +57,10 @@ def _sums(u, peak, first, row, row_ok, target, e, width, V, scale, WIDTH: tl.con
             e.store([row, first], power.to(e.dtype))
         else:
             rows = row + tl.arange(0, u.shape[0])
+            cols = first + tl.arange(0, WIDTH)
             at = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
             tl.store(at, power.to(e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :])
-    return total, slant, chosen
+    return total, slant
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -138,18 +141,18 @@ def forward_kernel(
         if HALVES:
             half: tl.constexpr = COLS // 2
             a, b = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
-            a = _logits(a, col, bias, V, half, RAGGED)
-            b = _logits(b, col + half, bias, V, half, RAGGED)
+            a, chosen = _logits(a, col, y, bias, V, half, RAGGED)
+            b, chosen_b = _logits(b, col + half, y, bias, V, half, RAGGED)
             peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
-            total, slant, chosen = _sums(a, peak, col, row, row_ok, y, e, width, V, scale, half, TMA)
-            more = _sums(b, peak, col + half, row, row_ok, y, e, width, V, scale, half, TMA)
-            total += more[0]
-            slant += more[1]
-            chosen += more[2]
+            total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA)
+            total_b, slant_b = _powers(b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA)
+            total += total_b
+            slant += slant_b
+            chosen += chosen_b
         else:
-            acc = _logits(acc, col, bias, V, COLS, RAGGED)
+            acc, chosen = _logits(acc, col, y, bias, V, COLS, RAGGED)
             peak = tl.max(acc, 1)
-            total, slant, chosen = _sums(acc, peak, col, row, row_ok, y, e, width, V, scale, COLS, TMA)
+            total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA)
         # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
         four = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
         at = partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -167,7 +170,7 @@ def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLO
         at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
         part = tl.load(at, mask=(blocks < P)[:, None] & row_ok[None, :], other=OUTSIDE)
         peak = tl.maximum(peak, tl.max(part, 0))
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.where(row_ok, 0.0, 1.0)
     slant = tl.zeros((ROWS,), tl.float32)
     chosen = tl.zeros((ROWS,), tl.float32)
     for first in range(0, P, BLOCKS):
@@ -219,17 +222,15 @@ def gradient_kernel(
     row = tl.load(source + k)
     blocks = first + tl.arange(0, BLOCKS)
     cols = blocks[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    peak = tl.load(partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=0.0)
+    peak = tl.load(partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=OUTSIDE)
     shift = (peak - tl.load(result + 2 * capacity + row)) * scale - tl.load(result + 3 * capacity + row)
     power = tl.load(e + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
 
-    # The target has its exact probability: 1 - p of a sure token must not carry the rounding of e.
+    p = power * tl.exp2(shift)[:, None]
     hit = cols == tl.load(target + row).to(tl.int32)
-    logp = tl.load(result + row)
-    p = tl.where(hit, tl.exp(logp), power * tl.exp2(shift)[:, None])
     dz = tl.load(a + row) * (hit.to(tl.float32) - p)
     if c is not None:
-        log_p = tl.where(hit, logp, (tl.log2(tl.maximum(power, SMALLEST)) + shift[:, None]) * LN2)
+        log_p = (tl.log2(tl.maximum(power, SMALLEST)) + shift[:, None]) * LN2
         dz -= tl.load(c + row) * p * (log_p + tl.load(result + capacity + row))
     out = e + k.to(tl.int64) * width + cols
     tl.store(out, (dz * inverse_temperature).to(e.dtype.element_ty), mask=cols < width)

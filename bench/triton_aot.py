@@ -1,0 +1,193 @@
+"""What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, matrix instructions.
+
+    python bench/triton_aot.py            compile the tabled configurations and their neighbours, write the CSV
+    python bench/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
+
+The backend runs on tensors without data; its launches are recorded and compiled ahead of time for each architecture,
+with the specialisations that a real launch would have. bench/results/triton_aot.csv gets a line for each kernel, and
+keeps the lines of other versions of Triton.
+"""
+
+import argparse
+import csv
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+from paw_kernels import _triton
+from paw_kernels._triton import TILES, Tiles, TritonRows
+
+CSV = Path(__file__).parent / "results" / "triton_aot.csv"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SIZES = {"dtype": "bfloat16", "n": 4096, "V": 128_256, "D": 4096, "bias": False, "gradients": True}
+"""Llama 3.1 8B; one chunk."""
+QWEN = {"V": 151_936, "D": 2048, "bias": True}
+"""Half a tile of columns is left over; the gradient with entropy."""
+FLOAT32 = {"dtype": "float32", "n": 2048}
+CASES = {
+    "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32],
+    "sm_90": [{}, {"gradients": False}, QWEN, FLOAT32, {"dtype": "float16"}, {"D": 4095}],
+    "sm_100": [{}, {"gradients": False}, QWEN, FLOAT32],
+    "other": [{}, FLOAT32],
+}
+"""By architecture; D = 4095 rules tensor descriptors out."""
+CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 89}
+NEIGHBOURS = {
+    "sm_80": [
+        {"stages": 3},
+        {"halves": True},
+        {"depth": 32, "stages": 5},
+        {"rows": 256, "cols": 128},
+        {"cols": 128, "depth": 32, "warps": 4},
+    ],
+    "sm_90": [
+        {"stages": 3},
+        {"flatten": False},
+        {"halves": False, "stages": 3},
+        {"cols": 128, "warps": 4},
+        {"cols": 128, "depth": 128, "stages": 3},
+    ],
+    "sm_100": [
+        {"stages": 3},
+        {"flatten": True},
+        {"halves": False, "stages": 3},
+        {"cols": 128, "stages": 5},
+        {"cols": 128, "warps": 4, "stages": 5},
+    ],
+}
+"""Changes to the table's entry for 16 bits that were weighed against it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tabled", action="store_true", help="only the table, JSON lines to the standard output")
+    options = parser.parse_args()
+    if options.tabled:
+        for row in tabled():
+            print(json.dumps(row), flush=True)
+        return
+    rows = [{"table": "yes", **row} for row in tabled()]
+    for arch, changes in NEIGHBOURS.items():
+        for change in changes:
+            neighbour = compiled(arch, TILES[arch, 2]._replace(**change), {}, kernels=("forward_kernel",))
+            rows += [{"table": "no", **row} for row in neighbour]
+    if CSV.exists():  # of other versions of Triton
+        with CSV.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__] + rows
+    with CSV.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{CSV}: {len(rows)} kernels")
+
+
+def tabled() -> Iterator[dict[str, Any]]:
+    """Every kernel of every case, with the configuration that the table gives it."""
+    for arch, cases in CASES.items():
+        for case in cases:
+            size = {**SIZES, **case}
+            weight = torch.empty(size["V"], size["D"], dtype=getattr(torch, size["dtype"]), device="meta")
+            yield from compiled(arch, _triton.tiles_for(weight, arch), case)
+
+
+def compiled(
+    arch: str, tiles: Tiles, case: dict[str, Any], kernels: tuple[str, ...] | None = None
+) -> Iterator[dict[str, Any]]:
+    about = {"triton": triton.__version__, "arch": arch, **SIZES, **case}
+    for kernel, arguments, options in launches(tiles, **{**SIZES, **case}):
+        if kernels is None or kernel.__name__ in kernels:
+            forward = kernel.__name__ == "forward_kernel"
+            how = {f: value if forward else "" for f, value in tiles._asdict().items()}
+            yield {**about, "kernel": kernel.__name__, **how, **resources(kernel, arguments, options, CAPABILITY[arch])}
+
+
+def launches(
+    tiles: Tiles, *, dtype: str, n: int, V: int, D: int, bias: bool, gradients: bool
+) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """(kernel, arguments, options) of one chunk of n rows."""
+    recorded = []
+    launch = _triton._launch
+    _triton._launch = lambda kernel, programs, *arguments, **options: recorded.append((kernel, arguments, options))
+    try:
+        with torch.device("meta"):
+            of = {"dtype": getattr(torch, dtype)}
+            weight, offset = torch.empty(V, D, **of), torch.empty(V, **of) if bias else None
+            rows = TritonRows(weight, offset, 0.7, n, gradients, tiles)
+            target, value = torch.empty(n, dtype=torch.int64), torch.empty(n)
+            rows.forward(torch.empty(n, D, **of), target, None)
+            if gradients:
+                rows.gradient(target, target, value, value if bias else None)
+    finally:
+        _triton._launch = launch
+    return recorded
+
+
+def resources(kernel: Any, arguments: tuple, options: dict[str, Any], capability: int) -> dict[str, Any]:
+    """Compiles as a launch would; what the machine code takes and which instructions it holds."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False)) | {k: options[k] for k in options if k.isupper()}
+    settings = {k: v for k, v in options.items() if not k.isupper()}
+    types, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            kind, hint = "constexpr", None
+        else:
+            specialise = not parameter.do_not_specialize
+            kind, hint = native_specialize_impl(CUDABackend, value, False, specialise, specialise)
+        types[parameter.name] = kind
+        if kind == "constexpr":
+            constants[parameter.name] = value
+        elif hint == "D":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={**settings, "enable_fp_fusion": True})
+    return {**machine_code(made.asm["cubin"]), **instructions(made.asm), "shared": made.metadata.shared}
+
+
+def machine_code(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+    }
+
+
+def instructions(asm: dict[str, Any]) -> dict[str, int]:
+    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own form."""
+    patterns = {
+        "wgmma": r"wgmma\.mma_async",
+        "tcgen05": r"tcgen05\.mma",
+        "mma_sync": r"mma\.sync",
+        "tma_loads": r"cp\.async\.bulk\.tensor[\w.:]*shared::c\w+\.global",
+        "tma_stores": r"cp\.async\.bulk\.tensor[\w.:]*\.global\.shared",
+        "cp_async": r"cp\.async\.c[ag]\.",
+        "exp2": r"ex2\.approx",
+    }
+    counts = {name: len(re.findall(pattern, asm["ptx"])) for name, pattern in patterns.items()}
+    return counts | {"conversions": asm["ttgir"].count("ttg.convert_layout")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

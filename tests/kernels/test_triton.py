@@ -1,0 +1,304 @@
+"""The Triton backend against float64: in Triton's interpreter on the CPU, and the same on a GPU with `-m gpu`."""
+
+import dataclasses
+
+import pytest
+import torch
+from dense_reference import dense_loss, dense_stats, problem
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton_interpreted import backend as _triton
+
+from paw_kernels import LossRows, paw_loss, token_stats
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+OPTIONS = {
+    "clip": {},
+    "mae": {"observation_loss": "mae"},
+    "ce": {"observation_loss": "ce"},
+    "everything": {"kl_coef": 0.1, "entropy_coef": 0.05, "rho": 0.05, "clip_low": 0.1, "dual_clip": 1.5},
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: in the interpreter with its small blocks, or on a GPU with those of its architecture."""
+    if (request.param == "cpu") != _triton.INTERPRETED:
+        pytest.skip("no CUDA device" if _triton.INTERPRETED else "the interpreter is for machines without a GPU")
+    if _triton.INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return torch.device(request.param)
+
+
+def leaves(*tensors):
+    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def to(device, *tensors, dtype=None):
+    return [None if t is None else t.to(device, dtype if t.is_floating_point() else None) for t in tensors]
+
+
+def fused(hidden, weight, target, rows, bias=None, temperature=1.0):
+    h, w, b = leaves(hidden, weight, bias)
+    on = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    on = {name: value.to(hidden.device) if isinstance(value, torch.Tensor) else value for name, value in on.items()}
+    out = paw_loss(h, w, target, LossRows(**on), bias=b, temperature=temperature, backend="triton")
+    out.loss.backward()
+    return out, [x.grad for x in (h, w, b) if x is not None]
+
+
+def dense(hidden, weight, target, rows, bias=None, temperature=1.0, dtype=torch.float64):
+    h, w, b = leaves(*to("cpu", hidden, weight, bias, dtype=dtype))
+    out = dense_loss(h, w, target.cpu(), rows, b, temperature)
+    out[0].backward()
+    return out, [x.grad for x in (h, w, b) if x is not None]
+
+
+def assert_close(got, want, tolerance=1e-5):
+    got, want = got.double().cpu(), want.double().cpu()
+    scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
+
+
+# T, V, D: nothing divides a block; half a tile of columns left over; exactly one tile; the smallest of everything.
+SHAPES = [(37, 130, 24), (20, 48, 16), (16, 32, 32), (33, 97, 13), (1, 1, 1), (3, 1, 8), (1, 70, 8)]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_statistics_and_gradients_match_float64(device, dtype, shape):
+    temperature = 0.7
+    hidden, weight, target, bias, rows = problem(
+        *shape, bias=True, scale=2.0, temperature=temperature, **OPTIONS["everything"]
+    )
+    target[0] = shape[1] - 1
+    hidden, weight, bias = to(device, hidden, weight, bias, dtype=dtype)
+    target = target.to(device)
+    out, grads = fused(hidden, weight, target, rows, bias, temperature)
+    (loss, _, logp, entropy), expected = dense(hidden, weight, target, rows, bias, temperature)
+    on = rows.kind != 0
+    assert_close(out.loss, loss)
+    assert_close(out.logp, logp * on, 2e-6)
+    assert_close(out.entropy, entropy * on, 2e-6)
+    _, naive = dense(hidden, weight, target, rows, bias, temperature, dtype)
+    for got, plain, want in zip(grads, naive, expected, strict=True):
+        assert got.dtype == dtype
+        if dtype == torch.float32:
+            assert_close(got, want)
+        else:
+            assert (got.cpu() - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_loss_at_larger_size(device, name):
+    scale = 1 if device.type == "cpu" else 12  # several tiles for each program either way
+    shape = 75 * scale, 130 * scale, 24 * scale
+    hidden, weight, target, _, rows = problem(*shape, scale=2.0, **OPTIONS[name])
+    hidden, weight, target = to(device, hidden, weight, target)
+    out, grads = fused(hidden, weight, target, rows)
+    (loss, row_loss, *_), expected = dense(hidden, weight, target, rows)
+    assert_close(out.loss, loss)
+    assert_close(out.row_loss, row_loss)
+    assert (grads[0][~out.live] == 0).all()
+    for got, want in zip(grads, expected, strict=True):
+        assert_close(got, want)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    T=st.integers(0, 40),
+    V=st.integers(1, 70),
+    D=st.integers(1, 20),
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([0.0, 0.5, 4.0, 60.0]),
+    name=st.sampled_from(list(OPTIONS)),
+    temperature=st.sampled_from([0.4, 1.0, 2.0]),
+)
+def test_invariants_hold_for_any_shape(device, T, V, D, seed, scale, name, temperature):
+    hidden, weight, target, _, rows = problem(T, V, D, seed=seed, scale=scale, **OPTIONS[name])
+    hidden, weight, target, bias = to(device, hidden, weight, target, torch.zeros(V))
+    out, (d_hidden, d_weight, d_bias) = fused(hidden, weight, target, rows, bias, temperature)
+    assert (out.logp <= 0).all()
+    assert (out.entropy >= 0).all() and (out.entropy <= torch.tensor(V).log() * (1 + 1e-6)).all()
+    assert (d_hidden[~out.live] == 0).all()
+    assert_close(d_bias.sum(), torch.zeros(()), 1e-4)  # sum over the vocabulary of each row's dL/dz is 0
+    if scale < 60:  # at |z| in the hundreds float32 logits may fall on the other side of a clip
+        _, expected = dense(hidden, weight, target, rows, bias, temperature)
+        for got, want in zip((d_hidden, d_weight, d_bias), expected, strict=True):
+            assert_close(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len)
+def test_any_number_of_live_rows(device, live):
+    """Packed in place, gradients come from the rows they belong to."""
+    hidden, weight, target, _, _ = problem(40, 70, 8)
+    upstream = torch.zeros(40)
+    upstream[live] = torch.randn(len(live), generator=torch.Generator().manual_seed(1))
+    h, w = leaves(*to(device, hidden, weight))
+    logp, entropy = token_stats(h, w, target.to(device), backend="triton")
+    ((logp + 0.3 * entropy) * upstream.to(device)).sum().backward()
+    h64, w64 = leaves(hidden.double(), weight.double())
+    logp64, entropy64 = dense_stats(h64, w64, target)
+    ((logp64 + 0.3 * entropy64) * upstream).sum().backward()
+    dead = [t for t in range(40) if t not in live]
+    assert (h.grad[dead] == 0).all()
+    assert_close(h.grad, h64.grad)
+    assert_close(w.grad, w64.grad)
+
+
+@DTYPES
+def test_rows_with_nan_stay_alone(device, dtype):
+    hidden, weight, target, _, _ = problem(40, 70, 16)
+    hidden[21, 3] = torch.nan
+    h, w = leaves(*to(device, hidden, weight, dtype=dtype))
+    logp, entropy = token_stats(h, w, target.to(device), backend="triton")
+    rows = torch.arange(40, device=device)
+    assert logp.isnan().nonzero().tolist() == entropy.isnan().nonzero().tolist() == [[21]]
+    (logp * (rows % 2)).sum().backward()
+    assert h.grad[21].isnan().all()
+    assert h.grad[rows != 21].isfinite().all()
+    assert w.grad.isnan().all()
+
+
+@pytest.mark.parametrize("bad", ["weight", "bias"])
+def test_nan_in_the_head_reaches_every_row(device, bad):
+    hidden, weight, target, bias, _ = problem(20, 70, 16, bias=True)
+    (weight[69] if bad == "weight" else bias)[0] = torch.nan
+    hidden, weight, bias, target = to(device, hidden, weight, bias, target)
+    logp, entropy = token_stats(hidden, weight, target, bias=bias, backend="triton")
+    assert logp.isnan().all() and entropy.isnan().all()
+
+
+def test_near_deterministic_rows_keep_relative_precision(device):
+    hidden, weight = torch.eye(3) * 40, torch.eye(3)
+    logp, entropy = token_stats(*to(device, hidden, weight, torch.arange(3)), backend="triton")
+    z = (hidden.double() @ weight.double()).log_softmax(-1)
+    assert (logp <= 0).all() and (entropy > 0).all()
+    torch.testing.assert_close(entropy.double().cpu(), -(z.exp() * z).sum(-1), rtol=1e-4, atol=0)
+
+
+def test_sure_tokens_keep_their_gradient_in_bfloat16(device):
+    """1 - p of the target is exact: an error of half a bfloat16 step of p would be as large as 1 - p is here."""
+    hidden = torch.tensor([[8.0, 0, 0, 0, 0, 0, 0, 0]])
+    weight = torch.zeros(40, 8)
+    weight[3, 0] = 1.25  # z = 10, 39 others at 0: 1 - p = 0.00177
+    h, w = leaves(*to(device, hidden, weight, dtype=torch.bfloat16))
+    token_stats(h, w, torch.tensor([3], device=device), backend="triton").logp.sum().backward()
+    h64, w64 = leaves(hidden.double(), weight.double())
+    dense_stats(h64, w64, torch.tensor([3]))[0].sum().backward()
+    torch.testing.assert_close(w.grad[3, 0].double().cpu(), w64.grad[3, 0], rtol=0.005, atol=0)
+
+
+def test_permuting_the_vocabulary_changes_nothing(device):
+    hidden, weight, target, _, _ = problem(40, 101, 16)
+    order = torch.randperm(101, generator=torch.Generator().manual_seed(1))
+    permuted = token_stats(*to(device, hidden, weight[order], order.argsort()[target]), backend="triton")
+    for got, want in zip(permuted, token_stats(*to(device, hidden, weight, target), backend="triton"), strict=True):
+        assert_close(got, want, 1e-6)
+
+
+def test_chunks_change_nothing_but_rounding(device, monkeypatch):
+    hidden, weight, target, bias, rows = problem(300, 70, 8, bias=True, **OPTIONS["everything"])
+    hidden, weight, target, bias = to(device, hidden, weight, target, bias)
+    whole, whole_grads = fused(hidden, weight, target, rows, bias)
+    stats = token_stats(hidden, weight, target, bias=bias, backend="triton")
+    monkeypatch.setattr(_triton, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(_triton, "STATISTICS_BYTES", 1)
+    split, split_grads = fused(hidden, weight, target, rows, bias)
+    assert torch.equal(split.logp, whole.logp) and torch.equal(split.entropy, whole.entropy)
+    for got, want in zip(token_stats(hidden, weight, target, bias=bias, backend="triton"), stats, strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(split_grads, whole_grads, strict=True):
+        assert_close(got, want, 1e-6)
+
+
+@DTYPES
+def test_repeated_runs_and_both_passes_agree_bit_for_bit(device, dtype):
+    hidden, weight, target, bias, rows = problem(60, 70, 16, bias=True, **OPTIONS["everything"])
+    hidden, weight, target, bias = to(device, hidden, weight, target, bias, dtype=dtype)
+    first, grads = fused(hidden, weight, target, rows, bias)
+    again, grads_again = fused(hidden, weight, target, rows, bias)
+    assert torch.equal(first.loss, again.loss)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    stats = token_stats(hidden, weight, target, bias=bias, backend="triton")
+    on = (rows.kind != 0).to(device)
+    assert torch.equal(first.logp, stats.logp * on) and torch.equal(first.entropy, stats.entropy * on)
+
+
+@pytest.mark.parametrize("layout", ["columns", "strided", "offset"])
+def test_any_layout_of_weight_and_hidden(device, layout):
+    """Where tensor descriptors cannot go, pointers do."""
+    hidden, weight, target, _, rows = problem(20, 70, 16)
+    hidden, weight, target = to(device, hidden, weight, target)
+    want, want_grads = fused(hidden, weight, target, rows)
+
+    def lay(x):
+        if layout == "columns":
+            return x.t().contiguous().t()
+        if layout == "strided":
+            return torch.stack([x, x], 1)[:, 0]
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+
+    h, w = (lay(x).requires_grad_() for x in (hidden, weight))
+    assert _triton.tiles_for(w).tma == (layout == "strided" and _triton.tiles_for(weight).tma)
+    on = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    on = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in on.items()}
+    out = paw_loss(h, w, target, LossRows(**on), backend="triton")
+    out.loss.backward()
+    assert_close(out.loss, want.loss, 1e-6)
+    assert_close(h.grad, want_grads[0], 1e-6)
+    assert_close(w.grad, want_grads[1], 1e-6)
+
+
+@pytest.mark.parametrize("V", [128_256, 151_936, 152_064])
+def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V):
+    """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes 1.5 GiB."""
+    for tiles in ("interpreter", 2), ("interpreter", 4):
+        monkeypatch.setitem(_triton.TILES, tiles, _triton.TILES["sm_90", tiles[1]])
+    monkeypatch.setattr(_triton, "INTERPRETED", True)
+    D = 4096
+    weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
+
+    def step(N, gradients=True):
+        rows, step = _triton.make_rows(weight, None, 1.0, N, gradients)
+        held = sum(t.nbytes for t in (rows._buffer, rows._partial, rows._result) if t is not None)
+        copies = 3 if gradients else 1  # of the chunk's hidden states: taken, packed, their gradient
+        assert held + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)
+        return step
+
+    assert step(4096) == 4096
+    assert step(0) == step(1) == step(128) == 128
+    assert step(5400) == 2816  # not 4,992 and 408
+    assert 4096 <= step(32_768) <= 4736
+    assert step(10**6) >= 4096 <= step(10**6, gradients=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_rows_than_a_grid_axis_and_more_weights_than_int32():
+    g = torch.Generator("cuda").manual_seed(0)
+    of = {"device": "cuda", "dtype": torch.bfloat16, "generator": g}
+    for T, V, D in ((70_000, 300, 64), (40, 300_000, 8192)):
+        hidden, weight = torch.randn(T, D, **of), torch.randn(V, D, **of) / D**0.5
+        target = torch.randint(V, (T,), device="cuda", generator=g)
+        target[-1] = V - 1
+        h, w = leaves(hidden, weight)
+        logp, entropy = token_stats(h, w, target, backend="triton")
+        logp.sum().backward()
+        last = slice(T - 3, T)
+        logp64, entropy64 = dense_stats(hidden[last].double(), weight.double(), target[last])
+        assert_close(logp[last], logp64, 2e-6)
+        assert_close(entropy[last], entropy64, 2e-6)
+        assert h.grad.isfinite().all() and (h.grad[last] != 0).any()
+
+
+def test_why_not_names_value_and_fix(monkeypatch):
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    assert "cpu" in _triton.why_not(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    reason = _triton.why_not(torch.device("cuda", 0), torch.bfloat16)
+    assert "cuda:0 has 7.5" in reason and "backend='torch'" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert _triton.why_not(torch.device("cuda", 0), torch.bfloat16) is None

@@ -1,0 +1,71 @@
+"""The Triton kernels compiled ahead of time for GPUs that are not here: what the code takes and what it uses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "triton_aot.py"
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "other": 99}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One line a kernel, of a process of its own: here the kernels may be interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--tabled"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def the(compiled, kernel, *archs):
+    found = [row for row in compiled if row["kernel"] == kernel and row["arch"] in archs]
+    assert {row["arch"] for row in found} == set(archs)
+    return found
+
+
+def test_registers_and_shared_memory_suffice(compiled):
+    for row in compiled:
+        assert row["stack"] <= 96, row
+        assert row["shared"] <= SHARED_KIB[row["arch"]] * 1024, row
+
+
+def test_matrix_products_run_on_tensor_cores(compiled):
+    instruction = {"sm_80": "mma_sync", "sm_90": "wgmma", "sm_100": "tcgen05", "other": "mma_sync"}
+    for row in the(compiled, "forward_kernel", *instruction):
+        used = {name for name in instruction.values() if row[name]}
+        assert used == {instruction[row["arch"]]}, row
+
+
+def test_loads_run_ahead_of_the_products(compiled):
+    """A barrier or a branch in the wrong place makes the compiler drop the pipeline without a word."""
+    for row in the(compiled, "forward_kernel", *SHARED_KIB):
+        if row["D"] % 8:
+            continue  # rows that are not aligned can only be loaded through registers
+        assert row["tma_loads" if row["tma"] else "cp_async"], row
+        buffers = row["stages"] - (not row["tma"])
+        tile = (row["rows"] + row["cols"]) * row["depth"] * BYTES[row["dtype"]]
+        assert row["shared"] >= buffers * tile, row
+
+
+def test_descriptors_where_the_hardware_has_them(compiled):
+    for row in the(compiled, "forward_kernel", "sm_90", "sm_100"):
+        if row["dtype"] != "float32" and row["D"] % 8 == 0:
+            assert row["tma_loads"] and bool(row["tma_stores"]) == row["gradients"], row
+
+
+def test_the_gradient_can_be_in_place(compiled):
+    """A conversion of layouts between load and store would let one thread write what another has yet to read."""
+    for row in the(compiled, "gradient_kernel", *SHARED_KIB):
+        assert row["conversions"] == row["shared"] == row["spills"] == 0, row
