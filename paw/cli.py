@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paw import __version__
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 
 if TYPE_CHECKING:
     from paw.config import Config
@@ -135,7 +135,7 @@ def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
-    print(ensure_warm_model(config, make_suite(config.env), lambda line: print(line, file=sys.stderr, flush=True)))
+    print(ensure_warm_model(config, make_suite(config.env), to_stderr))
     return 0
 
 

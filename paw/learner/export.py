@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 
 from paw import __version__
 from paw.config import Config, dump, load
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 from paw.learner.model import Policy, load_policy, load_tokenizer
 from paw.trust import checkpoint
 
@@ -76,11 +75,11 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     return export(policy, load_tokenizer(base), out or run / "hf", config=config, step=state["step"])
 
 
-def start_model(run: Path | None, config: Config, report: Callable[[str], None] | None = None) -> str:
+def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:
     """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
 
     The warm-up model of a run begun is the one its run.json names, as long as it is there: one made by later code may
-    have another tokenizer. `report` hears about a warm-up (default: standard error).
+    have another tokenizer. `report` hears about a warm-up.
     """
     if config.model.path != "quickstart":
         return config.model.path
@@ -90,7 +89,7 @@ def start_model(run: Path | None, config: Config, report: Callable[[str], None] 
     from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
-    return str(ensure_warm_model(config, make_suite(config.env), report or _to_stderr).resolve())
+    return str(ensure_warm_model(config, make_suite(config.env), report).resolve())
 
 
 def read_info(run: Path) -> dict[str, Any]:
@@ -100,7 +99,3 @@ def read_info(run: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

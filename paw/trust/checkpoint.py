@@ -17,7 +17,7 @@ import os
 import random
 import re
 import shutil
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 
 VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -80,11 +80,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
         _fsync(folder)
         shutil.rmtree(folder / f".tmp_replaced_{path.name}", ignore_errors=True)
     except (OSError, SafetensorError) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
-        shutil.rmtree(temp, ignore_errors=True)
         raise UserError(f"cannot save checkpoint {path}: {_cause(error)}; earlier checkpoints are intact") from error
-    except BaseException:
+    finally:
         shutil.rmtree(temp, ignore_errors=True)
-        raise
     return path
 
 
@@ -99,19 +97,17 @@ def verify(path: Path) -> None:
     found = {file.name for file in path.iterdir()} - {MANIFEST}
     for name in sorted(files.keys() | found):
         if name not in found:
-            raise CheckpointError(f"checkpoint {path} is damaged ({name}): the file is missing")
+            raise _damaged(path, name, "the file is missing")
         if name not in files:
-            raise CheckpointError(f"checkpoint {path} is damaged ({name}): not a file of this checkpoint")
+            raise _damaged(path, name, "not a file of this checkpoint")
         try:
             now = _describe(path / name)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {path} is damaged ({name}): {_cause(error)}") from None
+            raise _damaged(path, name, _cause(error)) from None
         if now["bytes"] != files[name]["bytes"]:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged ({name}): {now['bytes']} bytes instead of {files[name]['bytes']}"
-            )
+            raise _damaged(path, name, f"{now['bytes']} bytes instead of {files[name]['bytes']}")
         if now != files[name]:
-            raise CheckpointError(f"checkpoint {path} is damaged ({name}): its sha256 differs from the manifest's")
+            raise _damaged(path, name, "its sha256 differs from the manifest's")
 
 
 def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> tuple[Tensors, dict[str, Any]]:
@@ -126,7 +122,7 @@ def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) 
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged ({STATE}): {error}") from None
+        raise _damaged(path, STATE, str(error)) from None
     if state.get("version") != VERSION:
         raise CheckpointError(f"checkpoint {path}: {STATE} has version {state.get('version')}, not {VERSION}")
     tensors: Tensors = {}
@@ -134,31 +130,31 @@ def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) 
         try:
             tensors[file.stem] = load_file(file)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"checkpoint {path} is damaged ({file.name}): {_cause(error)}") from None
+            raise _damaged(path, file.name, _cause(error)) from None
     for stem, expected in (like or {}).items():
         _check_fit(tensors.get(stem, {}), expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
-def latest(folder: Path, warn: Callable[[str], None] | None = None) -> Path | None:
+def latest(folder: Path, warn: Callable[[str], None] = to_stderr) -> Path | None:
     """The checkpoint saved last that verifies, or None where there is none at all.
 
     Each damaged one passed over is told to `warn` (default: standard error). Saved last, not highest step: after a
     rewind to an older checkpoint the new branch counts. Raises CheckpointError when there are only damaged ones, rather
     than silently starting over.
     """
-    damaged: list[tuple[Path, CheckpointError]] = []
+    damaged: list[CheckpointError] = []
     for path in sorted(folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True):
         try:
             verify(path)
         except CheckpointError as error:
-            damaged.append((path, error))
+            damaged.append(error)
             continue
-        for _, error in damaged:
-            (warn or _to_stderr)(f"{error}: using {path.name}")
+        for error in damaged:
+            warn(f"{error}: using {path.name}")
         return path
     if damaged:
-        raise CheckpointError(f"{damaged[0][1]}; no other checkpoint in {folder} verifies: use another --run.name")
+        raise CheckpointError(f"{damaged[0]}; no other checkpoint in {folder} verifies: use another --run.name")
     return None
 
 
@@ -169,12 +165,6 @@ def prune(folder: Path, keep: int) -> None:
     for path in sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))[:-keep]:
         path.rename(path.with_name(f".tmp_pruned_{path.name}"))
         shutil.rmtree(path.with_name(f".tmp_pruned_{path.name}"), ignore_errors=True)
-
-
-def digest(path: Path) -> str:
-    """sha256 over a checkpoint's files, as its manifest has them: equal digests are bitwise equal training states."""
-    files, _ = _read_manifest(path)
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 # --- training state as tensors -------------------------------------------------------------------------------------
@@ -214,27 +204,26 @@ def load_optimizer(
         )
     by_name = dict(named_parameters)
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         parameter = by_name.get(name)
         if parameter is None or parameter not in group_of:
             raise CheckpointError(f"optimizer.safetensors: '{full_name}' belongs to no parameter of this run")
-        if key != "step" and tensor.shape != parameter.shape:
+        if key == "step":
+            group = group_of[parameter]
+            on_device = group.get("fused") or group.get("capturable")
+            restored[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
+        elif tensor.shape == parameter.shape:
+            restored[parameter][key] = _placed(tensor, parameter)
+        else:
             raise CheckpointError(
                 f"optimizer.safetensors: '{full_name}' has shape {list(tensor.shape)}, "
                 f"the parameter {list(parameter.shape)}"
             )
     # Set directly: Optimizer.load_state_dict casts state to the parameter's dtype.
     optimizer.state.clear()
-    for full_name, tensor in tensors.items():
-        name, key = full_name.rsplit("/", 1)
-        parameter = by_name[name]
-        if key == "step":
-            group = group_of[parameter]
-            on_device = group.get("fused") or group.get("capturable")
-            optimizer.state[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
-        else:
-            optimizer.state[parameter][key] = _placed(tensor, parameter)
+    optimizer.state.update(restored)
     for group, lr in zip(optimizer.param_groups, info["lr"], strict=True):
         group["lr"] = lr
 
@@ -317,11 +306,11 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         content = json.loads(text)
         files, order = content["files"], content["order"]
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} is damaged ({MANIFEST}): {_cause(error)}") from None
+        raise _damaged(path, MANIFEST, _cause(error)) from None
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"checkpoint {path} is damaged ({MANIFEST}): not a manifest") from None
+        raise _damaged(path, MANIFEST, "not a manifest") from None
     if text != _manifest(files, order):
-        raise CheckpointError(f"checkpoint {path} is damaged ({MANIFEST}): it does not match its own sha256")
+        raise _damaged(path, MANIFEST, "it does not match its own sha256")
     return files, order
 
 
@@ -341,6 +330,10 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged ({name}): {what}")
+
+
 def _cause(error: Exception) -> str:
     number = getattr(error, "errno", None)
     if number is None:  # safetensors reports "... (os error 28)"
@@ -349,7 +342,3 @@ def _cause(error: Exception) -> str:
     cause = os.strerror(number) if number else str(error).splitlines()[0]
     hint = {errno.ENOSPC: ": free some space", errno.EROFS: ": choose a writable --run.dir"}.get(number or 0, "")
     return cause + hint
-
-
-def _to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
