@@ -15,6 +15,34 @@ from rich.text import Text
 
 from paw.trust.metrics import Metrics
 
+LINE = {
+    "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval/success": "eval {:.1%}",
+    "world/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "world/loss": "world {:.3g}",
+    "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
+    "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
+    "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
+}  # fmt: skip
+"""The plain line of an update: metric -> how it is written."""
+ROWS = {
+    "world": {
+        "world/lambda": "λ {:.3f}", "world/loss": "loss {:.3g}", "world/selected_frac": "selected {:.0%}",
+        "world/live_frac": "live {:.0%}",
+    },
+    "policy": {
+        "policy/loss": "loss {:.3g}", "policy/kl": "kl {:.3g}", "policy/entropy": "entropy {:.3g}",
+        "policy/clip_frac": "clipped {:.1%}", "health/valid_actions": "valid {:.0%}",
+    },
+    "optim": {"optim/lr": "lr {:.3g}", "optim/grad_norm": "grad norm {:.3g}"},
+    "time": {f"time/{phase}": phase + " {:.1f} s" for phase in ("rollout", "score", "update", "sync", "eval")},
+    "speed": {"perf/tokens_per_s": "{:,.0f} tokens/s", "perf/peak_gib": "peak {:.1f} GiB"},
+}  # fmt: skip
+"""Rows of the live view, in the same form."""
+TROUBLE = {
+    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
+    "health/groups_dropped": "groups dropped {:.0f}",
+}  # fmt: skip
+"""Told where it is not 0."""
+
 
 class LiveView:
     """Progress of a run: a live view on a terminal, one plain line per update anywhere else.
@@ -85,6 +113,9 @@ class LiveView:
             self._seconds.append(now - self._last)
         self._last, self.step = now, step
         self._metrics = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        if self._seconds:
+            left = sum(self._seconds) / len(self._seconds) * (self.total - step)
+            self._metrics |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         evaluation = {name.removeprefix("eval/"): v for name, v in self._metrics.items() if name.startswith("eval/")}
         if evaluation:
             self._eval = step, evaluation
@@ -94,37 +125,12 @@ class LiveView:
         if self._live is not None:
             self._live.refresh()
         elif self.mode == "plain":
-            self.message(self._line())
+            done = f"step {self.step:>{len(str(self.total))}}/{self.total}"
+            self.message("  ".join([done, *self._texts(LINE)]))
 
-    def _get(self, name: str, form: str) -> str:
-        """One metric as text, "" where it is absent. `form` is a format string: "kl {:.3g}"."""
-        return form.format(self._metrics[name]) if name in self._metrics else ""
-
-    def _time_left(self) -> str:
-        if not self._seconds:
-            return ""
-        left = sum(self._seconds) / len(self._seconds) * (self.total - self.step)
-        return str(timedelta(seconds=round(left)))
-
-    def _line(self) -> str:
-        parts = [
-            f"step {self.step:>{len(str(self.total))}}/{self.total}",
-            self._get("reward/mean", "reward {:.3g}"),
-            self._get("success/all", "success {:.1%}"),
-            self._get("eval/success", "eval {:.1%}"),
-            self._get("world/lambda", "lambda {:.3f}"),
-            self._get("policy/loss", "policy {:.3g}"),
-            self._get("world/loss", "world {:.3g}"),
-            self._get("policy/entropy", "entropy {:.3g}"),
-            self._get("policy/kl", "kl {:.3g}"),
-            self._get("optim/grad_norm", "grad {:.3g}"),
-            self._get("health/valid_actions", "valid {:.0%}"),
-            f"{self._seconds[-1]:.1f} s" if self._seconds else "",
-            self._get("perf/tokens_per_s", "{:,.0f} tok/s"),
-            self._get("perf/peak_gib", "{:.1f} GiB"),
-            f"left {self._time_left()}" if self._seconds else "",
-        ]
-        return "  ".join(part for part in parts if part)
+    def _texts(self, forms: dict[str, str]) -> list[str]:
+        """The metrics that are there, each as its form writes it."""
+        return [form.format(self._metrics[name]) for name, form in forms.items() if name in self._metrics]
 
     def _frame(self) -> Group:
         elapsed = str(timedelta(seconds=int(time.monotonic() - self._began)))
@@ -133,67 +139,33 @@ class LiveView:
             Text(f"update {self.step}/{self.total}", style="bold"),
             ProgressBar(total=self.total, completed=self.step, width=max(10, min(40, self.console.width - 50))),
             Text(elapsed, style="dim"),
-            Text(f"{self._time_left()} left" if self._seconds else "", style="dim"),
+            Text("".join(self._texts({"left": "{} left"})), style="dim"),
             Text(self._phase, style="dim"),
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for label, parts, style in self._rows():
-            text = "  ".join(part for part in parts if part)
-            if text:
-                table.add_row(label, Text(text, style=style))
+            if any(parts):
+                table.add_row(label, Text("  ".join(filter(None, parts)), style=style))
         return Group(bar, table)
 
     def _rows(self) -> list[tuple[str, list[str], str]]:
-        get = self._get
-        kinds = [n for n in self._metrics if n.startswith("success/") and n != "success/all"]
+        by_kind = {n: n.removeprefix("success/") + " {:.0%}" for n in self._metrics if n.startswith("success/")}
+        by_kind.pop("success/all", None)
         at, evaluation = self._eval or (0, {})
-        times = {name: value for name, value in self._metrics.items() if name.startswith("time/")}
-        problems = [
-            get(name, form)
-            for name, form in (
-                ("optim/skipped", "steps skipped {:.0f}"),
-                ("health/env_failures", "environment failures {:.0f}"),
-                ("health/groups_dropped", "groups dropped {:.0f}"),
-            )
-            if self._metrics.get(name)
-        ]
+        shares = [f"{n.removeprefix('success_')} {v:.1%}" for n, v in evaluation.items() if n.startswith("success")]
+        rows = {label: self._texts(forms) for label, forms in ROWS.items()}
+        if not self._unicode:
+            rows["world"] = [text.replace("λ", "lambda") for text in rows["world"]]
+        trouble = {name: form for name, form in TROUBLE.items() if self._metrics.get(name)}
         return [
-            ("reward", [get("reward/mean", "{:<6.3g}"), self._spark("reward/mean")], "bold"),
-            ("success", [get("success/all", "{:<6.1%}"), self._spark("success/all", top=1.0)], "bold green"),
-            ("by kind", [get(name, name.removeprefix("success/") + " {:.0%}") for name in kinds], ""),
-            (
-                "eval",
-                [f"{n.removeprefix('success_')} {v:.1%}" for n, v in evaluation.items() if n.startswith("success")]
-                + ([f"at update {at}"] if evaluation else []),
-                "cyan",
-            ),
-            (
-                "world",
-                [
-                    get("world/lambda", ("λ" if self._unicode else "lambda") + " {:.3f}"),
-                    get("world/loss", "loss {:.3g}"),
-                    get("world/selected_frac", "selected {:.0%}"),
-                    get("world/live_frac", "live {:.0%}"),
-                ],
-                "",
-            ),
-            (
-                "policy",
-                [
-                    get("policy/loss", "loss {:.3g}"),
-                    get("policy/kl", "kl {:.3g}"),
-                    get("policy/entropy", "entropy {:.3g}"),
-                    get("policy/clip_frac", "clipped {:.1%}"),
-                    get("health/valid_actions", "valid {:.0%}"),
-                ],
-                "",
-            ),
-            ("optim", [get("optim/lr", "lr {:.3g}"), get("optim/grad_norm", "grad norm {:.3g}")], ""),
-            ("time", [get(name, name.removeprefix("time/") + " {:.1f} s") for name in times], ""),
-            ("speed", [get("perf/tokens_per_s", "{:,.0f} tokens/s"), get("perf/peak_gib", "peak {:.1f} GiB")], ""),
-            ("trouble", problems, "yellow"),
+            ("reward", [*self._texts({"reward/mean": "{:<6.3g}"}), self._spark("reward/mean")], "bold"),
+            ("success", [*self._texts({"success/all": "{:<6.1%}"}), self._spark("success/all", top=1.0)], "bold green"),
+            ("by kind", self._texts(by_kind), ""),
+            ("eval", [*shares, f"at update {at}"] if evaluation else [], "cyan"),
+            *((label, texts, "") for label, texts in rows.items()),
+            ("trouble", self._texts(trouble), "yellow"),
         ]
 
     def _spark(self, name: str, top: float | None = None) -> str:
