@@ -163,11 +163,16 @@ __global__ void __launch_bounds__(THREADS, 4)
   T* const out = reinterpret_cast<T*>(rows.logits + k * rows.stride);
   const Gradient gradient{int(rows.target[i]), of.log_sum[i], of.entropy[i], a[i] * row.scale,
                           c ? c[i] * row.scale : 0};
-  for (int start = 0; start < row.vectors(); start += LOADS * blockDim.x) {
+  const int tile = LOADS * blockDim.x;
+  int safe = 0;
+  for (int start = 0; start < row.vectors(); start += tile) {
     float4 x[LOADS];
     row.load(x, start);
-    // Narrower values of this tile lie where this one and earlier ones were read, never on a tile ahead.
-    if (sizeof(T) < sizeof(float)) __syncthreads();
+    // 16-bit values up to `end` lie on the vectors up to end / 2, at most: these must have been read.
+    if (sizeof(T) < sizeof(float) && start >= safe) {
+      __syncthreads();
+      safe = 2 * start + tile;
+    }
 #pragma unroll
     for (int u = 0; u < LOADS; u++) {
       const int v = start + u * blockDim.x + threadIdx.x;
