@@ -77,7 +77,11 @@ class Run:
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.guard = UpdateGuard(config.run.max_skipped)
         self.signal = stack.enter_context(StopSignal())
-        seed_generators(config.run.seed)  # after the warm-up, which a cached model has not gone through
+        # After the warm-up, which a cached model has not gone through. A run's draws derive from run.seed without these
+        # generators; their states are saved all the same.
+        torch.manual_seed(config.run.seed)
+        random.seed(config.run.seed)
+        np.random.seed(config.run.seed % 2**32)
         self.step = 0
         """Updates done; the weight version."""
         self.saved = 0
@@ -85,11 +89,12 @@ class Run:
         self.metrics: dict[str, float] = {}
         """Of the update in progress."""
         self.started = time.monotonic()
+        cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         self.info: dict[str, Any] = {
             "paw": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": device_name(device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
             "threads": torch.get_num_threads(),
             "engine": config.rollout.engine,
             "backend": backend,
@@ -104,8 +109,8 @@ class Run:
         if resume:
             self.restore()
             self.info["wall_s"] = float(read_info(self.directory).get("wall_s", 0.0))
-        _write(self.directory / "config.toml", dump(config))
-        self._write_info()
+        self._write("config.toml", dump(config))
+        self._write("run.json", json.dumps(self.info, indent=1))
         self.log = stack.enter_context(
             MetricsLog(
                 self.directory,
@@ -128,21 +133,11 @@ class Run:
 
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
-        settings = self.config.eval
         with self.clock("eval"):
-            tasks = self.suite.eval_tasks(self.config.env.eval_split, settings.games, settings.seed)
-            groups, _ = rollouts.play(
-                tasks,
-                group_size=1,
-                temperature=settings.temperature,
-                seed=settings.seed,
-                stream="eval",
-                progress=self.view.progress("evaluation"),
-            )
+            groups, _ = rollouts.evaluation(self.view.progress("evaluation"))
             self.metrics |= {f"eval/{name}": value for name, value in success_metrics(groups).items()}
-            for sample in sample_episodes(
-                groups, self.policy, self.engine, self.chat, count=SAMPLES, max_tokens=self.config.wm.max_tokens
-            ):
+            limits = {"count": SAMPLES, "max_tokens": self.config.wm.max_tokens}
+            for sample in sample_episodes(groups, self.policy, self.engine, self.chat, **limits):
                 self.log.sample(self.step, sample)
         if self.step == 0:
             self._write_metrics()
@@ -193,7 +188,7 @@ class Run:
             self.save()
         export(self.policy, self.tokenizer, self.directory / "hf", config=self.config, step=self.step)
         self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
-        self._write_info()
+        self._write("run.json", json.dumps(self.info, indent=1))
         return write_report(self.directory)
 
     def _write_metrics(self) -> None:
@@ -201,8 +196,11 @@ class Run:
         self.view.update(self.step, self.metrics)
         self.metrics.clear()
 
-    def _write_info(self) -> None:
-        _write(self.directory / "run.json", json.dumps(self.info, indent=1))
+    def _write(self, name: str, text: str) -> None:
+        try:
+            (self.directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {self.directory / name}: {error.strerror}") from None
 
 
 @contextmanager
@@ -223,12 +221,6 @@ def header_lines(run: Run) -> list[str]:
     ]
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
 def peak_gib(device: torch.device) -> float:
     """Peak memory so far: of the GPU's allocator, or of the process."""
     if device.type == "cuda":
@@ -236,33 +228,19 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def seed_generators(seed: int) -> None:
-    """Seed torch, python and numpy alike. Draws of a run derive from run.seed without them; their states are saved."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
 def _prepare_directory(config: Config, *, resume: bool) -> Path:
-    directory = config.run_dir
+    directory = config.run.dir / config.run.name
     metrics = directory / "metrics.jsonl"
-    if resume and not metrics.exists():
-        raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
-    if not resume and metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
-        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     if resume:
+        if not metrics.exists():
+            raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
         before = load(directory / "config.toml")
         if before.model.path != config.model.path:
             raise UserError(f"--resume auto: {directory} was trained from model.path = '{before.model.path}'")
+    elif metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
+        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
     return directory
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -87,10 +87,6 @@ class Group:
     task: Task
     trajectories: list[Trajectory]
 
-    @property
-    def mean_return(self) -> float:
-        return sum(t.episode_return for t in self.trajectories) / len(self.trajectories)
-
 
 @dataclass
 class Row:

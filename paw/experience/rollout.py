@@ -10,12 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from paw.config import RolloutConfig
+from paw.config import Config
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Completion, Engine, Request
 from paw.experience.envs.base import Environment, Suite
 from paw.types import Group, Task, Trajectory, Turn
+
+Progress = Callable[[int, int], None]
+"""Called with (episodes finished, episodes in all)."""
 
 
 @dataclass
@@ -51,10 +54,25 @@ class _Episode:
 class Rollouts:
     """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
 
-    def __init__(self, suite: Suite, engine: Engine, chat: Chat, settings: RolloutConfig):
-        self.suite, self.engine, self.chat, self.settings = suite, engine, chat, settings
+    def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config):
+        self.suite, self.engine, self.chat, self.config = suite, engine, chat, config
         self._idle: list[Environment] = []
         self._key = 0
+
+    def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+        """Play the first `count` tasks of update `step` in groups, as `play` does."""
+        size, temperature = self.config.rollout.group_size, self.config.rollout.temperature
+        seed, stream = self.config.run.seed, f"train/{step}"
+        tasks = self.suite.train_tasks(step, count, seed)
+        return self.play(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
+
+    def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+        """Play the evaluation games once each, as `play` does."""
+        config = self.config.eval
+        tasks = self.suite.eval_tasks(self.config.env.eval_split, config.games, config.seed)
+        return self.play(
+            tasks, group_size=1, temperature=config.temperature, seed=config.seed, stream="eval", progress=progress
+        )
 
     def play(
         self,
@@ -64,13 +82,12 @@ class Rollouts:
         temperature: float,
         seed: int,
         stream: str,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
-        fails is left out; a group left with fewer than min(2, group_size) members is dropped. `progress` gets
-        (episodes finished, episodes in all).
+        fails is left out; a group left with fewer than min(2, group_size) members is dropped.
         """
         stats = RolloutStats()
         groups = [Group(task, [Trajectory(task, member) for member in range(group_size)]) for task in tasks]
@@ -122,7 +139,7 @@ class Rollouts:
                 if progress:
                     progress(finished, total)
                 return
-            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.settings.max_prompt_tokens)
+            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.config.rollout.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
             stats.prompt_tokens += len(episode.prompt_ids)
             self._key += 1
@@ -133,7 +150,7 @@ class Rollouts:
                     prompt_ids=episode.prompt_ids,
                     seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
                     temperature=temperature,
-                    max_tokens=self.settings.max_response_tokens,
+                    max_tokens=self.config.rollout.max_response_tokens,
                 )
             )
 
