@@ -32,6 +32,21 @@ def gpu():
 @pytest.fixture(scope="module", params=["forward", "backward", "shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine(request):
     """Where the CUDA operators run in a test: emulated with three orders of turns, and on a GPU."""
+    yield from _machine(request)
+
+
+@pytest.fixture(scope="module", params=["torch", "forward", "shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
+def machine_or_torch(request):
+    """The same for operators that also exist in plain torch."""
+    import cuda_on_cpu
+
+    if request.param == "torch":
+        yield cuda_on_cpu.Machine(torch.ops.paw_kernels, "cpu")
+    else:
+        yield from _machine(request)
+
+
+def _machine(request):
     import cuda_on_cpu
 
     if request.param == "gpu":
