@@ -50,8 +50,8 @@ class BuildExtensions(build_ext):
 
 def nvcc_command() -> list[str]:
     """nvcc and its options, without sources and output. Ends with one line when nvcc or torch is missing or too old."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    places = [str(Path(home) / "bin") for home in homes] + [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(str(Path(home) / "bin") for home in homes), os.environ.get("PATH", "")]
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None:
         raise SystemExit("PAW_BUILD_CUDA: no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit")
