@@ -203,6 +203,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
   SHARED(Sums, mine);
   SHARED(Gradient, gradient);
+  SHARED(bool, live);
   float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier
   const int rank = cluster_rank(), size = cluster_size();
   const int64_t k = blockIdx.x / size;
@@ -246,6 +247,7 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
       const Softmax of(sums, z_target);
       const float slope_a = slope.a(of.logp);
       gradient = {target, of.log_sum, of.entropy, slope_a * row.scale, slope.c * row.scale};
+      live = slope_a != 0 || slope.c != 0;  // as the caller will say, who does not see a product that underflows
       if (rank == 0) {
         out.logp[k] = of.logp;
         out.entropy[k] = of.entropy;
@@ -255,8 +257,8 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
   }
   __syncthreads();
   cluster_arrive();  // waited for at the end: a block's sums must outlive the reading of them
-  const Gradient of = gradient;
-  if (of.a != 0 || of.c != 0) {
+  if (live) {
+    const Gradient of = gradient;
     T* const to = reinterpret_cast<T*>(rows.logits + k * rows.stride);
 #pragma unroll LOADS
     for (int v = threadIdx.x; v < count; v += blockDim.x) {

@@ -163,6 +163,13 @@ def test_nan_coefficients_reach_the_gradient(machine, way):
     assert source.tolist() == [0, 2] and got.isnan().all(1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("way", [0, 1])
+def test_coefficients_that_vanish_with_the_scale_leave_no_logits_behind(machine, way):
+    of = constant_slopes(*machine.put(torch.tensor([1e-45, 1.0]), None))
+    source, got = run(machine, *machine.put(random(2, 50), None, torch.tensor([0, 1])), of, 0.5, torch.float32, way)[3:]
+    assert source.tolist() == [0, 1] and (got[0].abs() < 1e-40).all() and (got[1] != 0).all()
+
+
 def test_rows_without_gradient_are_left_alone(machine):
     x, target = random(4, 333), torch.zeros(4, dtype=torch.int64)
     of = constant_slopes(*machine.put(torch.tensor([1.0, 0.0, -1.0, 0.0]), None))
