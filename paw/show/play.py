@@ -9,15 +9,16 @@ import argparse
 import io
 import json
 import sys
-from typing import TextIO
+from contextlib import closing
 
 from paw.config import EnvConfig
+from paw.errors import to_stderr
 from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
 from paw.experience.envs.alfworld.generator import generate
 from paw.experience.envs.alfworld.problem import Game
 from paw.experience.envs.alfworld.suite import AlfworldEnv, AlfworldSuite
 from paw.experience.envs.worker import EnvironmentFailure
-from paw.types import Task
+from paw.types import Outcome, Task
 
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
@@ -33,74 +34,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one command a line in, one JSON object a line out")
 
 
-def run(args: argparse.Namespace, *, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Play one game as `args` say; returns the exit status, 1 if the engine broke.
 
     Raises:
         UserError: the game file is unreadable, or the back end is not installed.
     """
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
-    environment = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style)).make()
+    suite = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style))
     talk = _json if args.json else _terminal
-    if stdin is None and isinstance(sys.stdin, io.TextIOWrapper):
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
-    try:
-        talk(environment, Task(game.name, game.kind, game), stdin or sys.stdin, stdout or sys.stdout)
-    except EnvironmentFailure as error:
-        print(f"paw play: {error}", file=sys.stderr)
-        return 1
-    finally:
-        environment.close()
+    with closing(suite.make()) as environment:
+        try:
+            talk(environment, Task(game.name, game.kind, game))
+        except EnvironmentFailure as error:
+            to_stderr(f"paw play: {error}")
+            return 1
     return 0
 
 
-def _json(environment: AlfworldEnv, task: Task, stdin: TextIO, stdout: TextIO) -> None:
-    def say(feedback: str, *, won: bool = False, reward: float = 0.0, done: bool = False) -> None:
-        message = {
-            "feedback": feedback,
-            "admissible": environment.admissible,
-            "won": won,
-            "reward": reward,
-            "done": done,
-        }
-        print(json.dumps(message), file=stdout, flush=True)
-
-    say(environment.reset(task))
-    for line in stdin:
-        outcome = environment.step(environment.style.answer(line.strip()))
-        say(outcome.observation, won=outcome.won, reward=outcome.reward, done=outcome.done)
-        if outcome.done:
+def _json(environment: AlfworldEnv, task: Task) -> None:
+    outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
+    while True:
+        message = {"feedback": outcome.observation, "admissible": environment.admissible}
+        message |= {"won": outcome.won, "reward": outcome.reward, "done": outcome.done}
+        print(json.dumps(message), flush=True)
+        line = "" if outcome.done else sys.stdin.readline()
+        if not line:
             return
+        outcome = environment.step(environment.style.answer(line.strip()))
 
 
-def _terminal(environment: AlfworldEnv, task: Task, stdin: TextIO, stdout: TextIO) -> None:
-    def say(text: str, end: str = "\n") -> None:
-        print(text, end=end, file=stdout, flush=True)
-
-    say(f"{environment.reset(task)}\n\n{HELP}")
+def _terminal(environment: AlfworldEnv, task: Task) -> None:
+    print(f"{environment.reset(task)}\n\n{HELP}")
     turns = 0
     while True:
         actions = [action for action in environment.admissible if action != "help"]
-        say("\n" + "\n".join(f"{number:4}  {action}" for number, action in enumerate(actions, start=1)))
-        say("> ", end="")
-        line = stdin.readline()
+        print("\n" + "\n".join(f"{number:4}  {action}" for number, action in enumerate(actions, start=1)))
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
         command = line.strip()
         if not line or command == "quit":
-            say("")
+            print()
             return
-        if command == "prompt":
-            say(environment.prompt())
-            continue
-        if not command:
-            say(HELP)
+        if command in ("", "prompt"):
+            print(environment.prompt() if command else HELP)
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]
-            say(command)
+            print(command)
         outcome = environment.step(environment.style.answer(command))
         turns += 1
-        say(f"\n{outcome.observation}")
+        print(f"\n{outcome.observation}")
         if outcome.done:
             steps = f"{turns} step{'s' if turns > 1 else ''}"
-            say(f"\nWon in {steps}, reward {outcome.reward:g}." if outcome.won else f"\nNot won in {steps}.")
+            print(f"\nWon in {steps}, reward {outcome.reward:g}." if outcome.won else f"\nNot won in {steps}.")
             return

@@ -1,6 +1,7 @@
 """`paw play` as a program and as a person use it."""
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -22,8 +23,9 @@ KEYS = ["feedback", "admissible", "won", "reward", "done"]
 def talk(typed: str, *words: str) -> str:
     parser = argparse.ArgumentParser()
     play.add_arguments(parser)
-    out = io.StringIO()
-    assert play.run(parser.parse_args(["alfworld", *words]), stdin=io.StringIO(typed), stdout=out) == 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        assert play.run(parser.parse_args(["alfworld", *words])) == 0
     return out.getvalue()
 
 
