@@ -17,7 +17,7 @@ struct Sums {
   float top, sum, dot;
 
   __device__ void raise(float high) {
-    const float down = fmaxf(top - high, FLOOR), shrink = __expf(down);
+    const float down = fmaxf(top - high, FLOOR), shrink = fast_exp(down);
     dot = shrink * (dot + down * sum);
     sum *= shrink;
     top = high;
@@ -30,7 +30,7 @@ struct Sums {
     for (float value : z) high = fmaxf(high, value);
     raise(high);
     for (float value : z) {
-      const float down = value - top, e = __expf(down);
+      const float down = value - top, e = fast_exp(down);
       sum += e;
       dot += e * fmaxf(down, FLOOR);
     }
@@ -62,15 +62,17 @@ struct Row {
   const float *x, *bias;
   float scale;
   int V, shift;
+  int whole_end;  // vectors that begin before it, from 0 on, do not reach beyond V
 
   __device__ Row(const Rows& rows, int64_t k)
       : x(rows.logits + k * rows.stride), bias(rows.bias), scale(rows.scale), V(rows.V),
-        shift(reinterpret_cast<uintptr_t>(x) / sizeof(float) % 4) {}
+        shift(reinterpret_cast<uintptr_t>(x) / sizeof(float) % 4), whole_end(max(V - 3, 0)) {}
 
   __device__ int vectors() const { return (V + shift + 3) / 4; }
   __device__ int first(int i) const { return 4 * i - shift; }
+  __device__ int of(int j) const { return (j + shift) / 4; }  // the vector of logit j
   __device__ bool inside(int j) const { return j >= 0 && j < V; }
-  __device__ bool whole(int i) const { return first(i) >= 0 && first(i + 1) <= V; }
+  __device__ bool whole(int i) const { return unsigned(first(i)) < unsigned(whole_end); }
   __device__ const float4* vector(int i) const { return reinterpret_cast<const float4*>(x + first(i)); }
 
   __device__ float4 load(int i) const {
@@ -107,30 +109,41 @@ struct alignas(4 * sizeof(T)) Four {
   T of[4];
 };
 
-__device__ void narrow(float& to, float value) { to = value; }
-__device__ void narrow(__nv_bfloat16& to, float value) { to = __float2bfloat16_rn(value); }
-__device__ void narrow(__half& to, float value) { to = __float2half_rn(value); }
-
-// dL/dlogits of one row; a and c include the scale.
+// dL/dlogits of one row: a [j = target] - p_j (a + c (log p_j + entropy)), where a and c include the scale.
 struct Gradient {
-  int target;
-  float log_sum, entropy, a, c;
+  float log_sum, a, c, rest;
 
-  // Writes vector i of the row, given its z.
+  __device__ Gradient(float log_sum, float entropy, float a, float c)
+      : log_sum(log_sum), a(a), c(c), rest(a + c * entropy) {}
+
+  __device__ float off_target(float z) const {
+    const float logp = z - log_sum;
+    return -fast_exp(logp) * (c * fmaxf(logp, FLOOR) + rest);
+  }
+
+  // Writes vector i of the row, given its logits, as if the target were not in it.
   template <class T>
-  __device__ void store(T* out, const Row& row, int i, const float (&z)[4]) const {
+  __device__ void store(T* out, const Row& row, int i, float4 x) const {
     const int j = row.first(i);
+    float z[4];
     Four<T> d;
-    for (int u = 0; u < 4; u++) {
-      const float logp = z[u] - log_sum, p = __expf(logp);
-      narrow(d.of[u], (j + u == target ? a : 0) - p * (a + c * (fmaxf(logp, FLOOR) + entropy)));
-    }
+    row.scaled(x, i, z);
+    narrow(d.of, off_target(z[0]), off_target(z[1]));
+    narrow(d.of + 2, off_target(z[2]), off_target(z[3]));
     if (row.whole(i) && reinterpret_cast<uintptr_t>(out + j) % sizeof(d) == 0) {
       *reinterpret_cast<Four<T>*>(out + j) = d;
     } else {
       for (int u = 0; u < 4; u++)
         if (row.inside(j + u)) out[j + u] = d.of[u];
     }
+  }
+
+  // Then, by the same thread, the target.
+  template <class T>
+  __device__ void store_target(T* out, int target, float z) const {
+    alignas(2 * sizeof(T)) T d[2];
+    narrow(d, off_target(z) + a, 0);
+    out[target] = d[0];
   }
 };
 
@@ -161,14 +174,15 @@ __global__ void __launch_bounds__(THREADS, 4)
   const int64_t k = blockIdx.x, i = source[k];
   const Row row(rows, i);
   T* const out = reinterpret_cast<T*>(rows.logits + k * rows.stride);
-  const Gradient gradient{int(rows.target[i]), of.log_sum[i], of.entropy[i], a[i] * row.scale,
-                          c ? c[i] * row.scale : 0};
-  const int tile = LOADS * blockDim.x;
+  const Gradient gradient(of.log_sum[i], of.entropy[i], a[i] * row.scale, (c ? c[i] : 0) * row.scale);
+  const int target = rows.target[i], tile = LOADS * blockDim.x;
+  const bool mine = row.of(target) % blockDim.x == threadIdx.x;
+  const float z_target = mine ? row.scaled(target) : 0;  // before it is overwritten
   int safe = 0;
   for (int start = 0; start < row.vectors(); start += tile) {
     float4 x[LOADS];
     row.load(x, start);
-    // 16-bit values up to `end` lie on the vectors up to end / 2, at most: these must have been read.
+    // 16-bit values of the first v vectors lie on the first v / 2 + 1: all threads must have read those.
     if (sizeof(T) < sizeof(float) && start >= safe) {
       __syncthreads();
       safe = 2 * start + tile;
@@ -176,11 +190,10 @@ __global__ void __launch_bounds__(THREADS, 4)
 #pragma unroll
     for (int u = 0; u < LOADS; u++) {
       const int v = start + u * blockDim.x + threadIdx.x;
-      float z[4];
-      row.scaled(x[u], v, z);
-      gradient.store(out, row, v, z);
+      gradient.store(out, row, v, x[u]);
     }
   }
+  if (mine) gradient.store_target(out, target, z_target);
 }
 
 // One row's part of Slopes.
@@ -198,12 +211,15 @@ struct Slope {
   }
 };
 
+struct Answer {
+  float log_sum, entropy, a;
+};
+
 // A cluster of blocks holds one row, `part` vectors in each block's shared memory.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
   SHARED(Sums, mine);
-  SHARED(Gradient, gradient);
-  SHARED(bool, live);
+  SHARED(Answer, answer);
   float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier
   const int rank = cluster_rank(), size = cluster_size();
   const int64_t k = blockIdx.x / size;
@@ -246,8 +262,7 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
     if (lane() == 0) {
       const Softmax of(sums, z_target);
       const float slope_a = slope.a(of.logp);
-      gradient = {target, of.log_sum, of.entropy, slope_a * row.scale, slope.c * row.scale};
-      live = slope_a != 0 || slope.c != 0;  // as the caller will say, who does not see a product that underflows
+      answer = {of.log_sum, of.entropy, slope_a};
       if (rank == 0) {
         out.logp[k] = of.logp;
         out.entropy[k] = of.entropy;
@@ -257,15 +272,13 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
   }
   __syncthreads();
   cluster_arrive();  // waited for at the end: a block's sums must outlive the reading of them
-  if (live) {
-    const Gradient of = gradient;
+  if (answer.a != 0 || slope.c != 0) {  // the caller decides so too: not by the products, which may underflow
+    const Gradient gradient(answer.log_sum, answer.entropy, answer.a * row.scale, slope.c * row.scale);
     T* const to = reinterpret_cast<T*>(rows.logits + k * rows.stride);
 #pragma unroll LOADS
-    for (int v = threadIdx.x; v < count; v += blockDim.x) {
-      float z[4];
-      row.scaled(held[v], begin + v, z);
-      of.store(to, row, begin + v, z);
-    }
+    for (int v = threadIdx.x; v < count; v += blockDim.x) gradient.store(to, row, begin + v, held[v]);
+    const int v = row.of(target) - begin;
+    if (v >= 0 && v < count && v % blockDim.x == threadIdx.x) gradient.store_target(to, target, z_target);
   }
   cluster_wait();
 }

@@ -30,7 +30,6 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
-#define __expf expf
 #define SHARED(type, name) auto& name = *static_cast<type*>(cpu::shared(__COUNTER__, sizeof(type)))
 
 using cudaStream_t = void*;
@@ -42,8 +41,6 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 
 using __nv_bfloat16 = torch::headeronly::BFloat16;
 using __half = torch::headeronly::Half;
-inline __nv_bfloat16 __float2bfloat16_rn(float value) { return value; }
-inline __half __float2half_rn(float value) { return value; }
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -52,6 +49,7 @@ struct Index {
 };
 inline Index threadIdx, blockIdx, blockDim;
 inline int min(int a, int b) { return std::min(a, b); }
+inline int max(int a, int b) { return std::max(a, b); }
 inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
@@ -266,6 +264,9 @@ inline void __pipeline_wait_prior(size_t groups) {
 
 namespace paw {
 
+inline float fast_exp(float x) { return expf(x); }
+template <class T>
+void narrow(T* to, float x, float y) { to[0] = x, to[1] = y; }
 template <class T>
 T* dynamic_shared() { return reinterpret_cast<T*>(cpu::home().shared.data()); }
 
