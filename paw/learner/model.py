@@ -120,15 +120,11 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(f"model.path = '{path}': no tokenizer found ({_first_line(error)})") from None
 
 
-def load_policy(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    device: torch.device | None = None,
-    gradient_checkpointing: bool = False,
-    head_backend: str = "auto",
-) -> Policy:
-    """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config."""
+def load_policy(path: str | Path, *, device: torch.device | str = "cpu", **options: Any) -> Policy:
+    """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config.
+
+    `options` are those of Policy.
+    """
     _check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -154,8 +150,7 @@ def load_policy(
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
-    policy = Policy(lm, dtype=dtype, gradient_checkpointing=gradient_checkpointing, head_backend=head_backend)
-    return policy.to(device or torch.device("cpu"))
+    return Policy(lm, **options).to(device)
 
 
 def _check_folder(path: str | Path) -> None:
