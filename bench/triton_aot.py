@@ -56,15 +56,16 @@ NEIGHBOURS = {
         {"stages": 3},
         {"flatten": False},
         {"halves": False, "stages": 3},
-        {"cols": 128, "warps": 4},
-        {"cols": 128, "depth": 128, "stages": 3},
+        {"depth": 128, "stages": 2},
+        {"cols": 128, "warps": 4, "stages": 3},
+        {"tma": False, "flatten": False},
     ],
     "sm_100": [
-        {"stages": 3},
         {"flatten": True},
-        {"halves": False, "stages": 3},
+        {"halves": True, "stages": 4},
+        {"halves": True, "stages": 4, "flatten": True},
         {"cols": 128, "stages": 5},
-        {"cols": 128, "warps": 4, "stages": 5},
+        {"cols": 128, "stages": 5, "flatten": True},
     ],
 }
 """Changes to the table's entry for 16 bits that were weighed against it."""

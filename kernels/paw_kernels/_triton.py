@@ -61,8 +61,8 @@ fits in shared memory and spills next to nothing, the table takes the most loads
 wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills.
 float32 takes smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
 
-_MERGE = 32, 64
-"""Rows and tiles of a step of the merge kernel: 128-byte lines, 24 KiB on their way at once."""
+_MERGE_ROWS = 32
+"""Of a program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
 
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 """TRITON_INTERPRET=1 was set when the kernels were defined: they run in numpy, on tensors of any device."""
@@ -110,13 +110,16 @@ class TritonRows:
             FLATTEN=tiles.flatten,
             RAGGED=V % tiles.cols != 0,
             PRECISION="tf32x3",  # exact to 2^-22 for float32 inputs, on the tensor cores; not read for 16 bits
-            UPCAST=INTERPRETED,  # the interpreter's dot reads the bits of bfloat16 as integers
+            INTERPRETED=INTERPRETED,  # the interpreter's dot reads the bits of bfloat16 as integers
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-        sizes = n, blocks, capacity, self._scale
         _launch(
-            *(kernels.merge_kernel, triton.cdiv(n, _MERGE[0]), self._partial, self._result, *sizes, *_MERGE),
+            kernels.merge_kernel,
+            triton.cdiv(n, _MERGE_ROWS),
+            *(self._partial, self._result, n, blocks, capacity, self._scale),
+            ROWS=_MERGE_ROWS,
+            BLOCKS=64,
             num_warps=8,
         )
         logp, entropy = self._result[0, :n], self._result[1, :n]
@@ -135,6 +138,7 @@ class TritonRows:
             *(width, blocks, capacity, self._scale, self._inverse_temperature),
             COLS=self._tiles.cols,
             BLOCKS=at_once,
+            INTERPRETED=INTERPRETED,
             num_warps=4,
         )
         return self._buffer[:L, :V].to(self.head.dtype)
@@ -143,7 +147,7 @@ class TritonRows:
 def make_rows(
     weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
 ) -> tuple[TritonRows, int]:
-    """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 4,500 rows become two of 2,304."""
+    """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
     tiles = tiles_for(weight)
     (V, D), size = weight.shape, weight.element_size()
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size

@@ -24,6 +24,7 @@ it, and so is every sum of the row.
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 LN2 = tl.constexpr(0.6931471805599453)
 OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V: finite, because e x would be 0 * inf = NaN
@@ -88,7 +89,7 @@ def forward_kernel(
     FLATTEN: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """partial [V / COLS, capacity, 4] (peak, slant, total, chosen), and e [n, V], of x [n, D] @ w [V, D]^T + bias [V].
 
@@ -113,7 +114,7 @@ def forward_kernel(
             for k in range(0, D, DEPTH):
                 left = x.load([row, k])
                 right = w.load([col, k])
-                if UPCAST:
+                if INTERPRETED:
                     left = left.to(tl.float32)
                     right = right.to(tl.float32)
                 acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
@@ -130,7 +131,7 @@ def forward_kernel(
                 else:
                     left = tl.load(left_at, mask=(k + ks < D)[None, :], other=0.0)
                     right = tl.load(right_at, mask=(k + ks < D)[:, None], other=0.0)
-                if UPCAST:
+                if INTERPRETED:
                     left = left.to(tl.float32)
                     right = right.to(tl.float32)
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
@@ -208,13 +209,14 @@ def gradient_kernel(
     inverse_temperature,
     COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """In place: row k of e becomes dL/du of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
 
-    A program owns BLOCKS tiles of COLS columns of one row k. It is safe beside the others because no row that is
-    written is read by another one (`_head.pack`), and within the program because each thread loads and stores the same
-    elements. `width` is V with the row's padding, whose content is never used: a mask by V itself would forbid wide
-    loads for odd vocabularies. c may be None.
+    A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no row that is written is
+    read by another (`segments.pack`), in itself because each thread loads and stores the same elements. `width` is V
+    with the row's padding, whose content is never used: a mask by V would forbid wide loads for odd vocabularies. c may
+    be None.
     """
     spans = tl.cdiv(width, BLOCKS * COLS)
     k = tl.program_id(0) // spans
@@ -227,10 +229,14 @@ def gradient_kernel(
     power = tl.load(e + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
 
     p = power * tl.exp2(shift)[:, None]
-    hit = cols == tl.load(target + row).to(tl.int32)
-    dz = tl.load(a + row) * (hit.to(tl.float32) - p)
+    at_target = tl.load(a + row) * inverse_temperature
+    slope = at_target
     if c is not None:
-        log_p = (tl.log2(tl.maximum(power, SMALLEST)) + shift[:, None]) * LN2
-        dz -= tl.load(c + row) * p * (log_p + tl.load(result + capacity + row))
+        power = tl.maximum(power, SMALLEST)
+        # One instruction, wrong by 2^-22; the exact one has 25 and would take longer than the memory does.
+        log_power = tl.log2(power) if INTERPRETED else libdevice.fast_log2f(power)
+        offset = shift * LN2 + tl.load(result + capacity + row)
+        slope += tl.load(c + row) * inverse_temperature * (log_power * LN2 + offset[:, None])
+    dz = tl.where(cols == tl.load(target + row).to(tl.int32), at_target, 0.0) - p * slope
     out = e + k.to(tl.int64) * width + cols
-    tl.store(out, (dz * inverse_temperature).to(e.dtype.element_ty), mask=cols < width)
+    tl.store(out, dz.to(e.dtype.element_ty), mask=cols < width)

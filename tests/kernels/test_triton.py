@@ -106,7 +106,13 @@ def test_every_loss_at_larger_size(device, name):
         assert_close(got, want)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# On a GPU every new D is compiled.
+@settings(
+    max_examples=25 if _triton.INTERPRETED else 8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     T=st.integers(0, 40),
     V=st.integers(1, 70),
@@ -220,7 +226,7 @@ def test_permuting_the_vocabulary_changes_nothing(device):
 
 
 def test_chunks_change_nothing_but_rounding(device, monkeypatch):
-    hidden, weight, target, bias, rows = problem(300, 70, 8, bias=True, **OPTIONS["everything"])
+    hidden, weight, target, bias, rows = problem(100, 70, 8, bias=True, **OPTIONS["everything"])
     hidden, weight, target, bias = to(device, hidden, weight, target, bias)
     whole, whole_grads = fused(hidden, weight, target, rows, bias)
     stats = token_stats(hidden, weight, target, bias=bias, backend="triton")
@@ -309,8 +315,8 @@ def test_more_rows_than_a_grid_axis_and_more_weights_than_int32():
         logp.sum().backward()
         last = slice(T - 3, T)
         logp64, entropy64 = dense_stats(hidden[last].double(), weight.double(), target[last])
-        assert_close(logp[last], logp64, 2e-6)
-        assert_close(entropy[last], entropy64, 2e-6)
+        assert_close(logp[last], logp64)
+        assert_close(entropy[last], entropy64)
         assert h.grad.isfinite().all() and (h.grad[last] != 0).any()
 
 
