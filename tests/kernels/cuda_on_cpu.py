@@ -16,12 +16,13 @@ ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 SOURCES = [ROOT / "csrc" / name for name in ("rows.cu", "select.cu", "torch_cuda.cpp")]
 NAMES = ("row_statistics", "row_gradient_", "row_loss_", "row_move_", "segment_reduce", "top_alpha", "pack")
-LIBRARY = torch.library.Library("paw_on_cpu", "DEF")
+LIBRARY = torch.library.Library("paw_on_cpu", "FRAGMENT")
 TORCH = Path(torch.__file__).parent
 
 assert _native and paw_kernels.segments  # they define the operators whose schemas are copied here
 for name in NAMES:
-    LIBRARY.define(str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::"))
+    if not hasattr(torch.ops.paw_on_cpu, name):  # collecting doctests imports this file under another name
+        LIBRARY.define(str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::"))
 
 
 class Machine(NamedTuple):
@@ -29,6 +30,10 @@ class Machine(NamedTuple):
 
     ops: Any
     device: str
+
+    @property
+    def largest_cluster(self) -> int:
+        return 8 if self.device == "cpu" or torch.cuda.get_device_capability()[0] >= 9 else 1
 
     def put(self, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         return [None if t is None else t.to(self.device, copy=True) for t in tensors]
