@@ -10,7 +10,7 @@ from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Engine, Request
 from paw.learner.model import Policy
-from paw.types import Group, Turn
+from paw.types import Group
 from paw_kernels import token_stats
 
 MAX_TURNS = 20
@@ -25,8 +25,9 @@ def sample_episodes(
     for group in groups[:count]:
         episode = group.trajectories[0]
         turns = episode.turns[:MAX_TURNS]
+        contexts = [turn.prompt_ids + turn.response_ids + chat.separator_ids for turn in turns]
         targets = [chat.observation_ids(turn.outcome.observation, max_tokens) for turn in turns]
-        predicted = _predictions(turns, targets, engine, chat)
+        predicted = _predictions(contexts, targets, engine)
         yield {
             "task": episode.task.id,
             "kind": episode.task.kind,
@@ -40,41 +41,32 @@ def sample_episodes(
                     "action": turn.outcome.action,
                     "valid": turn.outcome.valid,
                     "observation": turn.outcome.observation,
-                    "predicted": guess,
+                    "predicted": chat.decode(predicted[i]) if i in predicted else None,
                     "entropy": sum(turn.entropy) / len(turn.entropy) if turn.entropy else None,
-                    "observation_token_p": probability,
-                    "observation_tokens": [chat.decode([i]) for i in target],
+                    "observation_token_p": _probabilities(policy, contexts[i], targets[i]),
+                    "observation_tokens": [chat.decode([token]) for token in targets[i]],
                 }
-                for turn, target, guess, probability in zip(
-                    turns, targets, predicted, _probabilities(turns, targets, policy, chat), strict=True
-                )
+                for i, turn in enumerate(turns)
             ],
         }
 
 
-def _context(turn: Turn, chat: Chat) -> list[int]:
-    return turn.prompt_ids + turn.response_ids + chat.separator_ids
-
-
-def _predictions(turns: list[Turn], targets: list[list[int]], engine: Engine, chat: Chat) -> list[str | None]:
-    for i, (turn, target) in enumerate(zip(turns, targets, strict=True)):
+def _predictions(contexts: list[list[int]], targets: list[list[int]], engine: Engine) -> dict[int, list[int]]:
+    """The most likely continuation of each context, by its place in the list; none where it would be too long."""
+    for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:
-            request = Request(-1 - i, _context(turn, chat), seed=0, temperature=0.0, max_tokens=len(target))
             with suppress(UserError):  # beyond the engine's length, which is made for prompt and response
-                engine.submit(request)
-    predicted: list[str | None] = [None] * len(turns)
+                engine.submit(Request(-1 - i, context, seed=0, temperature=0.0, max_tokens=len(target)))
+    predicted: dict[int, list[int]] = {}
     while engine.pending:
-        for completion in engine.step():
-            predicted[-1 - completion.key] = chat.decode(completion.token_ids)
+        predicted |= {-1 - completion.key: completion.token_ids for completion in engine.step()}
     return predicted
 
 
 @torch.no_grad()
-def _probabilities(turns: list[Turn], targets: list[list[int]], policy: Policy, chat: Chat) -> Iterator[list[float]]:
-    for turn, target in zip(turns, targets, strict=True):
-        context = _context(turn, chat)
-        ids = torch.tensor([context + target], device=policy.device)
-        hidden = policy.hidden(ids)[0, len(context) - 1 : -1] if target else policy.hidden(ids)[0, :0]
-        labels = ids[0, len(context) :]
-        logp = token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
-        yield [round(p, 4) for p in logp.exp().tolist()]
+def _probabilities(policy: Policy, context: list[int], target: list[int]) -> list[float]:
+    ids = torch.tensor([context + target], device=policy.device)
+    hidden = policy.hidden(ids)[0, len(context) - 1 : len(context) + len(target) - 1]
+    labels = ids[0, len(context) :]
+    logp = token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
+    return [round(p, 4) for p in logp.exp().tolist()]
