@@ -18,10 +18,11 @@ CARD = """---
 library_name: transformers
 tags: [paw, reinforcement-learning, language-agent]
 ---
-# {name}
+# {config.run.name}
 
-Trained from `{base}` on {env} with [PaW](https://arxiv.org/abs/2606.02388) {version}: {updates} updates of
-{estimator}, {world}. The resolved configuration is in `paw.toml`.
+Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv.org/abs/2606.02388) {version}: \
+{updates} updates of
+{config.advantage.estimator}, {world}. The resolved configuration is in `paw.toml`.
 """
 
 
@@ -37,15 +38,7 @@ def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step
         temp.mkdir(parents=True)
         policy.lm.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
-        card = CARD.format(
-            name=config.run.name,
-            base=config.model.path,
-            env=config.env.name,
-            version=__version__,
-            updates=step,
-            estimator=config.advantage.estimator,
-            world=world,
-        )
+        card = CARD.format(config=config, version=__version__, updates=step, world=world)
         (temp / "README.md").write_text(card, encoding="utf-8")
         (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
         folder.mkdir(exist_ok=True)
