@@ -6,7 +6,7 @@ others it was batched with.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -28,6 +28,14 @@ class RolloutStats:
     response_tokens: int = 0
     cached_tokens: int = 0
     failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -64,16 +72,22 @@ class Rollouts:
         temperature: float,
         seed: int,
         stream: str,
+        places: Sequence[int] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
+
+        `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...).
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
         fails is left out; a group left with fewer than min(2, group_size) members is dropped. `progress` gets
         (episodes finished, episodes in all).
         """
         stats = RolloutStats()
-        groups = [Group(task, [Trajectory(task, member) for member in range(group_size)]) for task in tasks]
+        groups = [
+            Group(task, [Trajectory(task, member) for member in range(group_size)], place)
+            for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
+        ]
         total, finished = len(tasks) * group_size, 0
         in_flight: dict[int, _Episode] = {}
 
@@ -137,9 +151,10 @@ class Rollouts:
                 )
             )
 
-        for g, group in enumerate(groups):
+        for group in groups:
             for trajectory in group.trajectories:
-                advance(_Episode(self._idle.pop() if self._idle else self.suite.make(), trajectory, g))
+                environment = self._idle.pop() if self._idle else self.suite.make()
+                advance(_Episode(environment, trajectory, group.place))
         while in_flight:
             for completion in self.engine.step():
                 stats.response_tokens += len(completion.token_ids)

@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from paw import __version__
 from paw.config import Config, dump, load
@@ -25,8 +26,16 @@ Trained from `{base}` on {env} with [PaW](https://arxiv.org/abs/2606.02388) {ver
 """
 
 
-def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step: int) -> Path:
-    """Write weights, tokenizer, chat template and a model card to `folder`.
+def export(
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    config: Config,
+    step: int,
+) -> Path:
+    """Write weights (of a sharded policy, the whole ones), tokenizer, chat template and a model card to `folder`.
 
     Written beside it and moved in when complete; other files there stay. Raises UserError when it cannot be written.
     """
@@ -35,7 +44,7 @@ def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step
     try:
         shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
         temp.mkdir(parents=True)
-        policy.lm.save_pretrained(temp)
+        policy.lm.save_pretrained(temp, state_dict=weights)
         tokenizer.save_pretrained(temp)
         card = CARD.format(
             name=config.run.name,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,11 @@ def _probabilities(turns: list[Turn], targets: list[list[int]], policy: Policy, 
     for turn, target in zip(turns, targets, strict=True):
         context = _context(turn, chat)
         ids = torch.tensor([context + target], device=policy.device)
-        hidden = policy.hidden(ids)[0, len(context) - 1 : -1] if target else policy.hidden(ids)[0, :0]
-        labels = ids[0, len(context) :]
-        logp = token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
-        yield [round(p, 4) for p in logp.exp().tolist()]
+        yield [round(p, 4) for p in policy(partial(_target_logp, policy, ids, len(target))).exp().tolist()]
+
+
+def _target_logp(policy: Policy, ids: torch.Tensor, n: int) -> torch.Tensor:
+    """Log-probs of the last n tokens of ids [1, L]."""
+    end = ids.shape[1]
+    hidden, labels = policy.hidden(ids)[0, end - n - 1 : end - 1], ids[0, end - n :]
+    return token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
