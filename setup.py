@@ -2,23 +2,97 @@
 
 The CPU row operations need a C++ compiler and no torch. Without a compiler the installation goes on: the head then
 falls back to plain torch, and `paw doctor` says so.
+
+PAW_BUILD_CUDA=1 adds the CUDA kernels; they need nvcc, and torch's headers from the environment that is installed to:
+PAW_BUILD_CUDA=1 pip install --no-build-isolation .
 """
 
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
+CUDA = "paw_kernels._cuda"
+OLDEST_NVCC, OLDEST_TORCH = (12, 0), (2, 10)
 openmp = ["-fopenmp"] if sys.platform.startswith("linux") else []
 
-setup(
-    ext_modules=[
-        Extension(
-            "paw_kernels._cpu",
-            ["csrc/rows.cpp"],
-            language="c++",
-            extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *openmp],
-            extra_link_args=openmp,
-            optional=True,
-        )
+extensions = [
+    Extension(
+        "paw_kernels._cpu",
+        ["csrc/rows.cpp"],
+        language="c++",
+        extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *openmp],
+        extra_link_args=openmp,
+        optional=True,
+    )
+]
+if os.environ.get("PAW_BUILD_CUDA", "0") not in ("", "0"):
+    extensions.append(Extension(CUDA, ["csrc/rows.cu", "csrc/select.cu", "csrc/torch_cuda.cpp"]))
+
+
+class BuildExtensions(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != CUDA:
+            return super().build_extension(ext)
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = [*nvcc_command(), *ext.sources, "-o", str(output)]
+        print(*command, flush=True)
+        if subprocess.run(command).returncode != 0:
+            raise SystemExit("PAW_BUILD_CUDA: nvcc failed, see above")
+
+
+def nvcc_command() -> list[str]:
+    """nvcc and its options, without sources and output. Ends with one line when nvcc or torch is missing or too old."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(str(Path(home) / "bin") for home in homes), os.environ.get("PATH", "")]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
+    if nvcc is None:
+        raise SystemExit("PAW_BUILD_CUDA: no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit")
+    version = tuple(map(int, re.findall(r"release (\d+)\.(\d+)", _output(nvcc, "--version"))[0]))
+    if version < OLDEST_NVCC:
+        raise SystemExit(f"PAW_BUILD_CUDA: {nvcc} is {_dots(version)}; {_dots(OLDEST_NVCC)} or later is needed")
+
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SystemExit("PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation .")
+    torch = Path(spec.origin).parent
+    if not (torch / "include/torch/csrc/stable/c/shim.h").is_file():
+        raise SystemExit(f"PAW_BUILD_CUDA: the torch in {torch} is older than {_dots(OLDEST_TORCH)}")
+    major, minor = OLDEST_TORCH
+    options = [
+        nvcc,
+        "-shared",
+        "-O3",
+        "-std=c++17",
+        "-Xcompiler",
+        "-fPIC",
+        "--threads",
+        "0",
+        "-I",
+        str(torch / "include"),
     ]
-)
+    options += [f"-DTORCH_TARGET_VERSION=0x{major:02x}{minor:02x}000000000000"]
+    libraries = [name for name in ("torch", "torch_cuda") if (torch / "lib" / f"lib{name}.so").is_file()]
+    options += ["-L", str(torch / "lib"), "-Xlinker", "--no-as-needed", *(f"-l{name}" for name in libraries)]
+    architectures = [80, 90, 100] if version >= (12, 8) else [80, 90]
+    for arch in architectures:
+        options += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    return [*options, "-gencode", f"arch=compute_{arch},code=compute_{arch}"]  # PTX, for what comes later
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _dots(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtensions})

@@ -51,9 +51,10 @@ template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t stream, A... arguments) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (grid.shared > 48 << 10) {
-    const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, limit, int(grid.shared));
+  if (grid.shared > 0) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared));
+    if (error == cudaSuccess)
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute cluster{};
@@ -124,17 +125,26 @@ struct Scan {
   int before, total;
 };
 
-// Sum of the values of the block's threads before this one, and of all.
-__device__ inline Scan block_scan(int value) {
-  SHARED(Partials<int>, sums);
-  const int here = warp_scan(value);
-  if (lane() == 31) sums.of[warp()] = here;
-  __syncthreads();
-  const int warps = warp_scan(lane() < blockDim.x / 32 ? sums.of[lane()] : 0);
-  const int before = __shfl_sync(FULL, warps, (warp() + 31) % 32);
-  const int total = __shfl_sync(FULL, warps, 31);
-  __syncthreads();  // the next call writes the sums
-  return {(warp() > 0 ? before : 0) + here - value, total};
-}
+// Sum of the values of the block's threads before this one, and of all. One object in a kernel, for any number of calls:
+// by turns they use two buffers, so one barrier each is enough.
+class BlockScan {
+ public:
+  __device__ Scan operator()(int value) {
+    SHARED(Buffers, buffers);
+    int(&sums)[32] = buffers.of[turn_ ^= 1];
+    const int here = warp_scan(value);
+    if (lane() == 31) sums[warp()] = here;
+    __syncthreads();
+    const int warps = warp_scan(lane() < blockDim.x / 32 ? sums[lane()] : 0);
+    const int before = __shfl_sync(FULL, warps, (warp() + 31) % 32), total = __shfl_sync(FULL, warps, 31);
+    return {(warp() > 0 ? before : 0) + here - value, total};
+  }
+
+ private:
+  struct Buffers {
+    int of[2][32];
+  };
+  int turn_ = 0;
+};
 
 }  // namespace paw

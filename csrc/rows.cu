@@ -163,11 +163,16 @@ __global__ void __launch_bounds__(THREADS, 4)
   T* const out = reinterpret_cast<T*>(rows.logits + k * rows.stride);
   const Gradient gradient{int(rows.target[i]), of.log_sum[i], of.entropy[i], a[i] * row.scale,
                           c ? c[i] * row.scale : 0};
-  for (int start = 0; start < row.vectors(); start += LOADS * blockDim.x) {
+  const int tile = LOADS * blockDim.x;
+  int safe = 0;
+  for (int start = 0; start < row.vectors(); start += tile) {
     float4 x[LOADS];
     row.load(x, start);
-    // Narrower values of this tile lie where this one and earlier ones were read, never on a tile ahead.
-    if (sizeof(T) < sizeof(float)) __syncthreads();
+    // 16-bit values up to `end` lie on the vectors up to end / 2, at most: these must have been read.
+    if (sizeof(T) < sizeof(float) && start >= safe) {
+      __syncthreads();
+      safe = 2 * start + tile;
+    }
 #pragma unroll
     for (int u = 0; u < LOADS; u++) {
       const int v = start + u * blockDim.x + threadIdx.x;
@@ -198,6 +203,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
   SHARED(Sums, mine);
   SHARED(Gradient, gradient);
+  SHARED(bool, live);
   float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier
   const int rank = cluster_rank(), size = cluster_size();
   const int64_t k = blockIdx.x / size;
@@ -241,6 +247,7 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
       const Softmax of(sums, z_target);
       const float slope_a = slope.a(of.logp);
       gradient = {target, of.log_sum, of.entropy, slope_a * row.scale, slope.c * row.scale};
+      live = slope_a != 0 || slope.c != 0;  // as the caller will say, who does not see a product that underflows
       if (rank == 0) {
         out.logp[k] = of.logp;
         out.entropy[k] = of.entropy;
@@ -250,8 +257,8 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
   }
   __syncthreads();
   cluster_arrive();  // waited for at the end: a block's sums must outlive the reading of them
-  const Gradient of = gradient;
-  if (of.a != 0 || of.c != 0) {
+  if (live) {
+    const Gradient of = gradient;
     T* const to = reinterpret_cast<T*>(rows.logits + k * rows.stride);
 #pragma unroll LOADS
     for (int v = threadIdx.x; v < count; v += blockDim.x) {

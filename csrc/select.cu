@@ -37,10 +37,11 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   SHARED(State, state);
   const int thread = threadIdx.x;
 
+  BlockScan scan;
   int here = 0;
 #pragma unroll 4
   for (int i = thread; i < N; i += SELECT_THREADS) here += valid[i];
-  const int n_valid = block_scan(here).total;
+  const int n_valid = scan(here).total;
   int places = int(ceil(alpha * n_valid - 1e-9));
   unsigned threshold = 0;
 
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(SELECT_THREADS)
     }
     __syncthreads();
     const int byte = 255 - thread, count = thread < 256 ? state.count[byte] : 0;
-    const int above = block_scan(count).before;
+    const int above = scan(count).before;
     if (above < places && places <= above + count) {
       state.threshold = threshold | unsigned(byte) << shift;
       state.places = places - above;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(SELECT_THREADS)
     const int i = start + thread;
     const bool taking = any && i < N && valid[i];
     const unsigned key = taking ? sort_key(score[i]) : 0;
-    const Scan tie = block_scan(taking && key == threshold);
+    const Scan tie = scan(taking && key == threshold);
     if (i < N) selected[i] = taking && (key > threshold || (key == threshold && ties + tie.before < places));
     ties += tie.total;
   }
@@ -80,28 +81,28 @@ __global__ void __launch_bounds__(SELECT_THREADS)
 __global__ void __launch_bounds__(SELECT_THREADS)
     pack_kernel(const bool* __restrict__ live, int n, int64_t* source, int64_t* count) {
   const int thread = threadIdx.x;
+  BlockScan scan;
   int here = 0;
 #pragma unroll 4
   for (int k = thread; k < n; k += SELECT_THREADS) here += live[k];
-  const int L = block_scan(here).total;
+  const int L = scan(here).total;
 
   // The h-th hole below L is noted at source[L + h], then filled by the h-th live row from L on: there are as many.
   int holes = 0;
   for (int start = 0; start < L; start += SELECT_THREADS) {
     const int k = start + thread;
     const bool hole = k < L && !live[k];
-    const Scan scan = block_scan(hole);
-    if (k < L) source[hole ? L + holes + scan.before : k] = k;
-    holes += scan.total;
+    const Scan of = scan(hole);
+    if (k < L) source[hole ? L + holes + of.before : k] = k;
+    holes += of.total;
   }
-  __syncthreads();
   int movers = 0;
   for (int start = L; start < n; start += SELECT_THREADS) {
     const int k = start + thread;
     const bool mover = k < n && live[k];
-    const Scan scan = block_scan(mover);
-    if (mover) source[source[L + movers + scan.before]] = k;
-    movers += scan.total;
+    const Scan of = scan(mover);  // its barrier stands between the notes and their readers
+    if (mover) source[source[L + movers + of.before]] = k;
+    movers += of.total;
   }
   __syncthreads();
   for (int k = L + thread; k < n; k += SELECT_THREADS) source[k] = -1;

@@ -33,6 +33,7 @@ class Call {
   explicit Call(const Tensor& like) : like_(like) {}
 #else
   explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) {
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream, "this torch has no CUDA");
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &current));
     stream = static_cast<cudaStream_t>(current);

@@ -199,10 +199,6 @@ class Config(Section):
             )
         return self
 
-    @property
-    def run_dir(self) -> Path:
-        return self.run.dir / self.run.name
-
 
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
@@ -254,16 +250,13 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration."""
-    keys = []
-    for name, info in model.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += known_keys(kind, f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
-    return keys
+def known_keys() -> dict[str, Any]:
+    """Every dotted key of a configuration, and its type."""
+    return {
+        f"{section}.{leaf}": field.annotation
+        for section, table in Config.model_fields.items()
+        for leaf, field in getattr(table.annotation, "model_fields", {}).items()
+    }
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -273,7 +266,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def nearest(key: str) -> str:
     """Text that suggests the nearest known key, or "". A right name in the wrong section comes before a similar one."""
-    keys = known_keys()
+    keys = list(known_keys())
     namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
@@ -281,18 +274,17 @@ def nearest(key: str) -> str:
 
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
     """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
-    if key not in known_keys():
+    kinds = known_keys()
+    if key not in kinds:
         raise UserError(f"command line: unknown key '--{key}'{nearest(key)}")
     section, leaf = key.split(".")
-    model: Any = Config.model_fields[section].annotation
-    kind = model.model_fields[leaf].annotation
     value: Any = text  # a bare word is a string
     with suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
-    if text.lower() == "none" and type(None) in get_args(kind):
+    if text.lower() == "none" and type(None) in get_args(kinds[key]):
         value = None
-    elif kind in (str, Path) and not isinstance(value, str):
+    elif kinds[key] in (str, Path) and not isinstance(value, str):
         value = text  # a name that looks like a number or a date
     table = tree.setdefault(section, {})
     if not isinstance(table, dict):

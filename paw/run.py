@@ -24,7 +24,7 @@ from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
-from paw.experience.rollout import Rollouts, RolloutStats
+from paw.experience.rollout import Rollouts
 from paw.learner.distributed import Ranks, whole
 from paw.learner.export import export, read_info, start_model
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
@@ -37,7 +37,7 @@ from paw.signal.loss import score
 from paw.trust import checkpoint
 from paw.trust.guards import StopSignal, UpdateGuard
 from paw.trust.metrics import MetricsLog, check_trackers
-from paw.types import Group, Row, Task
+from paw.types import Row
 
 STARTING_OVER = -1
 SAMPLES = 3
@@ -60,7 +60,7 @@ class Run:
         stack.callback(self.ranks.close)
         if self.ranks.first:
             _prepare_directory(config, resume=resume)
-        self.directory = config.run_dir
+        self.directory = config.run.dir / config.run.name
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config.env)
         self.suite.train_tasks(0, 1, config.run.seed)
@@ -88,7 +88,11 @@ class Run:
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.guard = UpdateGuard(config.run.max_skipped)
         self.signal = stack.enter_context(StopSignal())
-        seed_generators(config.run.seed)  # after the warm-up, which a cached model has not gone through
+        # After the warm-up, which a cached model has not gone through. A run's draws derive from run.seed without these
+        # generators; their states are saved all the same.
+        torch.manual_seed(config.run.seed)
+        random.seed(config.run.seed)
+        np.random.seed(config.run.seed % 2**32)
         self.step = 0
         """Updates done; the weight version."""
         self.saved = 0
@@ -96,11 +100,12 @@ class Run:
         self.metrics: dict[str, float] = {}
         """Of the update in progress."""
         self.started = time.monotonic()
+        cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         self.info: dict[str, Any] = {
             "paw": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": device_name(device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
             "ranks": self.ranks.world,
             "threads": torch.get_num_threads(),
             "engine": config.rollout.engine,
@@ -118,8 +123,8 @@ class Run:
             self.info["wall_s"] = float(read_info(self.directory).get("wall_s", 0.0))
         self.log: MetricsLog | None = None
         if self.ranks.first:
-            _write(self.directory / "config.toml", dump(config))
-            self._write_info()
+            self._write("config.toml", dump(config))
+            self._write("run.json", json.dumps(self.info, indent=1))
             self.log = stack.enter_context(
                 MetricsLog(
                     self.directory,
@@ -144,15 +149,6 @@ class Run:
         """Whether any rank was told to stop: signals reach them at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def play(self, rollouts: Rollouts, tasks: list[Task], **options: Any) -> tuple[list[Group], RolloutStats]:
-        """`Rollouts.play` of this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
-        places = range(self.ranks.rank, len(tasks), self.ranks.world)
-        progress = self.view.progress("evaluation" if options["stream"] == "eval" else "episodes")
-        own = rollouts.play([tasks[i] for i in places], places=places, progress=progress, **options)
-        played, stats = zip(*self.ranks.gather(own), strict=True)
-        groups = sorted((group for part in played for group in part), key=lambda group: group.place)
-        return groups, RolloutStats.sum(stats)
-
     def score(self, model: Policy, rows: list[Row]) -> list[tuple[list[float], float]]:
         """`signal.loss.score` of all rows, the batches shared among ranks."""
         scored = score(
@@ -167,16 +163,11 @@ class Run:
 
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
-        settings = self.config.eval
         with self.clock("eval"):
-            tasks = self.suite.eval_tasks(self.config.env.eval_split, settings.games, settings.seed)
-            groups, _ = self.play(
-                rollouts, tasks, group_size=1, temperature=settings.temperature, seed=settings.seed, stream="eval"
-            )
+            groups, _ = rollouts.evaluation(self.view.progress("evaluation"))
             self.metrics |= {f"eval/{name}": value for name, value in success_metrics(groups).items()}
-            for sample in sample_episodes(
-                groups, self.policy, self.engine, self.chat, count=SAMPLES, max_tokens=self.config.wm.max_tokens
-            ):
+            limits = {"count": SAMPLES, "max_tokens": self.config.wm.max_tokens}
+            for sample in sample_episodes(groups, self.policy, self.engine, self.chat, **limits):
                 if self.log:
                     self.log.sample(self.step, sample)
         if self.step == 0:
@@ -234,7 +225,7 @@ class Run:
         if self.ranks.first:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
             self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
-            self._write_info()
+            self._write("run.json", json.dumps(self.info, indent=1))
             report = write_report(self.directory)
         return report
 
@@ -244,8 +235,11 @@ class Run:
         self.view.update(self.step, self.metrics)
         self.metrics.clear()
 
-    def _write_info(self) -> None:
-        _write(self.directory / "run.json", json.dumps(self.info, indent=1))
+    def _write(self, name: str, text: str) -> None:
+        try:
+            (self.directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {self.directory / name}: {error.strerror}") from None
 
 
 @contextmanager
@@ -270,12 +264,6 @@ def _rng(rank: int) -> str:
     return f"rng_{rank}" if rank else "rng"
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
 def peak_gib(device: torch.device) -> float:
     """Peak memory so far: of the GPU's allocator, or of the process."""
     if device.type == "cuda":
@@ -283,33 +271,19 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def seed_generators(seed: int) -> None:
-    """Seed torch, python and numpy alike. Draws of a run derive from run.seed without them; their states are saved."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
 def _prepare_directory(config: Config, *, resume: bool) -> Path:
-    directory = config.run_dir
+    directory = config.run.dir / config.run.name
     metrics = directory / "metrics.jsonl"
-    if resume and not metrics.exists():
-        raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
-    if not resume and metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
-        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     if resume:
+        if not metrics.exists():
+            raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
         before = load(directory / "config.toml")
         if before.model.path != config.model.path:
             raise UserError(f"--resume auto: {directory} was trained from model.path = '{before.model.path}'")
+    elif metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
+        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
     return directory
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -38,7 +38,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     checkpoints stay.
     """
     with open_run(config, resume=resume) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat, config.rollout)
+        rollouts = Rollouts(run.suite, run.engine, run.chat, config, run.ranks)
         push_weights(run.policy.lm, run.engine, version=run.step)
         if run.step == 0:
             run.evaluate(rollouts)
@@ -52,14 +52,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
     """One update: sample, weigh, learn, hand over the weights, write down what happened."""
     config, log = run.config, run.metrics
     with run.clock("rollout"):
-        groups, sampled = run.play(
-            rollouts,
-            run.suite.train_tasks(run.step, config.rollout.tasks, config.run.seed),
-            group_size=config.rollout.group_size,
-            temperature=config.rollout.temperature,
-            seed=config.run.seed,
-            stream=f"train/{run.step}",
-        )
+        groups, sampled = rollouts.training(run.step, config.rollout.tasks, run.view.progress("episodes"))
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups))
     log.update(sampled.metrics())

@@ -89,10 +89,6 @@ class Group:
     place: int = 0
     """Index of the task among those of the update."""
 
-    @property
-    def mean_return(self) -> float:
-        return sum(t.episode_return for t in self.trajectories) / len(self.trajectories)
-
 
 @dataclass
 class Row:

@@ -9,13 +9,21 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from paw.config import RolloutConfig
+from paw.config import Config
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Completion, Engine, Request
 from paw.experience.envs.base import Environment, Suite
 from paw.types import Group, Task, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from paw.learner.distributed import Ranks
+
+Progress = Callable[[int, int], None]
+"""Called with (episodes finished, episodes in all)."""
 
 
 @dataclass
@@ -59,10 +67,34 @@ class _Episode:
 class Rollouts:
     """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
 
-    def __init__(self, suite: Suite, engine: Engine, chat: Chat, settings: RolloutConfig):
-        self.suite, self.engine, self.chat, self.settings = suite, engine, chat, settings
+    def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
+        self.suite, self.engine, self.chat, self.config, self.ranks = suite, engine, chat, config, ranks
         self._idle: list[Environment] = []
         self._key = 0
+
+    def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+        """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
+        size, temperature = self.config.rollout.group_size, self.config.rollout.temperature
+        seed, stream = self.config.run.seed, f"train/{step}"
+        tasks = self.suite.train_tasks(step, count, seed)
+        return self._share(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
+
+    def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+        """Play the evaluation games once each, as `play` does; all ranks together."""
+        config = self.config.eval
+        tasks = self.suite.eval_tasks(self.config.env.eval_split, config.games, config.seed)
+        return self._share(
+            tasks, group_size=1, temperature=config.temperature, seed=config.seed, stream="eval", progress=progress
+        )
+
+    def _share(self, tasks: list[Task], **options: Any) -> tuple[list[Group], RolloutStats]:
+        """Play this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
+        if self.ranks is None:
+            return self.play(tasks, **options)
+        places = range(self.ranks.rank, len(tasks), self.ranks.world)
+        own = self.play([tasks[i] for i in places], places=places, **options)
+        played, stats = zip(*self.ranks.gather(own), strict=True)
+        return sorted(chain(*played), key=lambda group: group.place), RolloutStats.sum(stats)
 
     def play(
         self,
@@ -73,15 +105,14 @@ class Rollouts:
         seed: int,
         stream: str,
         places: Sequence[int] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
 
         `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...).
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
-        fails is left out; a group left with fewer than min(2, group_size) members is dropped. `progress` gets
-        (episodes finished, episodes in all).
+        fails is left out; a group left with fewer than min(2, group_size) members is dropped.
         """
         stats = RolloutStats()
         groups = [
@@ -136,7 +167,7 @@ class Rollouts:
                 if progress:
                     progress(finished, total)
                 return
-            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.settings.max_prompt_tokens)
+            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.config.rollout.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
             stats.prompt_tokens += len(episode.prompt_ids)
             self._key += 1
@@ -147,7 +178,7 @@ class Rollouts:
                     prompt_ids=episode.prompt_ids,
                     seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
                     temperature=temperature,
-                    max_tokens=self.settings.max_response_tokens,
+                    max_tokens=self.config.rollout.max_response_tokens,
                 )
             )
 

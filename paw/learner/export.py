@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def export(
     policy: Policy,
     tokenizer: Any,
     folder: Path,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None,
     *,
     config: Config,
     step: int,

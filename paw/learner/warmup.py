@@ -133,7 +133,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     report(f"warm-up: {policy.parameter_count():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
-    rollouts = Rollouts(suite, engine, chat, config.rollout)
+    rollouts = Rollouts(suite, engine, chat, config)
     batches = _batches(suite, chat, config)
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):

@@ -3,12 +3,12 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from paw.config import Config, load
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
@@ -17,15 +17,14 @@ from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
 from paw.show.evaluate import success_metrics
-from paw.types import Group, Task
 
 
 def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *, as_json: bool) -> int:
     """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals."""
     config, path = _resolve(model, recipe, overrides)
     with _player(config, path) as rollouts:
-        tasks = rollouts.suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
-        groups = _play(rollouts, config, tasks, group_size=1, temperature=config.eval.temperature, stream="eval")
+        groups, stats = rollouts.evaluation(_progress)
+        _tell(stats.failures)
         metrics = success_metrics(groups)
         source = rollouts.suite.fingerprint()
     if as_json:
@@ -53,26 +52,14 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
             file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
         except OSError as error:
             raise UserError(f"--out {out}: {error.strerror}") from None
-        groups = _play(
-            rollouts,
-            config,
-            rollouts.suite.train_tasks(0, tasks, config.run.seed),
-            group_size=config.rollout.group_size,
-            temperature=config.rollout.temperature,
-            stream="train/0",
-        )
-        for group in groups:
-            for trajectory in group.trajectories:
-                for number, turn in enumerate(trajectory.turns):
-                    where = {
-                        "task": group.task.id,
-                        "kind": group.task.kind,
-                        "member": trajectory.member,
-                        "step": number,
-                    }
-                    file.write(json.dumps({**where, **asdict(turn)}) + "\n")
+        groups, stats = rollouts.training(0, tasks, _progress)
+        _tell(stats.failures)
+        for episode in (trajectory for group in groups for trajectory in group.trajectories):
+            where = {"task": episode.task.id, "kind": episode.task.kind, "member": episode.member}
+            for number, turn in enumerate(episode.turns):
+                file.write(json.dumps({**where, "step": number, **asdict(turn)}) + "\n")
     metrics = success_metrics(groups)
-    print(f"{metrics['games']:.0f} episodes, success {metrics['success']:.1%}", file=sys.stderr)
+    to_stderr(f"{metrics['games']:.0f} episodes, success {metrics['success']:.1%}")
     return 0
 
 
@@ -99,27 +86,17 @@ def _player(config: Config, path: str) -> Iterator[Rollouts]:
     suite = make_suite(config.env)
     chat = Chat(load_tokenizer(path))
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
-    engine = make_engine(config, policy=policy, chat=chat, model_path=path)
-    push_weights(policy.lm, engine, version=0)
-    rollouts = Rollouts(suite, engine, chat, config.rollout)
-    try:
-        yield rollouts
-    finally:
-        rollouts.close()
-        engine.close()
+    with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
+        push_weights(policy.lm, engine, version=0)
+        with closing(Rollouts(suite, engine, chat, config)) as rollouts:
+            yield rollouts
 
 
-def _play(
-    rollouts: Rollouts, config: Config, tasks: list[Task], *, group_size: int, temperature: float, stream: str
-) -> list[Group]:
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    seed = config.eval.seed if stream == "eval" else config.run.seed
-    groups, stats = rollouts.play(
-        tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, progress=progress
-    )
-    for failure in stats.failures:
-        print(f"environment failed: {failure}", file=sys.stderr)
-    return groups
+
+def _tell(failures: list[str]) -> None:
+    for failure in failures:
+        to_stderr(f"environment failed: {failure}")

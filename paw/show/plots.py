@@ -57,9 +57,9 @@ def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str 
 
     `kind` restricts it to one task type, as a chart without interval and legend. A wide one marks both ends.
     """
-    evaluation, training = (
-        ("eval/success", "success/all") if kind is None else (f"eval/success_{kind}", f"success/{kind}")
-    )
+    evaluation, training = f"eval/success_{kind}", f"success/{kind}"
+    if kind is None:
+        evaluation, training = "eval/success", "success/all"
     if not any(run.series(evaluation)[0] for run in runs):
         return None
     figure, axes = _axes(size)
@@ -69,10 +69,9 @@ def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str 
         steps, values = run.series(training)
         if single and steps:
             window = smoothing_window(len(steps))
-            if window > 1 and kind is None:
-                axes.plot(steps, np.multiply(values, 100), color=VERMILLION, linewidth=0.7, alpha=0.2)
             label = f"training games ({window}-update mean)" if window > 1 else "training games"
-            axes.plot(steps, 100 * smooth(values, window), color=VERMILLION, linewidth=1.4, label=label)
+            thin = 0.2 if kind is None else 0.0
+            _smoothed(axes, steps, values, 100, thin=thin, color=VERMILLION, linewidth=1.4, label=label)
         steps, values = run.series(evaluation)
         if not steps:
             continue
@@ -94,23 +93,16 @@ def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str 
 @styled
 def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None:
     """Bars per task type: first against last evaluation of one run, last evaluations of several."""
-    kinds = _kinds(runs)
+    kinds = list(dict.fromkeys(kind for run in runs for kind in run.kinds))[:12]
     if not kinds:
         return None
+    bars = [(_label(run.name), _look(i)[0], run.last) for i, run in enumerate(runs)]
     if len(runs) == 1:
-        keys = [f"eval/success_{kind}" for kind in kinds]
-        bars = [
-            ("first evaluation", SKY, [runs[0].first(key) for key in keys]),
-            ("last evaluation", BLUE, [runs[0].last(key) for key in keys]),
-        ]
-    else:
-        bars = [
-            (_label(run.name), _look(i)[0], [run.last(f"eval/success_{kind}") for kind in kinds])
-            for i, run in enumerate(runs)
-        ]
+        bars = [("first evaluation", SKY, runs[0].first), ("last evaluation", BLUE, runs[0].last)]
     figure, axes = _axes(size)
     thickness = 0.76 / len(bars)
-    for index, (label, colour, values) in enumerate(bars):
+    for index, (label, colour, read) in enumerate(bars):
+        values = [read(f"eval/success_{kind}") for kind in kinds]
         places = np.arange(len(kinds)) + (index - (len(bars) - 1) / 2) * thickness
         shown = [100 * (value or 0) for value in values]
         axes.barh(places, shown, height=thickness * 0.9, color=colour, label=label)
@@ -120,11 +112,7 @@ def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | 
                 axes.text(width + 1.2, place, text, va="center", fontsize=8, color=INK)
     axes.set(xlabel="Success rate (%)", xlim=(0, 106))
     axes.set_xticks(range(0, 101, 25))
-    axes.set_yticks(range(len(kinds)), [_label(kind) for kind in kinds])
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.grid(axis="x")
-    axes.grid(visible=False, axis="y")
-    axes.invert_yaxis()
+    _name_bars(axes, kinds)
     _legend(axes, columns=2 if len(runs) < 3 else 3)
     return figure
 
@@ -143,12 +131,9 @@ def metric(
         steps, values = run.series(key)
         if not steps:
             continue
-        window = smoothing_window(len(steps))
-        if window > 1 and len(runs) == 1:
-            axes.plot(steps, np.multiply(values, factor), color=colour, linewidth=0.7, alpha=0.25)
-        marker = "o" if len(steps) == 1 else ""
-        shown = factor * smooth(values, window)
-        axes.plot(steps, shown, color=colour, linestyle=dash, linewidth=1.8, marker=marker, label=_label(run.name))
+        look = {"color": colour, "linestyle": dash, "linewidth": 1.8, "marker": "o" if len(steps) == 1 else ""}
+        thin = 0.25 if len(runs) == 1 else 0.0
+        _smoothed(axes, steps, values, factor, thin=thin, label=_label(run.name), **look)
     axes.set(xlabel="Update", ylabel=label)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if percent:
@@ -186,13 +171,9 @@ def phase_times(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None
             width = [sum(run.series(f"time/{phase}")[1]) / max(run.updates, 1) for run in runs]
             axes.barh(range(len(runs)), width, 0.6, left, color=PHASES[phase], label=phase)
             left += width
-        axes.set_yticks(range(len(runs)), [_label(run.name) for run in runs])
-        axes.tick_params(axis="y", labelcolor=INK)
         axes.set(xlabel="Time (s per update)")
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.grid(axis="x")
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
+        _name_bars(axes, [run.name for run in runs])
     _legend(axes, columns=3)
     return figure
 
@@ -229,6 +210,25 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _smoothed(
+    axes: Axes, steps: list[int], values: list[float], factor: float, *, thin: float, color: str, **line: Any
+) -> None:
+    """The moving mean times `factor` as a line; the values themselves under it, at the opacity `thin`."""
+    window = smoothing_window(len(steps))
+    if window > 1 and thin:
+        axes.plot(steps, np.multiply(values, factor), color=color, linewidth=0.7, alpha=thin)
+    axes.plot(steps, factor * smooth(values, window), color=color, **line)
+
+
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    """Horizontal bars, the first at the top, with their names and a grid that fits them."""
+    axes.set_yticks(range(len(names)), [_label(name) for name in names])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.invert_yaxis()
+
+
 def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> None:
     """Write the first value left of its point and the last one right of it, where no curve runs."""
     for at in sorted({0, len(steps) - 1}):
@@ -252,10 +252,6 @@ def _legend(axes: Axes, *, columns: int) -> None:
 
 def _look(index: int) -> tuple[str, object]:
     return PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)]
-
-
-def _kinds(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(kind for run in runs for kind in run.kinds))[:12]
 
 
 def _label(text: str) -> str:

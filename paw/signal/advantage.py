@@ -42,7 +42,8 @@ def advantages(
     elif estimator == "rloo":
         result = rloo(rows, stat=stat)
     elif estimator == "gigpo":
-        result = gigpo(rows, stat=stat, norm=gigpo_norm, omega=omega, gamma=gamma, eps=eps, similarity=similarity)
+        by_std = gigpo_norm == "mean_std"
+        result = gigpo(rows, stat=stat, norm_std=by_std, omega=omega, gamma=gamma, eps=eps, similarity=similarity)
     else:
         raise ValueError(f"estimator={estimator!r} is unknown; known estimators: grpo, rloo, gigpo")
     if penalty_only == "drop":
@@ -81,32 +82,24 @@ def rloo(rows: Sequence[Row], *, stat: Stat = "steps") -> list[float]:
 
 
 def gigpo(
-    rows: Sequence[Row],
-    *,
-    stat: Stat = "steps",
-    norm: Literal["mean_std", "mean"] = "mean_std",
-    omega: float = 1.0,
-    gamma: float = 0.95,
-    eps: float = 1e-6,
-    similarity: float | None = None,
+    rows: Sequence[Row], *, stat: Stat, norm_std: bool, omega: float, gamma: float, eps: float, similarity: float | None
 ) -> list[float]:
-    """Episode advantage (GRPO, divided by std when norm is "mean_std") + omega * step advantage.
+    """Episode advantage (GRPO, divided by std if norm_std) + omega * step advantage.
 
     The step advantage compares the discounted step returns, less the row's own penalty, of rows of one group that
     answered the same anchor observation, normalised like the episode's; a row alone with its anchor gets 0.
     Anchors match by equal text, or with `similarity` by difflib ratio >= similarity to a cluster's first anchor.
     """
-    result = grpo(rows, stat=stat, norm_std=norm == "mean_std", eps=eps)
+    result = grpo(rows, stat=stat, norm_std=norm_std, eps=eps)
     returns = step_returns(rows, gamma=gamma)
     for members in _by(row.group for row in rows):
         for cluster in _clusters(rows, members, similarity):
-            if len(cluster) == 1:
-                continue
             values = [returns[i] for i in cluster]
-            mean = statistics.mean(values)
-            scale = statistics.stdev(values) + eps if norm == "mean_std" else 1.0
-            for i in cluster:
-                result[i] += omega * (returns[i] - mean) / scale
+            if len(values) > 1:
+                mean = statistics.mean(values)
+                scale = statistics.stdev(values) + eps if norm_std else 1.0
+                for i in cluster:
+                    result[i] += omega * (returns[i] - mean) / scale
     return result
 
 
@@ -131,10 +124,8 @@ def _by(keys: Iterable) -> list[list[int]]:
 
 def _entries(rows: Sequence[Row], members: list[int], stat: Stat) -> list[float]:
     """Scores that the group's mean and std are taken over."""
-    if stat == "steps":
-        return [rows[i].score for i in members]
     first = {rows[i].trajectory: rows[i].score for i in reversed(members)}
-    return list(first.values())
+    return [rows[i].score for i in members] if stat == "steps" else list(first.values())
 
 
 def _clusters(rows: Sequence[Row], members: list[int], similarity: float | None) -> list[list[int]]:

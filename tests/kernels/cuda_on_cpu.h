@@ -196,12 +196,18 @@ inline bool run_cluster(const paw::Grid& grid, int64_t index) {
     makecontext(&entry, start, 0);
   }
   m.arrange(turns);
-  for (size_t running = turns.size(); running > 0;) {
+  const unsigned idle_rank = m.random() % grid.cluster, idle_warp = m.random() % (grid.threads / 32 + grid.cluster - 1);
+  const auto idle = [&](const Fibre& fibre) {  // a warp or a whole block that moves only when nobody else can
+    const bool all = idle_warp >= m.blocks[0].warps.size();
+    return m.order > 1 && fibre.rank == idle_rank && (all || fibre.thread.x / 32 == idle_warp);
+  };
+  size_t running = turns.size();
+  const auto sweep = [&](bool idlers) {
     bool moved = false;
-    if (m.order > 1) m.arrange(turns);
     for (int t : turns) {
       Fibre& fibre = m.fibres[t];
-      if (fibre.done || (fibre.waits && fibre.waits->phase == fibre.ticket)) continue;
+      const bool waiting = fibre.waits && fibre.waits->phase == fibre.ticket;
+      if (fibre.done || waiting || idle(fibre) != idlers) continue;
       resume(fibre);
       moved = true;
       if (!fibre.done) continue;
@@ -210,7 +216,11 @@ inline bool run_cluster(const paw::Grid& grid, int64_t index) {
       Block& block = m.blocks[fibre.rank];
       if (--block.running == 0) std::fill(block.shared.begin(), block.shared.end(), '\xff');
     }
-    if (!moved) return false;
+    return moved;
+  };
+  while (running > 0) {
+    if (m.order > 1) m.arrange(turns);
+    if (!sweep(false) && !sweep(true)) return false;
   }
   return true;
 }

@@ -149,9 +149,10 @@ def test_any_number_of_live_rows(device, live):
 
 
 @DTYPES
-def test_rows_with_nan_stay_alone(device, dtype):
-    hidden, weight, target, _, _ = problem(40, 70, 16)
-    hidden[21, 3] = torch.nan
+@pytest.mark.parametrize("D", [16, 21], ids=["descriptors", "pointers"])
+def test_rows_with_nan_stay_alone(device, dtype, D):
+    hidden, weight, target, _, _ = problem(40, 70, D)
+    hidden[21, 0] = torch.nan  # the first that a row read beyond its end would meet
     h, w = leaves(*to(device, hidden, weight, dtype=dtype))
     logp, entropy = token_stats(h, w, target.to(device), backend="triton")
     rows = torch.arange(40, device=device)
@@ -177,6 +178,25 @@ def test_near_deterministic_rows_keep_relative_precision(device):
     z = (hidden.double() @ weight.double()).log_softmax(-1)
     assert (logp <= 0).all() and (entropy > 0).all()
     torch.testing.assert_close(entropy.double().cpu(), -(z.exp() * z).sum(-1), rtol=1e-4, atol=0)
+
+
+@DTYPES
+@pytest.mark.parametrize("peak", [3, 20, 40, 69])
+def test_a_logit_far_above_the_others_anywhere_in_the_row(device, dtype, peak):
+    """Neither half of a tile, nor one tile for another, may overflow or vanish."""
+    hidden, weight, target, _, _ = problem(20, 70, 16, scale=0.5)
+    hidden[:, 0], weight[peak, 0] = 16.0, 20.0
+    target[::2] = peak
+    h, w = leaves(*to(device, hidden, weight, dtype=dtype))
+    logp, entropy = token_stats(h, w, target.to(device), backend="triton")
+    (logp + entropy).sum().backward()
+    h64, w64 = leaves(*to("cpu", h, w, dtype=torch.float64))
+    logp64, entropy64 = dense_stats(h64, w64, target)
+    (logp64 + entropy64).sum().backward()
+    assert_close(logp, logp64, 2e-6)
+    assert_close(entropy, entropy64, 2e-6)
+    assert_close(h.grad, h64.grad, 1e-5 if dtype == torch.float32 else 1e-2)
+    assert_close(w.grad, w64.grad, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_sure_tokens_keep_their_gradient_in_bfloat16(device):
@@ -252,13 +272,12 @@ def test_any_layout_of_weight_and_hidden(device, layout):
     assert_close(w.grad, want_grads[1], 1e-6)
 
 
-@pytest.mark.parametrize("V", [128_256, 151_936, 152_064])
-def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V):
+@pytest.mark.parametrize(("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)])
+def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes 1.5 GiB."""
     for tiles in ("interpreter", 2), ("interpreter", 4):
         monkeypatch.setitem(_triton.TILES, tiles, _triton.TILES["sm_90", tiles[1]])
     monkeypatch.setattr(_triton, "INTERPRETED", True)
-    D = 4096
     weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
 
     def step(N, gradients=True):
@@ -270,9 +289,10 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V):
 
     assert step(4096) == 4096
     assert step(0) == step(1) == step(128) == 128
-    assert step(5400) == 2816  # not 4,992 and 408
-    assert 4096 <= step(32_768) <= 4736
-    assert step(10**6) >= 4096 <= step(10**6, gradients=False)
+    assert step(5700) == 2944  # not 5,120 and 580
+    assert 4096 <= step(32_768) <= 5504
+    assert step(10**6) >= 4096
+    assert step(10**6, gradients=False) >= 3840
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import json
 import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
-from paw.config import RolloutConfig
+from paw.config import Config, ModelConfig, RolloutConfig
 from paw.experience.rollout import Rollouts
 from paw.learner.model import Policy
 from paw.show.evaluate import success_metrics, wilson
@@ -82,7 +82,8 @@ def played():
     model, suite, chat = practised_model(), make_suite(), make_chat()
     engine = make_engine(model)
     tasks = suite.eval_tasks("valid_unseen", 4, 0)
-    rollouts = Rollouts(suite, engine, chat, RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
+    config = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
+    rollouts = Rollouts(suite, engine, chat, config)
     groups, _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     return groups, Policy(model), engine, chat
 

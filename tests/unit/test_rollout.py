@@ -5,13 +5,13 @@ import itertools
 import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
-from paw.config import RolloutConfig
+from paw.config import Config, ModelConfig, RolloutConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Request
 from paw.experience.rollout import Rollouts, derive_seed
 from paw.types import Outcome, Task
 
-LIMITS = RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
+CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture
 def rollouts(model):
-    return Rollouts(make_suite(), make_engine(model), make_chat(), LIMITS)
+    return Rollouts(make_suite(), make_engine(model), make_chat(), CONFIG)
 
 
 def play(rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options):
@@ -91,7 +91,7 @@ class ScriptedSuite:
 
 
 def scripted(model, *failures, **options):
-    return Rollouts(ScriptedSuite(*failures, **options), make_engine(model), make_chat(), LIMITS)
+    return Rollouts(ScriptedSuite(*failures, **options), make_engine(model), make_chat(), CONFIG)
 
 
 def test_members_of_a_group_play_the_same_task(rollouts):
@@ -147,7 +147,7 @@ def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
     tasks = rollouts.suite.train_tasks(0, 6, 0)
     many = play(rollouts, tasks)[0]
     few = play(rollouts, tasks[:2])[0]
-    small_batches = Rollouts(make_suite(), make_engine(model, max_batch_tokens=100), make_chat(), LIMITS)
+    small_batches = Rollouts(make_suite(), make_engine(model, max_batch_tokens=100), make_chat(), CONFIG)
     for a, b in ((few, many[:2]), (play(small_batches, tasks)[0], many)):
         assert [t.response_ids for t in turns_of(a)] == [t.response_ids for t in turns_of(b)]
         logps = [value for turn in turns_of(b) for value in turn.sampled_logp]
@@ -173,7 +173,7 @@ def test_every_turn_carries_the_weight_version(rollouts):
 
 
 def test_long_prompts_are_cut_and_counted(rollouts):
-    rollouts.settings = RolloutConfig(max_prompt_tokens=24, max_response_tokens=3)
+    rollouts.config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=24, max_response_tokens=3)})
     groups, stats = play(rollouts)
     assert all(len(turn.prompt_ids) <= 24 for turn in turns_of(groups))
     assert stats.prompts_truncated == len(turns_of(groups))
@@ -244,7 +244,7 @@ def test_a_users_mistake_stops_the_run(model, where):
 
 
 def test_a_prompt_limit_without_room_stops_the_run(rollouts):
-    rollouts.settings = RolloutConfig(max_prompt_tokens=2)
+    rollouts.config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=2)})
     with pytest.raises(UserError, match="max_prompt_tokens = 2"):
         play(rollouts)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toyworld import ENV, make_suite, make_tokenizer, practised_model
 
-from paw.config import Config, RolloutConfig, validate
+from paw.config import Config, validate
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.rollout import Rollouts
@@ -60,7 +60,7 @@ class Recorded(Rollouts):
 def run_updates(config, count):
     """(parameters after every update, groups of every update, metrics of every update)."""
     with open_run(config) as run:
-        rollouts = Recorded(run.suite, run.engine, run.chat, config.rollout)
+        rollouts = Recorded(run.suite, run.engine, run.chat, config)
         push_weights(run.policy.lm, run.engine, version=0)
         weights = []
         for _ in range(count):
@@ -74,7 +74,7 @@ def vanilla_grpo(start, count):
     policy, tokenizer = load_policy(start), load_tokenizer(start)
     chat, suite = Chat(tokenizer), make_suite()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
-    rollouts = Rollouts(suite, engine, chat, RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
+    rollouts = Rollouts(suite, engine, chat, make_config(start, start))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
     weights = []
     for step in range(count):

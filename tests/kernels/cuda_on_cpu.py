@@ -1,0 +1,57 @@
+"""Builds csrc/*.cu against cuda_on_cpu.h: the operators torch.ops.paw_on_cpu, for CPU tensors."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import paw_kernels.segments
+from paw_kernels import _native
+
+ROOT = Path(__file__).parents[2]
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+SOURCES = [ROOT / "csrc" / name for name in ("rows.cu", "select.cu", "torch_cuda.cpp")]
+NAMES = ("row_statistics", "row_gradient_", "row_loss_", "row_move_", "segment_reduce", "top_alpha", "pack")
+LIBRARY = torch.library.Library("paw_on_cpu", "DEF")
+TORCH = Path(torch.__file__).parent
+
+assert _native and paw_kernels.segments  # they define the operators whose schemas are copied here
+for name in NAMES:
+    LIBRARY.define(str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::"))
+
+
+class Machine(NamedTuple):
+    """Where the operators run: a GPU, or its emulation with one order of turns."""
+
+    ops: Any
+    device: str
+
+    def put(self, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [None if t is None else t.to(self.device, copy=True) for t in tensors]
+
+
+def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
+    """Vector accesses off their alignment end the process: the compiler checks them as CUDA does."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        "-fsanitize=alignment,bounds",
+    ]
+    options += ["-fsanitize-undefined-trap-on-error", "-DPAW_NAMESPACE=paw_on_cpu", "-DPAW_DEVICE=CPU"]
+    options += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", str(TORCH / "include"), "-include", str(HEADER)]
+    files = [str(source) for source in sources]
+    link = ["-L", str(TORCH / "lib"), "-Wl,--no-as-needed", "-ltorch"]
+    subprocess.run([compiler, *options, "-x", "c++", *files, "-x", "none", "-o", str(output), *link], check=True)
+    return ctypes.CDLL(str(output))

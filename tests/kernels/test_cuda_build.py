@@ -1,0 +1,97 @@
+"""The CUDA build: nvcc accepts the kernels for every architecture, without spills, and the library loads anywhere."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPERATORS = ("row_statistics", "row_gradient_", "row_loss_", "row_move_", "segment_reduce", "top_alpha", "pack")
+KERNELS = ("statistics", "gradient", "loss", "move", "segment", "top_alpha", "pack")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def build(folder: Path, *python: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        *python,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        folder / "lib",
+        "--build-temp",
+        folder / "temp",
+    ]
+    env = {**os.environ, "PAW_BUILD_CUDA": "1", **env}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", [80, 90])
+def test_clusters_are_used_where_there_are_any(arch, tmp_path):
+    ptx = tmp_path / "rows.ptx"
+    subprocess.run(["nvcc", "-ptx", "-std=c++17", f"-arch=sm_{arch}", ROOT / "csrc" / "rows.cu", "-o", ptx], check=True)
+    text = ptx.read_text()
+    assert "cp.async.cg.shared.global" in text and "ld.global.v4" in text
+    assert ("barrier.cluster" in text) == ("mapa" in text) == (arch >= 90)
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda(tmp_path):
+    strict = "-Xptxas -v,--warn-on-spills,--warning-as-error -Werror all-warnings"
+    done = build(tmp_path, NVCC_APPEND_FLAGS=strict)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout + done.stderr
+    compiled = re.findall(r"Compiling entry function '\w*?(\w+_kernel)\w*' for 'sm_(\d+)'", report)
+    for arch in ("80", "90", "100"):
+        names = [name for name, of in compiled if of == arch]
+        assert len(names) == 11 and all(any(name.endswith(f"{k}_kernel") for name in names) for k in KERNELS)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert len(frames) == len(compiled) and set(frames) == {("0", "0", "0")}
+    assert max(int(n) for n in re.findall(r"Used (\d+) registers", report)) <= 64
+
+    (library,) = (tmp_path / "lib" / "paw_kernels").glob("_cuda*.so")
+    code = f"""if True:
+        import torch, paw_kernels.segments
+        torch.ops.load_library({str(library)!r})
+        for name in {OPERATORS!r}:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key("paw_kernels::" + name, "CUDA"), name
+        assert paw_kernels.segments.pack(torch.tensor([False, True]))[0].tolist() == [1, -1]"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+
+    def nvcc(release: str) -> None:
+        (tools / "nvcc").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {release}, V{release}.1"\n')
+        (tools / "nvcc").chmod(0o755)
+
+    def last_line(*python: str, **env: str) -> str:
+        done = build(tmp_path, *python, CUDA_HOME="", CUDA_PATH="", **env)
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        return done.stderr.splitlines()[-1]
+
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "nvcc").exists())
+    assert last_line(PATH=path) == "PAW_BUILD_CUDA: no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit"
+    path = f"{tools}{os.pathsep}{path}"
+    nvcc("11.8")
+    assert last_line(PATH=path) == f"PAW_BUILD_CUDA: {tools}/nvcc is 11.8; 12.0 or later is needed"
+    nvcc("13.0")
+    assert last_line(PATH=path) == "PAW_BUILD_CUDA: nvcc failed, see above"
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for package in ("setuptools", "_distutils_hack"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        (bare / package).symlink_to(Path(spec.origin).parent)
+    got = last_line("-S", PATH=path, PYTHONPATH=str(bare))
+    assert got == "PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation ."

@@ -1,0 +1,147 @@
+"""The emulation sees what it is there for: without any one barrier, results depend on the order of turns."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+
+from paw_kernels.coefficients import constant_slopes
+
+OPS = torch.ops.paw_on_cpu
+ORDERS = range(12)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics():
+    x, target = random(3, 9001), torch.tensor([0, 9000, 5])
+    return OPS.row_statistics(x, None, target, 1.0)
+
+
+def gradient():
+    # Five tiles, rows at every alignment, one row that comes from behind.
+    x, target, ones = random(5, 20_001), torch.arange(5), torch.ones(5)
+    source = torch.tensor([0, 4, 2, 3])
+    OPS.row_gradient_(x, None, target, source, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16)
+    return (x.view(torch.bfloat16)[:4, :20_001],)
+
+
+def loss(cluster):
+    x, a = random(4, 9001), torch.tensor([1.0, 0.0, -1.0, 2.0])
+    of = constant_slopes(a, a)
+    args = torch.arange(4), of.scale, of.base, of.low, of.high, of.shift, None, None, of.c
+    return *OPS.row_loss_(x, None, *args, 1.0, torch.bfloat16, cluster), x.view(torch.bfloat16)
+
+
+def move():
+    x = random(5, 1001)
+    OPS.row_move_(x, torch.tensor([0, 4, 2]), torch.float16)
+    return (x.view(torch.float16),)
+
+
+def select():
+    # The threshold lies among scores that differ from it in any byte, and some not at all.
+    g = torch.Generator().manual_seed(0)
+    close = 1 + torch.randint(200, (2500,), generator=g) * 2.0**-23
+    score = torch.where(torch.rand(2500, generator=g) < 0.5, close, random(2500))
+    return (OPS.top_alpha(score, random(2500, seed=1) > -1, 0.5),)
+
+
+CALLS = {
+    "row_statistics": (statistics, 1),
+    "row_gradient_": (gradient, 3),
+    "row_loss_ on one block": (lambda: loss(1), 4),
+    "row_loss_ on two": (lambda: loss(2), 4),
+    "row_loss_ on eight": (lambda: loss(8), 4),
+    "row_move_": (move, 0),
+    "segment_reduce": (lambda: (OPS.segment_reduce(random(999), torch.tensor([0, 0, 500, 999]), True),), 1),
+    "top_alpha": (select, 20),
+    "pack": (lambda: OPS.pack(random(5000) > 0.5), 8),
+}
+
+
+def gives(call, want):
+    results = call()
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(results, want, strict=True))
+
+
+def goes_wrong(call, want):
+    """In a child, because a kernel that lacks a barrier may write anywhere."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(3)
+        code = 1
+        try:
+            code = 0 if gives(call, want) else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] != 0
+
+
+@pytest.fixture
+def emulate(emulator):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the threads of a parallel region do not live on in a child
+    yield emulator.paw_emulate
+    torch.set_num_threads(threads)
+    emulator.paw_emulate(0, -1)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(name, emulate):
+    call, barriers = CALLS[name]
+    between_blocks = {1, 3} if name == "row_loss_ on one block" else set()
+    emulate(0, -1)
+    want = [t.clone() for t in call()]
+    assert emulate(0, -1) == barriers
+    for order in ORDERS:
+        emulate(order, -1)
+        assert gives(call, want), f"order {order}"
+    assert not goes_wrong(call, want)
+    for dropped in set(range(barriers)) - between_blocks:
+        wrong = False
+        for order in ORDERS:
+            emulate(order, dropped)
+            wrong = wrong or goes_wrong(call, want)
+        assert wrong, f"barrier {dropped} is not needed, or the emulation is blind"
+
+
+@pytest.fixture(scope="module")
+def bad_kernels(tmp_path_factory):
+    library = cuda_on_cpu.compile_for_cpu(
+        tmp_path_factory.mktemp("bad") / "bad.so", Path(__file__).with_name("bad_kernels.cu")
+    )
+
+    def run(which, order):
+        out = torch.zeros(128)
+        library.paw_emulate(order, -1)
+        return library.run_bad(which, ctypes.c_void_p(out.data_ptr())), out
+
+    return run
+
+
+def test_a_missing_barrier_shows(bad_kernels):
+    results = [bad_kernels(0, order)[1] for order in ORDERS]
+    assert not all(torch.equal(results[0], r) for r in results)
+
+
+def test_a_barrier_that_a_thread_never_reaches_is_an_error(bad_kernels):
+    assert all(bad_kernels(1, order)[0] != 0 for order in ORDERS)
+
+
+def test_a_copy_that_was_not_waited_for_shows(bad_kernels):
+    error, out = bad_kernels(2, 0)
+    assert error == 0 and out[:32].isnan().all()
+
+
+def test_shared_memory_ends_with_its_block(bad_kernels):
+    assert any(bad_kernels(3, order)[1][:32].isnan().any() for order in ORDERS)
