@@ -26,12 +26,13 @@ from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
 from paw.experience.rollout import Rollouts
 from paw.learner.distributed import Ranks, whole
-from paw.learner.export import export, read_info, start_model
+from paw.learner.export import export, start_model
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
 from paw.show.report import write_report
+from paw.show.rundir import read_info
 from paw.show.samples import sample_episodes
 from paw.signal.loss import score
 from paw.trust import checkpoint

@@ -45,7 +45,7 @@ class NativeRows:
         return logp, self._entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        z, dtype = self._buffer, self.head.dtype
+        z, dtype = self._buffer[: target.numel()], self.head.dtype
         if self._cluster:
             row_move_(z, source, dtype)
         else:

@@ -1,6 +1,5 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from paw import __version__
 from paw.config import Config, dump, load
 from paw.errors import UserError, to_stderr
 from paw.learner.model import Policy, load_policy, load_tokenizer
+from paw.show.rundir import read_info
 from paw.trust import checkpoint
 
 CARD = """---
@@ -99,12 +99,3 @@ def start_model(run: Path | None, config: Config, report: Callable[[str], None] 
     from paw.learner.warmup import ensure_warm_model
 
     return str(ensure_warm_model(config, make_suite(config.env), report).resolve())
-
-
-def read_info(run: Path) -> dict[str, Any]:
-    """What run.json holds; nothing where it is missing or damaged."""
-    try:
-        info = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return info if isinstance(info, dict) else {}

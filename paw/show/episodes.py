@@ -43,10 +43,8 @@ def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = F
     outcome = "" if won is None else _badge("won", "good") if won else _badge("not won", "bad")
     total = sample["length"] if type(sample.get("length")) is int else len(turns)
     body, shown = "", 0
-    for turn in turns:
-        if len(body) > EPISODE_BYTES:
-            break
-        body += _turn(turn, shown, rho)
+    while shown < len(turns) and len(body) <= EPISODE_BYTES:
+        body += _turn(turns[shown], shown, rho)
         shown += 1
     if shown < total:
         body += f'<p class="note">The first {shown} of {total} turns.</p>'
@@ -68,10 +66,9 @@ def _turn(turn: dict[str, Any], index: int, rho: float | None) -> str:
     action, response = str(turn.get("action") or ""), str(turn.get("response") or "")
     parts = [f'<p class="action"><code>{esc(_clip(action)) or "–"}</code>{badges}</p>']
     if turn.get("prompt"):
-        opened = " open" if index == 0 else ""
-        parts.insert(0, f"<details{opened}><summary>Prompt</summary><pre>{esc(_clip(turn['prompt']))}</pre></details>")
+        parts.insert(0, _folded("Prompt", turn["prompt"], is_open=index == 0))
     if response.strip() not in ("", action.strip()):
-        parts.append(f"<details><summary>Response</summary><pre>{esc(_clip(response))}</pre></details>")
+        parts.append(_folded("Response", response))
     observation = str(turn.get("observation") or "")
     real = f"<div><h4>Next observation</h4><pre>{_shaded(observation, turn, rho) or '–'}</pre></div>"
     if turn.get("predicted") is not None:
@@ -80,14 +77,16 @@ def _turn(turn: dict[str, Any], index: int, rho: float | None) -> str:
     return f'<section class="turn"><span class="index">{index + 1}</span><div>{"".join(parts)}</div></section>'
 
 
+def _folded(title: str, text: object, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{title}</summary><pre>{esc(_clip(text))}</pre></details>"
+
+
 def _prediction(predicted: str, observation: str) -> str:
     """The model's greedy guess, words that differ from the real text marked."""
     exact = predicted.strip() == observation.strip()
-    if exact:
-        marked = esc(_clip(predicted))
-    else:
-        words, real = re.findall(r"\s+|[^\s]+", _clip(predicted)), re.findall(r"\s+|[^\s]+", _clip(observation))
-        marked = ""
+    marked = esc(_clip(predicted)) if exact else ""
+    if not exact:
+        words, real = (re.findall(r"\s+|[^\s]+", _clip(text)) for text in (predicted, observation))
         for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
             if low < high:
                 text = esc("".join(words[low:high]))

@@ -3,7 +3,7 @@
 import json
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ class Run:
     """What one run left behind."""
 
     name: str
-    path: Path
     metrics: dict[str, Series]
     """Finite numbers only; a step that was written twice (a resumed run) counts once, the later line."""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    config_text: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]]
+    config_text: str
+    config: dict[str, Any]
     """config.toml flattened to dotted keys; empty where it cannot be read."""
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any]
     """run.json."""
-    unreadable: int = 0
+    unreadable: int
     """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
 
     def series(self, key: str) -> Series:
@@ -87,38 +86,35 @@ def load_run(run_dir: Path) -> Run:
         config = _flatten(tomllib.loads(config_text))
     except tomllib.TOMLDecodeError:
         config = {}
-    return Run(
-        name=run_dir.resolve().name,
-        path=run_dir,
-        metrics=metrics,
-        samples=samples,
-        config_text=config_text,
-        config=config,
-        info=(_json_lines(run_dir / "run.json", whole=True)[0] or [{}])[0],
-        unreadable=unreadable + unreadable_samples,
-    )
+    unreadable += unreadable_samples
+    return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
+
+
+def read_info(run_dir: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where it is missing or damaged."""
+    return _json_object(_text(run_dir / "run.json")) or {}
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
-def _json_lines(path: Path, *, whole: bool = False) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file, one a line (`whole`: the file is one object), and the number of unreadable ones."""
-    text = _text(path)
-    parts = [text] if whole else text.split("\n")
-    objects = []
-    bad = 0
-    for part in filter(str.strip, parts):
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            objects.append(value)
-        else:
-            bad += 1
-    return objects, bad
+def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file, one a line, and the number of unreadable ones."""
+    found = [_json_object(line) for line in _text(path).split("\n") if line.strip()]
+    objects = [value for value in found if value is not None]
+    return objects, len(found) - len(objects)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

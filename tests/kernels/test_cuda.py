@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from paw_kernels import _native, segments
-from paw_kernels._head import live_rows
+from paw_kernels import _native, _rows, _torch, segments
+from paw_kernels._head import head_pass, live_rows
 from paw_kernels.coefficients import Slopes, constant_slopes, slopes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -130,6 +130,25 @@ def test_coefficients_of_every_loss_and_packing(machine, name, cluster):
     if name != "ce":
         assert 0 < len(source) < len(target)
     assert_gradient(got, want[source.cpu()], torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize("cluster", [0, 2])
+def test_the_backend_gives_the_gradients_of_the_torch_backend(machine, cluster, monkeypatch):
+    hidden, weight, target, bias, rows = problem(90, 130, 12, bias=True, scale=2.0, **LOSSES["everything"])
+    index = rows.kind.nonzero().squeeze(1)
+    per_row = [getattr(slopes(rows.take(index)), field) for field in Slopes.__dataclass_fields__]
+    hidden, weight, bias, target, index, *per_row = machine.put(hidden, weight, bias, target, index, *per_row)
+    arguments, options = (hidden, weight, bias, target, index, 0.7), {"slopes": Slopes(*per_row), "wants": (True,) * 3}
+    want = head_pass(_torch.make_rows, *arguments, **options)
+
+    def make_rows(*args):
+        backend, _ = _rows.make_rows(*args)
+        backend._cluster = cluster
+        return backend, 17  # rows a chunk
+
+    monkeypatch.setattr(torch.ops, "paw_kernels", machine.ops)
+    for got, expected in zip(head_pass(make_rows, *arguments, **options), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cluster", [0, 1, 8])
