@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("train", "train a recipe and write a run directory with a report", _train)
     sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
     sub.add_argument("--resume", choices=["auto"], help="continue the newest run of this name from its checkpoint")
+    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="processes to train in, one a GPU (CPUs too)")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
 
     evaluation = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
@@ -105,9 +106,17 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         print(dump(config), end="")
         return 0
+    if options.gpus > 1:
+        from paw.learner.distributed import launch
+
+        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
+        words += ["--run.name", config.run.name, *(["--resume", "auto"] if resume else [])]
+        return launch(options.gpus, ["train", options.recipe, *words])
     from paw.train import train
 
-    print(f"report: {train(config, resume=resume)}")
+    report = train(config, resume=resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"report: {report}")
     return 0
 
 

@@ -25,17 +25,20 @@ from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
 from paw.experience.rollout import Rollouts
+from paw.learner.distributed import Ranks, whole
 from paw.learner.export import export, start_model
-from paw.learner.model import load_policy, load_tokenizer, pick_backend, pick_device
+from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
 from paw.show.report import write_report
 from paw.show.rundir import read_info
 from paw.show.samples import sample_episodes
+from paw.signal.loss import score
 from paw.trust import checkpoint
 from paw.trust.guards import StopSignal, UpdateGuard
 from paw.trust.metrics import MetricsLog, check_trackers
+from paw.types import Row
 
 STARTING_OVER = -1
 SAMPLES = 3
@@ -53,15 +56,19 @@ class Run:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         self.config = config
-        self.directory = _prepare_directory(config, resume=resume)
-        self.view = stack.enter_context(LiveView(total=config.run.updates))
+        device = pick_device(config.model.device)
+        self.ranks = Ranks(device)
+        stack.callback(self.ranks.close)
+        if self.ranks.first:
+            _prepare_directory(config, resume=resume)
+        self.directory = config.run.dir / config.run.name
+        self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config.env)
         self.suite.train_tasks(0, 1, config.run.seed)
         self.suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
-        device = pick_device(config.model.device)
         backend = pick_backend(config.model.head_backend, device, config.model.dtype)
         warmup_started = time.monotonic()
-        path = start_model(self.directory if resume else None, config, self.view.message)
+        path = self.ranks.from_first(lambda: start_model(self.directory if resume else None, config, self.view.message))
         warmup_s = time.monotonic() - warmup_started
         self.tokenizer = load_tokenizer(path)
         self.chat = Chat(self.tokenizer)
@@ -73,8 +80,12 @@ class Run:
         self.reference = self.policy
         if config.policy.kl_coef:
             self.reference = load_policy(path, **options).eval().requires_grad_(False)
-        self.engine = make_engine(config, policy=self.policy, chat=self.chat, model_path=path)
+        self.engine = make_engine(
+            config, policy=self.policy, chat=self.chat, model_path=path, own_weights=self.ranks.world > 1
+        )
         stack.callback(self.engine.close)
+        for model in {self.policy, self.reference}:
+            self.ranks.shard(model, model.dtype)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.guard = UpdateGuard(config.run.max_skipped)
         self.signal = stack.enter_context(StopSignal())
@@ -96,6 +107,7 @@ class Run:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+            "ranks": self.ranks.world,
             "threads": torch.get_num_threads(),
             "engine": config.rollout.engine,
             "backend": backend,
@@ -110,17 +122,19 @@ class Run:
         if resume:
             self.restore()
             self.info["wall_s"] = float(read_info(self.directory).get("wall_s", 0.0))
-        self._write("config.toml", dump(config))
-        self._write("run.json", json.dumps(self.info, indent=1))
-        self.log = stack.enter_context(
-            MetricsLog(
-                self.directory,
-                resume_step=(self.step or STARTING_OVER) if resume else None,
-                trackers=config.run.trackers,
-                config=config.model_dump(mode="json"),
+        self.log: MetricsLog | None = None
+        if self.ranks.first:
+            self._write("config.toml", dump(config))
+            self._write("run.json", json.dumps(self.info, indent=1))
+            self.log = stack.enter_context(
+                MetricsLog(
+                    self.directory,
+                    resume_step=(self.step or STARTING_OVER) if resume else None,
+                    trackers=config.run.trackers,
+                    config=config.model_dump(mode="json"),
+                )
             )
-        )
-        self.view.header(header_lines(self))
+            self.view.header(header_lines(self))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -132,6 +146,22 @@ class Run:
         key = f"time/{phase}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
 
+    def stop_requested(self) -> bool:
+        """Whether any rank was told to stop: signals reach them at different moments."""
+        return any(self.ranks.gather(self.signal.requested))
+
+    def score(self, model: Policy, rows: list[Row]) -> list[tuple[list[float], float]]:
+        """`signal.loss.score` of all rows, the batches shared among ranks."""
+        scored = score(
+            model,
+            rows,
+            temperature=self.config.rollout.temperature,
+            budget=self.config.optim.micro_batch_tokens,
+            share=(self.ranks.rank, self.ranks.world),
+        )
+        found = {i: values for part in self.ranks.gather(scored) for i, values in part.items()}
+        return [found[i] for i in range(len(rows))]
+
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
         with self.clock("eval"):
@@ -139,7 +169,8 @@ class Run:
             self.metrics |= {f"eval/{name}": value for name, value in success_metrics(groups).items()}
             limits = {"count": SAMPLES, "max_tokens": self.config.wm.max_tokens}
             for sample in sample_episodes(groups, self.policy, self.engine, self.chat, **limits):
-                self.log.sample(self.step, sample)
+                if self.log:
+                    self.log.sample(self.step, sample)
         if self.step == 0:
             self._write_metrics()
 
@@ -150,7 +181,7 @@ class Run:
         phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
-        if last or (every and self.step % every == 0 and not self.signal.requested):
+        if last or (every and self.step % every == 0 and not self.stop_requested()):
             self.evaluate(rollouts)
         self._write_metrics()
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
@@ -160,12 +191,14 @@ class Run:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
         names = self.policy.named_parameters_once()
         tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items())
-        random_tensors, random_state = checkpoint.rng_tensors()
-        folder = self.directory / "checkpoints"
-        files = {"model": names, "optimizer": tensors, "rng": random_tensors}
-        state = {"optimizer": optimizer, "rng": random_state, "guard": self.guard.state()}
-        checkpoint.save(folder, self.step, files, state)
-        checkpoint.prune(folder, self.config.run.keep)
+        files = {"model": {name: whole(p.detach()) for name, p in names.items()}, "optimizer": tensors}
+        state = {"optimizer": optimizer, "guard": self.guard.state()}
+        for rank, (random_tensors, random_state) in enumerate(self.ranks.gather(checkpoint.rng_tensors())):
+            files[_rng(rank)], state[_rng(rank)] = random_tensors, random_state
+        if self.ranks.first:
+            folder = self.directory / "checkpoints"
+            checkpoint.save(folder, self.step, files, state)
+            checkpoint.prune(folder, self.config.run.keep)
         self.saved = self.step
 
     def restore(self) -> None:
@@ -178,7 +211,8 @@ class Run:
         tensors, state = checkpoint.load(path, like={"model": names})
         self.policy.load(tensors["model"])
         checkpoint.load_optimizer(self.optimizer, names.items(), tensors["optimizer"], state["optimizer"])
-        checkpoint.load_rng(tensors["rng"], state["rng"])
+        mine = _rng(self.ranks.rank) if _rng(self.ranks.rank) in state else _rng(0)  # fewer ranks saved it
+        checkpoint.load_rng(tensors[mine], state[mine])
         self.guard.load_state(state["guard"])
         self.step = self.saved = state["step"]
         self.view.message(f"resumed from {path}")
@@ -187,13 +221,18 @@ class Run:
         """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
         if self.saved != self.step:
             self.save()
-        export(self.policy, self.tokenizer, self.directory / "hf", config=self.config, step=self.step)
-        self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
-        self._write("run.json", json.dumps(self.info, indent=1))
-        return write_report(self.directory)
+        weights = {name: whole(p.detach()).cpu() for name, p in self.policy.named_parameters_once().items()}
+        report = self.directory / "report.html"
+        if self.ranks.first:
+            export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
+            self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
+            self._write("run.json", json.dumps(self.info, indent=1))
+            report = write_report(self.directory)
+        return report
 
     def _write_metrics(self) -> None:
-        self.log.log(self.step, self.metrics)
+        if self.log:
+            self.log.log(self.step, self.metrics)
         self.view.update(self.step, self.metrics)
         self.metrics.clear()
 
@@ -220,6 +259,10 @@ def header_lines(run: Run) -> list[str]:
         f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
         f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]
+
+
+def _rng(rank: int) -> str:
+    return f"rng_{rank}" if rank else "rng"
 
 
 def peak_gib(device: torch.device) -> float:

@@ -8,6 +8,7 @@ finished episodes, denominators of the whole mini-batch instead of means of micr
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,6 +17,7 @@ import torch
 from paw.config import Config
 from paw.errors import UserError
 from paw.experience.rollout import Rollouts
+from paw.learner.distributed import whole
 from paw.learner.optim import learning_rate, set_learning_rate
 from paw.learner.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
@@ -36,11 +38,11 @@ def train(config: Config, *, resume: bool = False) -> Path:
     checkpoints stay.
     """
     with open_run(config, resume=resume) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat, config)
+        rollouts = Rollouts(run.suite, run.engine, run.chat, config, run.ranks)
         push_weights(run.policy.lm, run.engine, version=run.step)
         if run.step == 0:
             run.evaluate(rollouts)
-        while run.step < config.run.updates and not run.signal.requested:
+        while run.step < config.run.updates and not run.stop_requested():
             update(run, rollouts)
         rollouts.close()
         return run.finish()
@@ -89,7 +91,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
     with run.clock("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
-    if warning := collapse_warning(run.log.history):
+    if run.log and (warning := collapse_warning(run.log.history)):
         run.view.message(warning)
 
 
@@ -104,9 +106,7 @@ def score_rows(run: Run, rows: list[Row]) -> None:
     entropy_known = sampled_entropy or all(row.sampled_entropy is not None for row in rows)
     pass_needed = not (from_engine and entropy_known)
     if pass_needed:
-        scored = losses.score(
-            run.policy, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
-        )
+        scored = run.score(run.policy, rows)
     else:
         scored = [(row.sampled_logp, fmean(row.sampled_entropy or [0.0])) for row in rows]
     if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, entropy)):
@@ -122,16 +122,13 @@ def score_rows(run: Run, rows: list[Row]) -> None:
             entropy = fmean(-math.exp(value) * value for value in row.sampled_logp)
         row.entropy = entropy
     if config.policy.kl_coef > 0.0:
-        reference = losses.score(
-            run.reference, rows, temperature=config.rollout.temperature, budget=config.optim.micro_batch_tokens
-        )
-        for row, (logp, _) in zip(rows, reference, strict=True):
+        for row, (logp, _) in zip(rows, run.score(run.reference, rows), strict=True):
             row.ref_logp = logp
 
 
 def learn(run: Run, rows: list[Row]) -> dict[str, float]:
     """Optimizer steps over the update's rows: mini-batches, each cut into micro-batches, each one fused pass."""
-    config, policy = run.config, run.policy
+    config, policy, ranks = run.config, run.policy, run.ranks
     objective = objective_of(config)
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
@@ -148,20 +145,23 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
                 with_observation=config.wm.enabled,
                 device=policy.device,
                 skip=objective.dead,
+                share=(ranks.rank, ranks.world),
             ):
                 coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows))
-                out = losses.joint_loss(policy, batch, coefficients, temperature=objective.temperature)
+                # Times world: the weights of rows are those of the whole mini-batch, FSDP averages over ranks.
+                scaled = replace(coefficients, weight=ranks.world * coefficients.weight)
+                out = losses.joint_loss(policy, batch, scaled, temperature=objective.temperature)
                 out.loss.backward()
-                loss += float(out.loss.detach())
+                loss += float(out.loss.detach()) / ranks.world
                 sums.add(out, coefficients)
             steps += 1
-            norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip))
-            if run.guard.allows(loss=loss, grad_norm=norm):
+            norm = float(whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
+            if run.guard.allows(loss=sum(ranks.gather(loss)), grad_norm=norm):
                 run.optimizer.step()
                 norms.append(norm)
             run.optimizer.zero_grad(set_to_none=True)
     return {
-        **sums.metrics(minibatches=steps),
+        **losses.Totals.sum(ranks.gather(sums)).metrics(minibatches=steps),
         "optim/lr": lr,
         "optim/grad_norm": sum(norms) / max(1, len(norms)),
         "optim/skipped": run.guard.skipped,

@@ -86,6 +86,8 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
+    place: int = 0
+    """Index of the task among those of the update."""
 
 
 @dataclass

@@ -9,8 +9,7 @@ The whole pass is one torch.library operator, so torch.compile and FakeTensorMod
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from paw_kernels._head import head_pass, live_rows
 from paw_kernels.coefficients import LossRows, row_terms, slopes
 
 
-@dataclass(frozen=True)
-class PawLoss:
+class PawLoss(NamedTuple):
     """The loss, and per-row results [T] for metrics: detached, 0 or False on skipped rows, float32 unless noted."""
 
     loss: Tensor

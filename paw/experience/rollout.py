@@ -6,9 +6,11 @@ others it was batched with.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
 from paw.errors import UserError
@@ -16,6 +18,9 @@ from paw.experience.chat import Chat
 from paw.experience.engines.base import Completion, Engine, Request
 from paw.experience.envs.base import Environment, Suite
 from paw.types import Group, Task, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from paw.learner.distributed import Ranks
 
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
@@ -31,6 +36,14 @@ class RolloutStats:
     response_tokens: int = 0
     cached_tokens: int = 0
     failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -54,25 +67,34 @@ class _Episode:
 class Rollouts:
     """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
 
-    def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config):
-        self.suite, self.engine, self.chat, self.config = suite, engine, chat, config
+    def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
+        self.suite, self.engine, self.chat, self.config, self.ranks = suite, engine, chat, config, ranks
         self._idle: list[Environment] = []
         self._key = 0
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
-        """Play the first `count` tasks of update `step` in groups, as `play` does."""
+        """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
         size, temperature = self.config.rollout.group_size, self.config.rollout.temperature
         seed, stream = self.config.run.seed, f"train/{step}"
         tasks = self.suite.train_tasks(step, count, seed)
-        return self.play(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
+        return self._share(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
 
     def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
-        """Play the evaluation games once each, as `play` does."""
+        """Play the evaluation games once each, as `play` does; all ranks together."""
         config = self.config.eval
         tasks = self.suite.eval_tasks(self.config.env.eval_split, config.games, config.seed)
-        return self.play(
+        return self._share(
             tasks, group_size=1, temperature=config.temperature, seed=config.seed, stream="eval", progress=progress
         )
+
+    def _share(self, tasks: list[Task], **options: Any) -> tuple[list[Group], RolloutStats]:
+        """Play this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
+        if self.ranks is None:
+            return self.play(tasks, **options)
+        places = range(self.ranks.rank, len(tasks), self.ranks.world)
+        own = self.play([tasks[i] for i in places], places=places, **options)
+        played, stats = zip(*self.ranks.gather(own), strict=True)
+        return sorted(chain(*played), key=lambda group: group.place), RolloutStats.sum(stats)
 
     def play(
         self,
@@ -82,15 +104,21 @@ class Rollouts:
         temperature: float,
         seed: int,
         stream: str,
+        places: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
+
+        `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...).
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
         fails is left out; a group left with fewer than min(2, group_size) members is dropped.
         """
         stats = RolloutStats()
-        groups = [Group(task, [Trajectory(task, member) for member in range(group_size)]) for task in tasks]
+        groups = [
+            Group(task, [Trajectory(task, member) for member in range(group_size)], place)
+            for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
+        ]
         total, finished = len(tasks) * group_size, 0
         in_flight: dict[int, _Episode] = {}
 
@@ -154,9 +182,10 @@ class Rollouts:
                 )
             )
 
-        for g, group in enumerate(groups):
+        for group in groups:
             for trajectory in group.trajectories:
-                advance(_Episode(self._idle.pop() if self._idle else self.suite.make(), trajectory, g))
+                environment = self._idle.pop() if self._idle else self.suite.make()
+                advance(_Episode(environment, trajectory, group.place))
         while in_flight:
             for completion in self.engine.step():
                 stats.response_tokens += len(completion.token_ids)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from paw import __version__
 from paw.config import Config, dump, load
@@ -26,8 +27,16 @@ Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv
 """
 
 
-def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step: int) -> Path:
-    """Write weights, tokenizer, chat template and a model card to `folder`.
+def export(
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    config: Config,
+    step: int,
+) -> Path:
+    """Write weights (of a sharded policy, the whole ones), tokenizer, chat template and a model card to `folder`.
 
     Written beside it and moved in when complete; other files there stay. Raises UserError when it cannot be written.
     """
@@ -36,7 +45,7 @@ def export(policy: Policy, tokenizer: Any, folder: Path, *, config: Config, step
     try:
         shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
         temp.mkdir(parents=True)
-        policy.lm.save_pretrained(temp)
+        policy.lm.save_pretrained(temp, state_dict=weights)
         tokenizer.save_pretrained(temp)
         card = CARD.format(config=config, version=__version__, updates=step, world=world)
         (temp / "README.md").write_text(card, encoding="utf-8")

@@ -3,10 +3,10 @@
 Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gradie
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
+from paw.learner.distributed import copy_into
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
 transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -67,6 +69,13 @@ class Policy(nn.Module):
         assert isinstance(head, nn.Linear), "AutoModelForCausalLM has a linear head"
         return head
 
+    def forward(self, compute: Callable[[], T]) -> T:
+        """compute(), with whole weights: a sharded model has them only inside calls of itself.
+
+        Results with a gradient must be tensors, or tuples of them: FSDP looks there for where backward will start.
+        """
+        return compute()
+
     def autocast(self) -> Any:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
@@ -88,7 +97,7 @@ class Policy(nn.Module):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
-            parameter.copy_(tensors[name])
+            copy_into(parameter, tensors[name])
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.lm.parameters())

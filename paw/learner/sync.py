@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paw.errors import UserError
 from paw.experience.engines.base import Engine
+from paw.learner.distributed import whole
 
 LIMIT, TOLERATED = 0.5, 0.05
 """Nats that a token's two log-probs may differ by, and the share of tokens that may be beyond it."""
@@ -28,8 +28,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     does not reach.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole(parameter.detach())
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:

@@ -7,8 +7,9 @@ fixed for the whole update and are scaled by (rows in the update / rows in the m
 the token weights, so the gradient of a mini-batch is the same however it is cut into micro-batches.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -17,11 +18,15 @@ from torch import Tensor
 
 from paw.signal.packing import by_token_budget
 from paw.types import Row
-from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, paw_loss, segment_mean, token_stats
+from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, TokenStats, paw_loss, segment_mean, token_stats
 
 
 class Head(Protocol):
     """What the losses need of a model: hidden states, and the head's parameters (never logits)."""
+
+    def __call__(self, compute: Callable[[], Any]) -> Any:
+        """compute(), inside which the members below may be used."""
+        ...
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """[B, L] right-padded int64 -> [B, L, D]; causal, so that padding after a row cannot reach it."""
@@ -92,13 +97,13 @@ def collate(rows: Sequence[Row], indices: Sequence[int], *, with_observation: bo
             ids = ids + row.separator_ids + row.observation_ids
             spans.append((start, len(ids), OBSERVATION))
         sequences.append((ids, spans))
-    longest = max(len(ids) for ids, _ in sequences)
+    longest = max((len(ids) for ids, _ in sequences), default=1)
     for b, (ids, spans) in enumerate(sequences):
         for start, end, what in spans:
             position.extend(range(b * longest + start - 1, b * longest + end - 1))
             target.extend(ids[start:end])
             kind.extend([what] * (end - start))
-    padded = [ids + [0] * (longest - len(ids)) for ids, _ in sequences]
+    padded = [ids + [0] * (longest - len(ids)) for ids, _ in sequences] or [[0]]
     return Batch(
         input_ids=torch.tensor(padded, device=device),
         position=torch.tensor(position, dtype=torch.int64, device=device),
@@ -109,37 +114,58 @@ def collate(rows: Sequence[Row], indices: Sequence[int], *, with_observation: bo
 
 
 def micro_batches(
-    rows: Sequence[Row], *, budget: int, with_observation: bool, device: torch.device, skip: Any = None
+    rows: Sequence[Row],
+    *,
+    budget: int,
+    with_observation: bool,
+    device: torch.device,
+    skip: Any = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Batches of at most `budget` padded tokens over the rows for which `skip(row)` is false."""
+    """Batches of at most `budget` padded tokens over the rows for which `skip(row)` is false.
+
+    `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, the last one
+    without rows where they do not divide: their forward passes are collective.
+    """
+    rank, world = share
     kept = [i for i, row in enumerate(rows) if skip is None or not skip(row)]
     lengths = [
         len(rows[i]) if with_observation and rows[i].world_weight > 0.0 else _acting_length(rows[i]) for i in kept
     ]
-    for picked in by_token_budget(lengths, budget=budget):
+    cut = by_token_budget(lengths, budget=budget)
+    cut += [[]] * (-len(cut) % world)
+    for picked in cut[rank::world]:
         yield collate(rows, [kept[j] for j in picked], with_observation=with_observation, device=device)
 
 
 @torch.no_grad()
-def score(model: Head, rows: Sequence[Row], *, temperature: float, budget: int) -> list[tuple[list[float], float]]:
-    """(log-prob of each response token, mean full-vocabulary entropy there) of each row, nats."""
-    scores: list[tuple[list[float], float]] = [([], 0.0)] * len(rows)
-    for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device):
-        hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
-        stats = token_stats(
-            hidden,
+def score(
+    model: Head, rows: Sequence[Row], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
+) -> dict[int, tuple[list[float], float]]:
+    """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the row's index.
+
+    Of all rows, or of those in this rank's `share` of the batches; in the order of rows.
+    """
+
+    def stats(batch: Batch) -> TokenStats:
+        return token_stats(
+            model.hidden(batch.input_ids).flatten(0, 1)[batch.position],
             model.head_weight,
             batch.target,
             bias=model.head_bias,
             temperature=temperature,
             backend=model.head_backend,
         )
+
+    scores: dict[int, tuple[list[float], float]] = {}
+    for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device, share=share):
+        found = model(partial(stats, batch))
         ends = [0, *accumulate(len(rows[i].response_ids) for i in batch.row)]
-        entropy = segment_mean(stats.entropy, torch.tensor(ends, device=model.device)).tolist()
-        logp = stats.logp.tolist()
+        entropy = segment_mean(found.entropy, torch.tensor(ends, device=model.device)).tolist()
+        logp = found.logp.tolist()
         for i, (start, end), mean in zip(batch.row, pairwise(ends), entropy, strict=True):
             scores[i] = (logp[start:end], mean)
-    return scores
+    return dict(sorted(scores.items()))
 
 
 def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> LossRows:
@@ -183,15 +209,16 @@ def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, u
 
 def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float) -> PawLoss:
     """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
-    hidden = model.hidden(batch.input_ids).flatten(0, 1)[batch.position]
-    return paw_loss(
-        hidden,
-        model.head_weight,
-        batch.target,
-        rows,
-        bias=model.head_bias,
-        temperature=temperature,
-        backend=model.head_backend,
+    return model(
+        lambda: paw_loss(
+            model.hidden(batch.input_ids).flatten(0, 1)[batch.position],
+            model.head_weight,
+            batch.target,
+            rows,
+            bias=model.head_bias,
+            temperature=temperature,
+            backend=model.head_backend,
+        )
     )
 
 
@@ -229,6 +256,10 @@ class Totals:
         ).tolist()  # one transfer
         for name, value in zip(Totals.__dataclass_fields__, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
+
+    @classmethod
+    def sum(cls, parts: Iterable["Totals"]) -> "Totals":
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
     def metrics(self, *, minibatches: int) -> dict[str, float]:
         """Losses are means over the optimizer steps; fractions and means are over tokens, absent where there are none.

@@ -59,7 +59,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
     """Rows as they stand before the update: old log-probs a little off the policy's, so that clips occur."""
     rng = random.Random(seed)
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
-    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=10**6), strict=True):
+    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=10**6).values(), strict=True):
         row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
         row.entropy = entropy
         if reference:

@@ -37,7 +37,7 @@ def test_the_scoring_pass_is_that_of_plain_torch(backend):
     policy = tiny_policy().to(DEVICE)
     rows, scores = make_rows(policy), {}
     for policy.head_backend in ("torch", backend):
-        scored = score(policy, rows, temperature=0.4, budget=60)
+        scored = score(policy, rows, temperature=0.4, budget=60).values()
         scores[policy.head_backend] = torch.tensor([x for logp, entropy in scored for x in (*logp, entropy)])
     torch.testing.assert_close(scores[backend], scores["torch"], rtol=1e-5, atol=1e-5)
     gradients(policy)

@@ -72,7 +72,7 @@ def test_loss_and_gradient_are_those_of_full_logits(family, name):
 
 
 def test_scores_are_those_of_full_logits(policy, rows):
-    scored = score(policy, rows, temperature=0.7, budget=60)
+    scored = score(policy, rows, temperature=0.7, budget=60).values()
     for row, (logp, entropy) in zip(rows, scored, strict=True):
         at = len(row.prompt_ids) - 1
         with torch.no_grad():
@@ -184,7 +184,7 @@ def test_kl_needs_reference_log_probs(policy):
 def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
     fresh = [replace(row, world_weight=0.0) for row in rows]
-    for row, (logp, _) in zip(fresh, score(policy, fresh, temperature=1.0, budget=10**6), strict=True):
+    for row, (logp, _) in zip(fresh, score(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True):
         row.old_logp = row.ref_logp = logp
     objective = Objective(kl_coef=0.1)
     batch = collate(fresh, range(len(fresh)), with_observation=False, device=CPU)

@@ -58,7 +58,7 @@ def prepared(policy, groups, *, drift=0.0):
     for row, advantage in zip(rows, advantages(rows), strict=True):
         row.advantage = advantage
     rng = random.Random(7)
-    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=100), strict=True):
+    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=100).values(), strict=True):
         row.old_logp = [value + rng.gauss(0, drift) for value in logp]
         row.entropy = entropy
     chosen = select(rows, alpha=ALPHA, weight="adaptive", reward_max=REWARD_MAX, n_groups=len(groups))

@@ -1,5 +1,6 @@
 """Rollout engines: `transformers` on the trainer's own weights, or `vllm`."""
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Engine", "Request", "make_engine"]
 
 
-def make_engine(config: "Config", *, policy: "Policy", chat: "Chat", model_path: str | Path) -> Engine:
+def make_engine(
+    config: "Config", *, policy: "Policy", chat: "Chat", model_path: str | Path, own_weights: bool = False
+) -> Engine:
     """The engine that `config.rollout.engine` names; push the policy's weights before the first request.
 
     `model_path`, a folder or Hugging Face name, gives vLLM the architecture. Responses end at the chat template's end
-    token or at any the model's generation config names.
+    token or at any the model's generation config names. `own_weights` keeps the transformers engine apart from the
+    policy, whose weights are about to be sharded.
     """
     named = policy.lm.generation_config.eos_token_id if policy.lm.generation_config else None
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
@@ -25,10 +29,11 @@ def make_engine(config: "Config", *, policy: "Policy", chat: "Chat", model_path:
         from paw.experience.engines.transformers import TransformersEngine
 
         return TransformersEngine(
-            policy.lm,
+            copy.deepcopy(policy.lm).requires_grad_(False) if own_weights else policy.lm,
             end_ids=end_ids,
             max_batch_tokens=config.rollout.max_batch_tokens,
             autocast=policy.autocast,
+            own_weights=own_weights,
         )
     from paw.experience.engines.vllm import VllmEngine
 

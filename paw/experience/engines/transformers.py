@@ -24,7 +24,7 @@ from paw.experience.engines.base import Completion, Request
 
 
 class TransformersEngine:
-    """Samples from `model`, a Hugging Face causal LM that stays the trainer's.
+    """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
     `max_batch_tokens` bounds the padded prompt tokens of one prefill. `autocast` makes the context the trainer's own
     forward passes run in. Raises UserError for a model with sliding-window layers.
@@ -37,6 +37,7 @@ class TransformersEngine:
         end_ids: Collection[int],
         max_batch_tokens: int = 65536,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        own_weights: bool = False,
         version: int = 0,
     ):
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
@@ -50,6 +51,7 @@ class TransformersEngine:
         self._end_ids = frozenset(end_ids)
         self._max_batch_tokens = max_batch_tokens
         self._autocast = autocast
+        self._own_weights = own_weights
         self._queue: dict[int, Request] = {}
 
     @property
@@ -78,9 +80,14 @@ class TransformersEngine:
         return [done[request.key] for request in queued]
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Record the version: the weights are the trainer's already, `parameters` is not read."""
+        """Copy `parameters`, where the model is the engine's own; else its weights are the trainer's already."""
         if self._queue:
             raise RuntimeError(f"weights may not change under {self.pending} pending requests")
+        if self._own_weights:
+            own = dict(self._model.named_parameters(remove_duplicate=False))
+            with torch.no_grad():
+                for name, tensor in parameters:
+                    own[name].copy_(tensor)
         self.version = version
 
     def sleep(self) -> None:

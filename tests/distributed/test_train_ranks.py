@@ -1,0 +1,72 @@
+"""Training in two gloo ranks: the weights of one rank, whatever the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from paw.learner import quickstart
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from toyworld import ENV, make_tokenizer, practised_model
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    quickstart.save(practised_model(), make_tokenizer(), folder)
+    return folder
+
+
+def train(folder, start, name, *options, gpus=1, ok=True, **changes):
+    """Run `paw train` as a user would; the run directory, or what it printed to standard error."""
+    tree = {
+        "run": {"dir": str(folder), "updates": 3, "save_every": 0},
+        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "env": ENV.model_dump(exclude_none=True),
+        "rollout": {"tasks": 5, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "policy": {"kl_coef": 0.01, "entropy_coef": 0.001},
+        "optim": {"lr": 3e-3, "minibatch_rows": 32, "micro_batch_tokens": 300},
+        "eval": {"every": 2, "games": 5, "temperature": 1.0},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("_")
+        tree[section][field] = value
+    recipe = folder / f"{name}.toml"
+    recipe.write_text(tomli_w.dumps(tree), encoding="utf-8")
+    command = [sys.executable, "-m", "paw", "train", str(recipe), "--run.name", name, *options]
+    done = subprocess.run(
+        [*command, *(["--gpus", str(gpus)] if gpus > 1 else [])],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode == 0) is ok, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder / name if ok else done
+
+
+def weights(run):
+    return load_file(max((run / "checkpoints").glob("step_*")) / "model.safetensors")
+
+
+def distance(a, b):
+    first, second = (torch.cat([w[name].double().flatten() for name in sorted(w)]) for w in (a, b))
+    return float((first - second).norm() / second.norm())
+
+
+@pytest.mark.slow
+def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
+    one, two = train(tmp_path, start, "one"), train(tmp_path, start, "two", gpus=2)
+    assert json.loads((two / "run.json").read_text())["ranks"] == 2
+    assert weights(one).keys() == weights(two).keys()
+    assert 0 < distance(weights(two), weights(one)) < 1e-5
+    for file in ("metrics.jsonl", "samples.jsonl", "report.html", "hf/model.safetensors", "run.json"):
+        assert (two / file).stat().st_size
+    assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
