@@ -21,18 +21,15 @@ MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
 class Chat:
     """Encoder and decoder of one fast Hugging Face tokenizer.
 
-    `end_ids` are stop tokens beyond the tokenizer's own, such as the generation config's `eos_token_id`.
     Raises UserError for a tokenizer without a chat template, without a `tokenizers` back end, or with a template that
     does not show the user's text exactly once.
     """
 
-    def __init__(self, tokenizer: Any, *, end_ids: Iterable[int] = ()):
+    def __init__(self, tokenizer: Any):
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
         if not getattr(tokenizer, "chat_template", None):
-            raise UserError(
-                f"the tokenizer of '{self.name}' has no chat template; use an instruct model, or add a"
-                " chat_template.jinja to the model's folder"
-            )
+            fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
+            raise UserError(f"the tokenizer of '{self.name}' has no chat template; {fix}")
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")
@@ -41,10 +38,8 @@ class Chat:
         self._backend.no_padding()
 
         def render(*contents: str, ask: bool) -> str:
-            messages = [
-                {"role": role, "content": text}
-                for role, text in zip(("user", "assistant", "user"), contents, strict=False)
-            ]
+            roles = ("user", "assistant", "user")
+            messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
         turns = render(MARK, REPLY, AGAIN, ask=False)
@@ -56,9 +51,7 @@ class Chat:
 
         between_ids = self._encode(between)
         turn_end = next((i for i in between_ids if i in self._control), None)
-        self.end_ids: frozenset[int] = frozenset(end_ids) | {
-            i for i in (tokenizer.eos_token_id, turn_end) if i is not None
-        }
+        self.end_ids: frozenset[int] = frozenset({tokenizer.eos_token_id, turn_end} - {None})
         """Tokens that end a response."""
         self._turn_end: int = turn_end if turn_end is not None else tokenizer.eos_token_id
         first = next((n + 1 for n, i in enumerate(between_ids) if i in self.end_ids), 0)

@@ -157,10 +157,6 @@ def test_separator_and_end(name):
     assert chat.end_ids == {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
 
 
-def test_extra_end_ids():
-    assert Chat(TOKENIZERS["qwen3"], end_ids=[7]).end_ids == CHATS["qwen3"].end_ids | {7}
-
-
 # Not "inst": there the last space of the separator merges with the word that follows.
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "unflagged"])
 def test_a_conversation_is_prompt_response_separator(name):
