@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -47,18 +48,14 @@ class MetricsLog:
         check_trackers(trackers)
         self.history: list[dict[str, Any]] = []
         """Every update logged, those of the resumed run included, as JSON has it (null for non-finite)."""
-        self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples")}
-        self._files: dict[str, IO[str]] = {}
+        paths = [run_dir / "metrics.jsonl", run_dir / "samples.jsonl"]
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name, path in self._paths.items():
-                if resume_step is not None:
-                    kept = _rewind(path, resume_step)
-                    self.history = kept if name == "metrics" else self.history
-                elif path.exists() and path.stat().st_size:
-                    raise UserError(f"{path} already holds a run: go on with --resume auto, or set another --run.name")
-            for name, path in self._paths.items():
-                self._files[name] = path.open("a", encoding="utf-8")
+            if resume_step is not None:
+                self.history, _ = (_rewind(path, resume_step) for path in paths)
+            elif used := [path for path in paths if path.exists() and path.stat().st_size]:
+                raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
+            self._metrics, self._samples = (path.open("a", encoding="utf-8") for path in paths)
         except OSError as error:
             raise UserError(f"cannot write to run directory {run_dir}: {error.strerror}") from error
         self._trackers = [_TRACKERS[name](run_dir, resume_step, dict(config or {})) for name in trackers]
@@ -66,7 +63,7 @@ class MetricsLog:
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null."""
         record = {"step": step, **{name: _jsonable(value) for name, value in metrics.items()}}
-        self._append("metrics", record)
+        _append(self._metrics, record)
         self.history.append(record)
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
         for track, _ in self._trackers:
@@ -74,11 +71,11 @@ class MetricsLog:
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append something worth reading, such as one episode's turns, to samples.jsonl."""
-        self._append("samples", {"step": step, **_jsonable(record)})
+        _append(self._samples, {"step": step, **_jsonable(record)})
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        self._metrics.close()
+        self._samples.close()
         for _, finish in self._trackers:
             finish()
 
@@ -88,12 +85,13 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        try:
-            self._files[name].write(json.dumps(record, allow_nan=False) + "\n")
-            self._files[name].flush()
-        except OSError as error:
-            raise UserError(f"cannot write {self._paths[name]}: {error.strerror}") from error
+
+def _append(file: IO[str], record: Mapping[str, Any]) -> None:
+    try:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+    except OSError as error:
+        raise UserError(f"cannot write {file.name}: {error.strerror}") from error
 
 
 def _jsonable(value: Any) -> Any:
@@ -116,13 +114,11 @@ def _rewind(path: Path, step: int) -> list[dict[str, Any]]:
     temp = path.with_name(f".tmp_{path.name}")
     with path.open("rb") as old, temp.open("wb") as new:
         for line in old:
-            try:
+            with suppress(ValueError):  # not JSON
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if line.endswith(b"\n") and record["step"] <= step:
-                new.write(line)
-                kept.append(record)
+                if line.endswith(b"\n") and record["step"] <= step:
+                    new.write(line)
+                    kept.append(record)
         new.flush()
         os.fsync(new.fileno())
     temp.replace(path)
