@@ -82,11 +82,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def copy_into(parameter: Tensor, tensor: Tensor) -> None:
-    """parameter <- tensor, the full one."""
-    if isinstance(parameter, DTensor):
-        tensor = distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
-    parameter.copy_(tensor)
+def sharded_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a full tensor on `like`'s device, sharded as `like` is."""
+    tensor = tensor.to(like.device, copy=True)
+    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
 def launch(count: int, arguments: list[str]) -> int:

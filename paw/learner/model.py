@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gradie
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
-from paw.learner.distributed import copy_into
+from paw.learner.distributed import sharded_like
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
@@ -97,7 +97,7 @@ class Policy(nn.Module):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
-            copy_into(parameter, tensors[name])
+            parameter.copy_(sharded_like(parameter, tensors[name]))
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.lm.parameters())

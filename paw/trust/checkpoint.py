@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paw.errors import UserError, to_stderr
+from paw.learner.distributed import sharded_like, whole
 
 VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -179,7 +180,7 @@ def optimizer_tensors(
     """
     names = {parameter: name for name, parameter in named_parameters}
     tensors = {
-        f"{names[parameter]}/{key}": _whole(value)
+        f"{names[parameter]}/{key}": whole(torch.as_tensor(value)).detach().cpu().clone()
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
     }
@@ -215,7 +216,7 @@ def load_optimizer(
             on_device = group.get("fused") or group.get("capturable")
             restored[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
         elif tensor.shape == parameter.shape:
-            restored[parameter][key] = _placed(tensor, parameter)
+            restored[parameter][key] = sharded_like(parameter, tensor)
         else:
             raise CheckpointError(
                 f"optimizer.safetensors: '{full_name}' has shape {list(tensor.shape)}, "
@@ -257,21 +258,6 @@ def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
-
-
-def _whole(value: Any) -> Tensor:
-    full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return full.detach().cpu().clone()
-
-
-def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """A copy (the loaded tensor is a map of the file) on `like`'s device, sharded as `like` is."""
-    if not hasattr(like, "device_mesh"):
-        return tensor.to(like.device, copy=True)
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    return distribute_tensor(tensor.to(like.device, copy=True), like.device_mesh, like.placements)
 
 
 def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:

@@ -4,14 +4,12 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paw.experience.engines.base import Completion, Engine, Request
+from paw.experience.engines.base import Engine
 
 if TYPE_CHECKING:
     from paw.config import Config
     from paw.experience.chat import Chat
     from paw.learner.model import Policy
-
-__all__ = ["Completion", "Engine", "Request", "make_engine"]
 
 
 def make_engine(
