@@ -74,11 +74,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         score_rows(run, rows)
     if config.wm.enabled:
         selection = select(
-            rows,
-            alpha=config.wm.alpha,
-            weight=config.wm.weight,
-            reward_max=run.suite.reward_max,
-            n_groups=len(groups),
+            rows, alpha=config.wm.alpha, weight=config.wm.weight, reward_max=run.suite.reward_max, n_groups=len(groups)
         )
         for row, weight in zip(rows, selection.weights, strict=True):
             row.world_weight = weight

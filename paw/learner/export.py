@@ -28,13 +28,7 @@ Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv
 
 
 def export(
-    policy: Policy,
-    tokenizer: Any,
-    folder: Path,
-    weights: dict[str, Tensor] | None = None,
-    *,
-    config: Config,
-    step: int,
+    policy: Policy, tokenizer: Any, folder: Path, weights: dict[str, Tensor] | None = None, *, config: Config, step: int
 ) -> Path:
     """Write weights (of a sharded policy, the whole ones), tokenizer, chat template and a model card to `folder`.
 
