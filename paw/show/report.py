@@ -271,6 +271,9 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
 def _numbers(runs: Sequence[Run]) -> str:
     single = len(runs) == 1
     count = min(TAIL, max(run.updates for run in runs))
+    columns = [(esc(run.name), run.last) for run in runs]
+    if single:
+        columns = [(f"First {count}", runs[0].first), (f"Last {count}", runs[0].last)]
     body = ""
     for section, metrics in SECTIONS.items():
         rows = ""
@@ -278,19 +281,15 @@ def _numbers(runs: Sequence[Run]) -> str:
             if not any(run.series(m.key)[0] for run in runs):
                 continue
             if m.unit in ("n", "sum"):
-                cells = [f"{_total(run, m):g} in all" for run in runs]
-                cells = ["", *cells] if single else cells
-            elif single:
-                cells = [_value(runs[0].first(m.key, count), m.unit), _value(runs[0].last(m.key, count), m.unit)]
+                cells = [*([""] if single else []), *(f"{_total(run, m):g} in all" for run in runs)]
             else:
-                cells = [_value(run.last(m.key, count), m.unit) for run in runs]
+                cells = [_value(mean(m.key, count), m.unit) for _, mean in columns]
             unit = f", {m.unit}" if m.unit not in ("", "%", "n", "sum") else ""
             rows += _row(f"{m.label}{unit} <code>{m.key}</code>", *cells)
         if rows:
-            body += f'<tr><th colspan="{1 + (2 if single else len(runs))}">{section}</th></tr>{rows}'
-    names = [f"First {count}", f"Last {count}"] if single else [esc(run.name) for run in runs]
+            body += f'<tr><th colspan="{1 + len(columns)}">{section}</th></tr>{rows}'
     lead = f"Means over {'the first and the last' if single else 'the last'} {count} values of each metric."
-    return _section("Numbers", lead, _table(("Metric", *names), body))
+    return _section("Numbers", lead, _table(("Metric", *(name for name, _ in columns)), body))
 
 
 def _episodes(run: Run) -> str:
@@ -307,8 +306,7 @@ def _episodes(run: Run) -> str:
         f'model gave it, <span class="scale">{scale}</span>{kept}. Beside it is what the model itself '
         "would have predicted, <mark>wavy</mark> where it differs."
     )
-    last = picked[-1]["step"]
-    first_late = next(i for i, sample in enumerate(picked) if sample["step"] == last)
+    first_late = [sample["step"] for sample in picked].index(picked[-1]["step"])
     body = "".join(episode_html(s, rho=rho, is_open=i == first_late) for i, s in enumerate(picked))
     return _section("Episodes", lead, body)
 
