@@ -138,13 +138,11 @@ def free(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> Row:
-    commit = ["git", "describe", "--always", "--dirty"]
-    git = subprocess.run(commit, capture_output=True, text=True, cwd=ROOT).stdout if shutil.which("git") else ""
     triton = [distribution.version for distribution in importlib.metadata.distributions(name="triton")]
     return {
         "kind": "measured",
         "date": datetime.date.today().isoformat(),
-        "commit": git.strip() or "unknown",
+        "commit": commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
@@ -153,6 +151,18 @@ def environment(device: torch.device) -> Row:
         "triton": triton[0] if triton else "",
         "cuda": torch.version.cuda or "",
     }
+
+
+def commit() -> str:
+    """The last one that changed what is measured, "-dirty" with changes that are in none; "unknown" without git."""
+    where = ["--", "kernels", "csrc"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, *where]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+    head = git("log", "-1", "--format=%h") if shutil.which("git") else ""
+    return f"{head}-dirty" if head and git("status", "--porcelain") else head or "unknown"
 
 
 def cpu_name() -> str:

@@ -61,7 +61,9 @@ def save(figure: Figure, path: Path) -> Path:
 
 def panel(measured: Rows, what: str) -> tuple[Figure, Axes]:
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150, layout="constrained")
-    source = measured[0]["device"] if measured else "Prediction for one H200, nothing was run"
+    source = "Prediction for one H200, nothing was run"
+    if measured:
+        source = f"{measured[0]['device']} (dashed: predicted for an H200)"
     axes.set_title(f"{source}\n{what}", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -80,11 +82,10 @@ def dense(rows: Rows, name: str) -> Rows:
 
 
 def best_of_ours(rows: Rows) -> str:
-    """The backend that took the least time at the reference head, over all T."""
-    names = {
-        r["implementation"] for r in rows if r["implementation"].startswith("paw[") and dense(rows, r["implementation"])
-    }
-    return min(names, key=lambda name: sum(float(r["ms"]) for r in dense(rows, name)))
+    """The backend that took the least time at the reference head, over all T; "" if there is none."""
+    names = {r["implementation"] for r in rows if r["implementation"].startswith("paw[")}
+    spent = {name: sum(float(r["ms"]) for r in dense(rows, name)) for name in sorted(names) if dense(rows, name)}
+    return min(spent, key=spent.__getitem__, default="")
 
 
 def line(
@@ -188,6 +189,8 @@ def live(measured: Rows, predicted: Rows) -> Figure:
         for T, colour in (("4096", "#E69F00"), ("32768", OURS)):
             mine = [r for r in rows if (r["head"], r["T"], r["implementation"], r["mode"]) == (HEAD, T, ours, BOTH)]
             by_share = {float(r["live"]): float(r["ms"]) for r in mine if r["dead"] != "known"}
+            if 1.0 not in by_share:
+                continue
             xs = sorted(by_share)
             ys = [by_share[x] / by_share[1.0] for x in xs]
             text = f"{ours}, T {int(T) // 1024}k" + (", prediction" if rows is predicted else "")

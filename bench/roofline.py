@@ -1,6 +1,6 @@
 """What the fused head and its peers should take on one GPU: arithmetic, nothing is run.
 
-    python bench/roofline.py        # prints the table of docs/kernels.md, writes bench/results/kernels_predicted.csv
+    python bench/roofline.py        # writes bench/results/kernels_predicted.csv; bench/kernels_must.py reads the model
 
 A pass is a list of terms, each with its floating-point operations, the bytes it must move and the times the host waits.
 Two machines bound what one real machine will do:
@@ -30,6 +30,7 @@ TILE_ROWS, TILE_COLS = 128, 256
 TILE_BYTES = 16
 """Statistics that a row leaves in each tile of the vocabulary."""
 GIB = 2**30
+REFERENCE = 4096, *HEADS["Llama-3.1-8B"]
 
 
 @dataclass(frozen=True)
@@ -181,72 +182,25 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     return {"chunk": chunk, "d_hidden": d_hidden, "cast": cast, "total": total, "peak": d_hidden + chunk + cast}
 
 
-# --- the table of what must be reached --------------------------------------------------------------------------------
-
-REFERENCE = 4096, *HEADS["Llama-3.1-8B"]
-QUACK_MS = 17.33
-"""fwd + bwd at the reference point on an H200, printed in Liger-Kernel 0.8.5's fused_linear_cross_entropy_sm90.py."""
-
-
-def must_table() -> list[dict[str, str]]:
-    dense, sparse = paw(*REFERENCE, 1.0), paw(*REFERENCE, 0.4)
-    times = {m.name: (total(dense, m), total(sparse, m)) for m in (BEST, CAUTIOUS)}
-    bound = matmul_bound(*REFERENCE, 1.0)
-    (dense_best, sparse_best), (dense_cautious, sparse_cautious) = times["best"], times["cautious"]
-    gap = sorted({t.name for t in dense}, key=lambda name: -over(dense, name, bound))
-    terms = ", ".join(f"{name} {over(dense, name, bound):.2f}" for name in gap[:3])
-    rows = [
-        row("fwd + bwd, T 4096, D 4096, V 128,256, f = 1: ms", "<= 18", dense_best, dense_cautious),
-        row("f = 0.4 over f = 1", "<= 0.65", sparse_best / dense_best, sparse_cautious / dense_cautious),
-        row("f = 0.4: ms, against QuACK's 17.33 / 1.4", "<= 12.38", sparse_best, sparse_cautious),
-        row("share of the matmul bound, f = 1", ">= 0.90", bound / dense_best, bound / dense_cautious),
-    ]
-    rows[0]["note"] = f"largest terms over the bound, best, ms: {terms}; {break_even()}"
-    for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
-        gib = paw_memory(32_768, *HEADS[name])
-        rows.append(row(f"GiB over inputs and dW, T 32k, {name}", "<= 1.50", gib["peak"], gib["peak"]))
-        rows[-1]["note"] = ", ".join(f"{part} {gib[part]:.2f}" for part in ("chunk", "d_hidden", "cast"))
-    return rows
-
-
-def row(what: str, must: str, best: float, cautious: float) -> dict[str, str]:
-    sign, limit = must.split()
-    met = [value <= float(limit) if sign == "<=" else value >= float(limit) for value in (best, cautious)]
-    verdict = "met" if all(met) else "missed" if not any(met) else "open"
-    margins = [
-        f"{1 - value / float(limit) if sign == '<=' else value / float(limit) - 1:+.0%}" for value in (best, cautious)
-    ]
-    return {
-        "what": what,
-        "must": must,
-        "best": f"{best:.2f}",
-        "cautious": f"{cautious:.2f}",
-        "margin": f"{margins[0]} .. {margins[1]}",
-        "verdict": verdict,
-        "note": "",
-    }
-
-
-def over(terms: list[Term], name: str, bound: float) -> float:
-    """Milliseconds by which the terms called `name` exceed their share of the bare matmuls, on the best machine."""
-    mine = [term for term in terms if term.name == name]
-    return total(mine, BEST) - sum(term.flops for term in mine) / (BEST.tflops * 1e9)
-
-
-def break_even() -> str:
-    """How slow the fused logits matmul may be before 18 ms are missed, everything else at its best."""
-    terms = paw(*REFERENCE, 1.0)
-    fused = sum(term.ms(BEST) for term in terms if term.fused)
-    share = fused / (fused + 18 - total(terms, BEST))
-    return f"18 ms hold while the fused logits matmul reaches {share:.0%} of cuBLAS"
-
-
 # --- every case -------------------------------------------------------------------------------------------------------
 
 TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
 COLUMNS = (
-    *("kind", "what", "must", "best", "cautious", "margin", "verdict", "note"),
-    *("head", "T", "D", "V", "live", "dead", "implementation", "mode", "ms", "ms_cautious", "bound_ms", "share"),
+    *(
+        "kind",
+        "head",
+        "T",
+        "D",
+        "V",
+        "live",
+        "dead",
+        "implementation",
+        "mode",
+        "ms",
+        "ms_cautious",
+        "bound_ms",
+        "share",
+    ),
     *("share_cautious", "peak_mib", *(f"{name}_ms" for name in TERMS)),
 )
 
@@ -286,19 +240,9 @@ def write(path: Path = PREDICTED) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
-        for row in (*must_table(), *predictions()):
-            writer.writerow({"kind": "prediction", **row})
-
-
-def main() -> None:
-    write()
-    for line in must_table():
-        print(f"{line['what']:58} {line['must']:9} {line['best']:>6} .. {line['cautious']:<6}", end=" ")
-        print(f"{line['margin']:14} {line['verdict']}")
-        if line["note"]:
-            print(f"    {line['note']}")
-    print(PREDICTED)
+        writer.writerows({"kind": "prediction", **row} for row in predictions())
 
 
 if __name__ == "__main__":
-    main()
+    write()
+    print(PREDICTED)

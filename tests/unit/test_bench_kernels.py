@@ -14,12 +14,13 @@ from paw_kernels import paw_loss
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-kernels, cases, measure, plot, problem, peers, roofline = (
+kernels, cases, measure, must, plot, problem, peers = (
     importlib.import_module(f"bench.{name}")
     for name in (
-        *("kernels", "kernels_cases", "kernels_measure", "kernels_plot", "kernels_problem", "peers", "roofline"),
+        *("kernels", "kernels_cases", "kernels_measure", "kernels_must", "kernels_plot", "kernels_problem", "peers"),
     )
 )
+roofline = importlib.import_module("bench.roofline")
 
 CPU = torch.device("cpu")
 WITHOUT_A_COMPILER = [p for p in peers.PEERS if p.why_not(CPU) is None and p.name != "torch_compile"]
@@ -161,6 +162,17 @@ def test_a_failing_peer_is_a_row_and_the_run_goes_on(tiny, tmp_path, capsys):
     assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
 
 
+@pytest.mark.parametrize("only", ["", "quack", "f 1"])
+def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
+    roofline.write(tmp_path / "kernels_predicted.csv")
+    rows = [r for r in plot.read(tmp_path / "kernels_predicted.csv") if only in f"{r['implementation']} f {r['live']}"]
+    with (tmp_path / "k.csv").open("w", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [*rows[0], "device", "cuda"])
+        table.writeheader()
+        table.writerows({**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows)
+    assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
+
+
 def test_resume_leaves_out_what_the_file_has(tiny, tmp_path):
     first = measured(tmp_path / "k.csv", only=["tiny", "naive"])
     rows = measured(tmp_path / "k.csv", resume=True)
@@ -217,13 +229,38 @@ def test_the_cautious_machine_is_never_faster():
         assert parts == pytest.approx(float(row["ms"]), abs=0.005)
 
 
-def test_break_even_is_where_18_ms_are_met_exactly():
-    share = float(roofline.break_even().split("%")[0].split()[-1]) / 100
-    dense = roofline.paw(*roofline.REFERENCE, 1.0)
-    assert roofline.total(dense, replace(roofline.BEST, fused=share + 0.005)) <= 18
-    assert roofline.total(dense, replace(roofline.BEST, fused=share - 0.005)) >= 18
-
-
 def test_the_committed_predictions_are_those_of_the_model(tmp_path):
     roofline.write(tmp_path / "predicted.csv")
     assert (tmp_path / "predicted.csv").read_text() == roofline.PREDICTED.read_text()
+
+
+# --- what the page says -----------------------------------------------------------------------------------------------
+
+
+def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **more):
+    where = {"head": must.HEAD, "T": str(roofline.REFERENCE[0]), "live": str(live), "dead": dead, "mode": must.BOTH}
+    return {**where, "implementation": name, "ms": str(ms), "share": "0.95", "passes": "yes", **more}
+
+
+def test_the_measured_column_reads_the_tables():
+    gpu = [
+        *(gpu_row(17.0), gpu_row(16.0, passes="no"), gpu_row(20.0, name="paw[cuda]")),
+        *(gpu_row(10.2, 0.4, "found"), gpu_row(7.0, 0.4, "known")),
+        *(gpu_row(17.5, 0.4, "found", "quack"), gpu_row(30.0, 0.4, "found", "naive")),
+    ]
+    found = [row.measured(gpu, []) for row in must.table()[:4]]
+    assert found == pytest.approx([17.0, 10.2 / 17.0, 10.2 / 17.5, 0.95])
+    assert "| 17.00: met |" in must.table()[0].line(gpu, [])
+    assert "open" in must.table()[0].line([], [])
+
+
+def test_the_page_has_the_table_of_today():
+    page = must.DOCS.read_text(encoding="utf-8")
+    assert must.updated(page) == page
+
+
+def test_the_example_of_the_page_runs():
+    page = must.DOCS.read_text(encoding="utf-8")
+    example = page.split("```python\n")[1].split("```")[0]
+    assert len(example.strip().splitlines()) <= 20
+    exec(compile(example, str(must.DOCS), "exec"), {})

@@ -1,0 +1,155 @@
+"""The table of docs/kernels.md: what must be reached, what the model predicts, what was measured.
+
+    python bench/kernels_must.py        # prints the table and puts it into docs/kernels.md
+
+Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: from the tables of bench/kernels.py,
+the fastest backend of ours; "open" where no GPU has written one yet.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.kernels_plot import BOTH, HEAD, Rows, read
+from bench.kernels_problem import HEADS
+from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, Term, matmul_bound, paw, paw_memory, total
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- python bench/kernels_must.py -->", "<!-- end -->"
+QUACK_MS = 17.33
+"""Forward + backward at the reference point on an H200, printed in Liger-Kernel 0.8.5's Hopper kernel."""
+
+
+@dataclass(frozen=True)
+class Must:
+    what: str
+    sign: str
+    limit: float
+    predicted: tuple[float, float] | None
+    """On the best and the cautious machine."""
+    measured: Callable[[Rows, Rows], float | None]
+    """From the rows of a GPU and those of a CPU; None where they do not say."""
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit if self.sign == "<=" else value >= self.limit
+
+    def margin(self, value: float) -> str:
+        return f"{1 - value / self.limit if self.sign == '<=' else value / self.limit - 1:+.0%}"
+
+    def line(self, gpu: Rows, cpu: Rows) -> str:
+        predicted, measured = "", self.measured(gpu, cpu)
+        if self.predicted is not None:
+            best, cautious = self.predicted
+            met = self.met(best) + self.met(cautious)
+            margins = f"{self.margin(best)} .. {self.margin(cautious)}" if best != cautious else self.margin(best)
+            values = f"{best:.2f} .. {cautious:.2f}" if best != cautious else f"{best:.2f}"
+            predicted = f"{values} ({margins}): {('missed', 'depends', 'met')[met]}"
+        found = "open" if measured is None else f"{measured:.2f}: {'met' if self.met(measured) else 'missed'}"
+        return f"| {self.what} | {self.sign} {self.limit:.2f} | {predicted} | {found} |"
+
+
+def table() -> list[Must]:
+    dense, sparse = paw(*REFERENCE, 1.0), paw(*REFERENCE, 0.4)
+    d, s = ([total(terms, machine) for machine in (BEST, CAUTIOUS)] for terms in (dense, sparse))
+    bound = matmul_bound(*REFERENCE, 1.0)
+    T, _, _ = REFERENCE
+    found = [
+        Must("reference point, f = 1, ms", "<=", 18.0, (d[0], d[1]), lambda gpu, _: ours(gpu, T, 1.0)),
+        Must("f = 0.4 over its own f = 1", "<=", 0.65, (s[0] / d[0], s[1] / d[1]), lambda gpu, _: ratio(gpu, T)),
+        Must("f = 0.4, ms over the best peer's", "<=", 1 / 1.4, (s[0] / QUACK_MS, s[1] / QUACK_MS),
+             lambda gpu, _: over_best_peer(gpu, T)),
+        Must("share of the matmul bound, f = 1", ">=", 0.9, (bound / d[0], bound / d[1]),
+             lambda gpu, _: best(gpu, HEAD, T, 1.0, "share", largest=True)),
+    ]  # fmt: skip
+    for head in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
+        gib = paw_memory(32_768, *HEADS[head])["peak"]
+        found.append(Must(f"GiB over inputs and a float32 dW, T 32k, {head}", "<=", 1.5, (gib, gib), memory_of(head)))
+    found.append(Must("row statistics on a CPU, 256 x 151,936, times as fast as torch", ">=", 5, None, row_op))
+    return found
+
+
+def best(rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False) -> float | None:
+    """Over our backends, forward + backward, dead rows found by the forward."""
+    where = {"head": head, "T": str(T), "live": str(live), "mode": BOTH}
+    mine = [r for r in rows if r["implementation"].startswith("paw[") and r["dead"] != "known" and r["passes"] == "yes"]
+    values = [float(r[column]) for r in mine if all(r[name] == value for name, value in where.items())]
+    return (max if largest else min)(values) if values else None
+
+
+def ours(rows: Rows, T: int, live: float) -> float | None:
+    return best(rows, HEAD, T, live, "ms")
+
+
+def ratio(rows: Rows, T: int) -> float | None:
+    sparse, dense = ours(rows, T, 0.4), ours(rows, T, 1.0)
+    return None if sparse is None or dense is None else sparse / dense
+
+
+def over_best_peer(rows: Rows, T: int) -> float | None:
+    where = {"head": HEAD, "T": str(T), "mode": BOTH, "live": "0.4", "dead": "found"}
+    theirs = [r for r in rows if r["ms"] and r["implementation"] != "matmul" and "paw[" not in r["implementation"]]
+    peers = [float(r["ms"]) for r in theirs if all(r[name] == value for name, value in where.items())]
+    mine = ours(rows, T, 0.4)
+    return None if mine is None or not peers else mine / min(peers)
+
+
+def memory_of(head: str) -> Callable[[Rows, Rows], float | None]:
+    def gib(gpu: Rows, _: Rows) -> float | None:
+        mib = best(gpu, head, 32_768, 1.0, "beside_dw_mib")
+        return None if mib is None else mib / 1024
+
+    return gib
+
+
+def row_op(_: Rows, cpu: Rows) -> float | None:
+    ms = {r["implementation"]: float(r["ms"]) for r in cpu if r["mode"] == "row statistics" and r["ms"]}
+    return ms["torch"] / ms["paw[cpu]"] if {"torch", "paw[cpu]"} <= ms.keys() else None
+
+
+def measured_rows() -> tuple[Rows, Rows]:
+    """Of a GPU (an H200's, if there is one) and of a CPU."""
+    tables = [read(path) for path in sorted((ROOT / "bench" / "results").glob("kernels_*.csv"))]
+    tables = [rows for rows in tables if rows and rows[0]["kind"] == "measured"]
+    gpus = sorted((rows for rows in tables if rows[0]["cuda"]), key=lambda rows: "H200" not in rows[0]["device"])
+    cpus = [rows for rows in tables if not rows[0]["cuda"]]
+    return gpus[0] if gpus else [], cpus[0] if cpus else []
+
+
+def gap() -> str:
+    """Where the time above the bare matmuls goes on the best machine, and how slow the fused matmul may be."""
+    terms = paw(*REFERENCE, 1.0)
+    rate = BEST.tflops * 1e9
+
+    def over(name: str) -> float:
+        mine: list[Term] = [term for term in terms if term.name == name]
+        return total(mine, BEST) - sum(term.flops for term in mine) / rate
+
+    largest = sorted(TERMS, key=over, reverse=True)[:3]
+    fused = sum(term.ms(BEST) for term in terms if term.fused)
+    share = fused / (fused + 18 - total(terms, BEST))
+    return (
+        f"Predicted gap to the bare matmuls ({matmul_bound(*REFERENCE, 1.0):.2f} ms) at the reference point: "
+        f"{', '.join(f'{name} {over(name):.2f} ms' for name in largest)}. "
+        f"With all else at its best, 18 ms hold while the fused logits matmul reaches {share:.0%} of cuBLAS's rate."
+    )
+
+
+def markdown() -> str:
+    gpu, cpu = measured_rows()
+    head = ["| what | must | predicted (margin) | measured |", "|---|---|---|---|"]
+    return "\n".join([*head, *(must.line(gpu, cpu) for must in table()), "", gap()])
+
+
+def updated(text: str) -> str:
+    """The page with the table of today."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    print(markdown())
+    DOCS.write_text(updated(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
