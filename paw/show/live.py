@@ -47,10 +47,8 @@ TROUBLE = {
 class LiveView:
     """Progress of a run: a live view on a terminal, one plain line per update anywhere else.
 
-    Args:
-        total: updates of the whole run.
-        start: updates done before (resume).
-        mode: "auto" looks at the console; "off" prints nothing (ranks other than 0).
+    `total` are the updates of the whole run, `start` those done before. Mode "auto" looks at the console; "off" prints
+    nothing (ranks other than 0).
     """
 
     def __init__(

@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Play one game as `args` say; returns the exit status, 1 if the engine broke.
 
-    Raises:
-        UserError: the game file is unreadable, or the back end is not installed.
+    Raises UserError where the game file is unreadable or the back end is not installed.
     """
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
     suite = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style))

@@ -43,16 +43,12 @@ class CheckpointError(UserError):
 def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
     """Write `folder`/step_NNNNNN and return it; on any failure the checkpoints already there stay as they were.
 
-    Args:
-        folder: the run's `checkpoints` folder; made if missing. One process writes to it.
-        step: updates done.
-        tensors: file stem -> name -> tensor, any dtype and device. Tied weights appear once
-            (`named_parameters()` leaves the second name out).
-        state: JSON values; "step" and "version" are added.
+    `folder` is the run's `checkpoints` folder, made if missing; one process writes to it. `tensors` maps file stem ->
+    name -> tensor, of any dtype and device; tied weights appear once (`named_parameters()` leaves the second name out).
+    `state` holds JSON values; "step" (updates done) and "version" are added.
 
-    Raises:
-        UserError: the disk is full, read-only or otherwise refuses; one line with the path and the cause.
-        ValueError: a state that JSON cannot hold exactly (NaN, infinity), or a stem that is no plain name.
+    Raises UserError, one line with the path and the cause, where the disk is full, read-only or otherwise refuses;
+    ValueError for a state that JSON cannot hold exactly (NaN, infinity), or a stem that is no plain name.
     """
     for stem in tensors:
         if not re.fullmatch(r"\w+", stem):

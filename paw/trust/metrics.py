@@ -26,15 +26,9 @@ class MetricsLog:
     Lines are flushed as they are written. Log an update before saving its checkpoint: on resume the files are cut back
     to the checkpoint's step, so that they end up equal to an uninterrupted run's but for time/* and perf/*.
 
-    Args:
-        run_dir: made if missing.
-        resume_step: step of the checkpoint resumed; later lines go. None is a new run, which refuses to write over
-            another one; -1 starts the files anew.
-        trackers: any of "tensorboard", "wandb", "trackio".
-        config: what the trackers store as the run's configuration.
-
-    Raises:
-        UserError: the folder holds another run, a tracker is not installed, or the disk refuses.
+    `resume_step` is the step of the checkpoint resumed: later lines go. None is a new run, which refuses to write over
+    another one; -1 starts the files anew. `trackers` are any of "tensorboard", "wandb", "trackio"; they store `config`.
+    Raises UserError where the folder holds another run, a tracker is not installed, or the disk refuses.
     """
 
     def __init__(
@@ -158,16 +152,12 @@ def _wandb(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> Tr
     import wandb  # pyright: ignore[reportMissingImports]
 
     id_file = run_dir / "wandb_id.txt"
+    known = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
+    quiet = wandb.Settings(
+        console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
+    )
     run = wandb.init(
-        project="paw",
-        name=run_dir.name,
-        id=id_file.read_text().strip() if resume_step is not None and id_file.exists() else None,
-        resume="allow",
-        dir=str(run_dir),
-        config=config,
-        settings=wandb.Settings(
-            console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
-        ),
+        project="paw", name=run_dir.name, id=known, resume="allow", dir=str(run_dir), config=config, settings=quiet
     )
     id_file.write_text(run.id)
     return lambda step, numbers: run.log(numbers, step=step), run.finish
@@ -178,20 +168,10 @@ def _trackio(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> 
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import trackio  # pyright: ignore[reportMissingImports]
 
-    run = trackio.init(
-        project="paw",
-        name=run_dir.name,
-        config=config,
-        resume="never" if resume_step is None else "allow",
-        embed=False,
-        auto_log_gpu=False,
-        auto_log_cpu=False,
-    )
+    resume = "never" if resume_step is None else "allow"
+    quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    run = trackio.init(project="paw", name=run_dir.name, config=config, resume=resume, **quiet)
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
-_TRACKERS: dict[str, Callable[[Path, int | None, dict[str, Any]], Tracker]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-}
+_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -60,10 +60,8 @@ class Engine(Protocol):
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
-        ...
 
     def sleep(self) -> None:
         """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
-        ...
 
     def close(self) -> None: ...
