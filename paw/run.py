@@ -126,14 +126,9 @@ class Run:
         if self.ranks.first:
             self._write("config.toml", dump(config))
             self._write("run.json", json.dumps(self.info, indent=1))
-            self.log = stack.enter_context(
-                MetricsLog(
-                    self.directory,
-                    resume_step=(self.step or STARTING_OVER) if resume else None,
-                    trackers=config.run.trackers,
-                    config=config.model_dump(mode="json"),
-                )
-            )
+            cut, settings = (self.step or STARTING_OVER) if resume else None, config.model_dump(mode="json")
+            log = MetricsLog(self.directory, resume_step=cut, trackers=config.run.trackers, config=settings)
+            self.log = stack.enter_context(log)
             self.view.header(header_lines(self))
 
     @contextmanager
@@ -152,13 +147,9 @@ class Run:
 
     def score(self, model: Policy, rows: list[Row]) -> list[tuple[list[float], float]]:
         """`signal.loss.score` of all rows, the batches shared among ranks."""
-        scored = score(
-            model,
-            rows,
-            temperature=self.config.rollout.temperature,
-            budget=self.config.optim.micro_batch_tokens,
-            share=(self.ranks.rank, self.ranks.world),
-        )
+        temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
+        share = (self.ranks.rank, self.ranks.world)
+        scored = score(model, rows, temperature=temperature, budget=budget, share=share)
         found = {i: values for part in self.ranks.gather(scored) for i, values in part.items()}
         return [found[i] for i in range(len(rows))]
 

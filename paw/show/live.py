@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -47,18 +47,11 @@ TROUBLE = {
 class LiveView:
     """Progress of a run: a live view on a terminal, one plain line per update anywhere else.
 
-    `total` are the updates of the whole run, `start` those done before. Mode "auto" looks at the console; "off" prints
-    nothing (ranks other than 0).
+    `total` are the updates of the whole run, `start` those done before. Modes: "live", "plain", "auto" looks at the
+    console, "off" prints nothing (ranks other than 0).
     """
 
-    def __init__(
-        self,
-        total: int,
-        *,
-        start: int = 0,
-        mode: Literal["auto", "live", "plain", "off"] = "auto",
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, total: int, *, start: int = 0, mode: str = "auto", console: Console | None = None) -> None:
         self.console = console or Console()
         fits = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = mode if mode != "auto" else "live" if fits else "plain"

@@ -34,6 +34,8 @@ from paw.learner.distributed import sharded_like, whole
 VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 Tensors = dict[str, dict[str, Tensor]]
+Named = Iterable[tuple[str, Tensor]]
+"""What `named_parameters()` gives."""
 
 
 class CheckpointError(UserError):
@@ -167,14 +169,12 @@ def prune(folder: Path, keep: int) -> None:
 # --- training state as tensors -------------------------------------------------------------------------------------
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for AdamW: step, exp_avg, exp_avg_sq.
 
     Sharded tensors (DTensor) are gathered whole, so every rank must call. Parameters without state are left out.
     """
-    names = {parameter: name for name, parameter in named_parameters}
+    names = {parameter: name for name, parameter in parameters}
     tensors = {
         f"{names[parameter]}/{key}": whole(torch.as_tensor(value)).detach().cpu().clone()
         for parameter, values in optimizer.state.items()
@@ -184,10 +184,7 @@ def optimizer_tensors(
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]],
-    tensors: Mapping[str, Tensor],
-    info: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
 ) -> None:
     """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
 
@@ -199,7 +196,7 @@ def load_optimizer(
             f"optimizer.safetensors: written by {info['class']} with {len(info['lr'])} parameter groups, "
             f"this run has {type(optimizer).__name__} with {len(optimizer.param_groups)}"
         )
-    by_name = dict(named_parameters)
+    by_name = dict(parameters)
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for full_name, tensor in tensors.items():

@@ -38,7 +38,6 @@ class TransformersEngine:
         max_batch_tokens: int = 65536,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         own_weights: bool = False,
-        version: int = 0,
     ):
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
@@ -46,7 +45,7 @@ class TransformersEngine:
                 f"rollout.engine = 'transformers' samples from full-attention models only; '{model.config.model_type}'"
                 f" has {', '.join(sorted(kinds))} layers: use --rollout.engine vllm"
             )
-        self.version = version
+        self.version = 0
         self._model = model
         self._end_ids = frozenset(end_ids)
         self._max_batch_tokens = max_batch_tokens
