@@ -106,7 +106,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         print(dump(config), end="")
         return 0
-    if options.gpus > 1:
+    if options.gpus != 1:
         from paw.learner.distributed import launch
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
@@ -115,8 +115,12 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.train import train
 
     report = train(config, resume=resume)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(f"report: {report}")
+    if "RANK" in os.environ:
+        from paw.learner.distributed import leave
+
+        leave()
     return 0
 
 

@@ -7,11 +7,14 @@ sharded by FSDP2; each rank has an engine of its own.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +25,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GradientCheckpointingLayer
 
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 
 T = TypeVar("T")
+GRACE_S = 3.0
+"""Seconds for rank 0 to say why it fails, once another rank has."""
 
 
 class Ranks:
@@ -73,7 +78,7 @@ class Ranks:
         fully_shard(policy, reshard_after_forward=True, **options)
 
     def close(self) -> None:
-        if self.world > 1:
+        if self.world > 1 and dist.is_initialized():  # vLLM's end may have taken it along
             dist.destroy_process_group()
 
 
@@ -88,35 +93,53 @@ def sharded_like(like: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def launch(count: int, arguments: list[str]) -> int:
-    """Run `paw <arguments>` in `count` processes on this machine; the exit code of the first that fails, else 0.
+def leave() -> None:
+    """End a rank that has done its work: one interpreter exit in about twenty aborts in a thread of gloo's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
-    When one fails the others are stopped: what they wait for will not come.
+
+def launch(count: int, arguments: list[str]) -> int:
+    """Run `paw <arguments>` in `count` processes on this machine; the exit code of one that failed, else 0.
+
+    When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
+    is shown what it wrote to standard error, if it failed alone. SIGTERM goes on to all, Ctrl-C reaches them anyway.
     """
-    available = torch.cuda.device_count() if torch.cuda.is_available() else count
-    if count > available:
-        raise UserError(f"--gpus {count}: torch sees {available}; see `paw doctor`")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
+    if not 1 <= count <= available:
+        raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "paw", *arguments],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(count)
-    ]
-    try:
-        while (codes := [process.poll() for process in processes]).count(None):
-            if failed := [code for code in codes if code]:
-                return failed[0]
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "paw", *arguments],
+                env=threads | os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log and subprocess.DEVNULL,
+                stderr=log,
+            )
+            for rank, log in enumerate([None, *logs])
+        ]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.2)
-        return next((code for code in codes if code), 0)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
+        if any(rank.returncode for rank in ranks):
+            with suppress(subprocess.TimeoutExpired):  # its own message is the clearest
+                ranks[0].wait(GRACE_S)
+        failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
+        for process in ranks:
+            process.kill()
             process.wait()
+        if not failed:
+            return 0
+        first = min(failed)
+        if first:
+            logs[first - 1].seek(0)
+            to_stderr(f"rank {first}: " + logs[first - 1].read().decode(errors="replace").strip())
+        return failed[first] if failed[first] > 0 else 1

@@ -63,10 +63,34 @@ def distance(a, b):
 
 @pytest.mark.slow
 def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
-    one, two = train(tmp_path, start, "one"), train(tmp_path, start, "two", gpus=2)
+    one, two = train(tmp_path, start, "one", run_updates=2), train(tmp_path, start, "two", gpus=2, run_updates=2)
     assert json.loads((two / "run.json").read_text())["ranks"] == 2
     assert weights(one).keys() == weights(two).keys()
     assert 0 < distance(weights(two), weights(one)) < 1e-5
-    for file in ("metrics.jsonl", "samples.jsonl", "report.html", "hf/model.safetensors", "run.json"):
+    for file in ("metrics.jsonl", "samples.jsonl", "report.html"):
         assert (two / file).stat().st_size
     assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
+
+    # Checkpoints fit any number of ranks.
+    more = {"run_updates": 3}
+    one, two = (train(tmp_path, start, n, "--resume", "auto", gpus=g, **more) for n, g in (("one", 2), ("two", 1)))
+    assert 0 < distance(weights(two), weights(one)) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_ranks_with_an_engine_each(start, tmp_path):
+    pytest.importorskip("vllm")
+    options = {"rollout_engine": "vllm", "run_updates": 1}
+    one, two = train(tmp_path, start, "one", **options), train(tmp_path, start, "two", gpus=2, **options)
+    assert 0 < distance(weights(two), weights(one)) < 1e-5
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_once(start, tmp_path):
+    for options, changes, words in (
+        ({"gpus": 99}, {}, "--gpus 99: from 1 to"),
+        ({"gpus": 2}, {"model_path": str(tmp_path / "nothing")}, "model.path = "),
+    ):
+        failed = train(tmp_path, start, "bad", ok=False, **options, **changes)
+        assert failed.returncode == 2
+        assert failed.stderr.startswith(f"paw: {words}") and failed.stderr.count("\n") == 1
