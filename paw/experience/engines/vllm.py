@@ -50,14 +50,13 @@ class VllmEngine:
         max_model_len: int,
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.5,
-        max_num_seqs: int = 256,
     ):
         vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         arguments: dict[str, Any] = dict(
             dtype=dtype,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=256,
             max_num_batched_tokens=max(8192, max_model_len),
             gpu_memory_utilization=gpu_memory_utilization,
             load_format="dummy",
@@ -83,9 +82,10 @@ class VllmEngine:
                     use_tqdm=False,
                 )
         except (ValueError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__  # one line of what may be a page
             raise UserError(
                 f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
-                f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {_reason(error)}"
+                f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
             ) from error
         self.version = -1
         """-1 until the first `sync`."""
@@ -164,16 +164,10 @@ class VllmEngine:
             raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")
 
     def _completion(self, output: Any) -> Completion:
-        answer = output.outputs[0]
+        answer, key = output.outputs[0], self._key_of.pop(output.request_id)
         token_ids = list(answer.token_ids)
         logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
-        return Completion(
-            key=self._key_of.pop(output.request_id),
-            token_ids=token_ids,
-            logp=logp,
-            entropy=None,
-            cached_tokens=output.num_cached_tokens or 0,
-        )
+        return Completion(key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
 
 
 def _import_vllm() -> Any:
@@ -205,8 +199,3 @@ def _global_state_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _reason(error: BaseException) -> str:
-    """One line of an error that may be a page long."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
