@@ -15,8 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paw.show.rundir import Run
+from paw.show.rundir import Run, Series
 
+Size = tuple[float, float]
+"""Width and height, inches."""
 INK, MUTED, GRID = "#23282e", "#69717b", "#dfe2e6"
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 PALETTE = [BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY]
@@ -52,7 +54,7 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
 
 
 @styled
-def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str | None = None) -> Figure | None:
+def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
     """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games.
 
     `kind` restricts it to one task type, as a chart without interval and legend. A wide one marks both ends.
@@ -66,12 +68,12 @@ def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str 
     single, wide = len(runs) == 1, size[0] > 5
     for index, run in enumerate(runs):
         colour, dash = _look(index)
-        steps, values = run.series(training)
-        if single and steps:
-            window = smoothing_window(len(steps))
+        played = run.series(training)
+        if single and played[0]:
+            window = smoothing_window(len(played[0]))
             label = f"training games ({window}-update mean)" if window > 1 else "training games"
             thin = 0.2 if kind is None else 0.0
-            _smoothed(axes, steps, values, 100, thin=thin, color=VERMILLION, linewidth=1.4, label=label)
+            _smoothed(axes, played, 100, thin=thin, color=VERMILLION, linewidth=1.4, label=label)
         steps, values = run.series(evaluation)
         if not steps:
             continue
@@ -91,7 +93,7 @@ def learning_curve(runs: Sequence[Run], size: tuple[float, float], *, kind: str 
 
 
 @styled
-def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None:
+def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
     """Bars per task type: first against last evaluation of one run, last evaluations of several."""
     kinds = list(dict.fromkeys(kind for run in runs for kind in run.kinds))[:12]
     if not kinds:
@@ -106,9 +108,9 @@ def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | 
         places = np.arange(len(kinds)) + (index - (len(bars) - 1) / 2) * thickness
         shown = [100 * (value or 0) for value in values]
         axes.barh(places, shown, height=thickness * 0.9, color=colour, label=label)
-        for place, width, value in zip(places, shown, values, strict=True):
-            text = "–" if value is None else f"{width:.0f}"
-            if len(bars) * len(kinds) <= 24:
+        if len(bars) * len(kinds) <= 24:
+            for place, width, value in zip(places, shown, values, strict=True):
+                text = "–" if value is None else f"{width:.0f}"
                 axes.text(width + 1.2, place, text, va="center", fontsize=8, color=INK)
     axes.set(xlabel="Success rate (%)", xlim=(0, 106))
     axes.set_xticks(range(0, 101, 25))
@@ -118,9 +120,7 @@ def success_by_kind(runs: Sequence[Run], size: tuple[float, float]) -> Figure | 
 
 
 @styled
-def metric(
-    runs: Sequence[Run], key: str, label: str, size: tuple[float, float], *, percent: bool = False
-) -> Figure | None:
+def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False) -> Figure | None:
     """One metric over the updates: each value thin, the moving mean thick; the mean alone for several runs."""
     if not any(run.series(key)[0] for run in runs):
         return None
@@ -128,12 +128,10 @@ def metric(
     factor = 100 if percent else 1
     for index, run in enumerate(runs):
         colour, dash = _look(index)
-        steps, values = run.series(key)
-        if not steps:
-            continue
-        look = {"color": colour, "linestyle": dash, "linewidth": 1.8, "marker": "o" if len(steps) == 1 else ""}
-        thin = 0.25 if len(runs) == 1 else 0.0
-        _smoothed(axes, steps, values, factor, thin=thin, label=_label(run.name), **look)
+        series = run.series(key)
+        if series[0]:
+            look = {"color": colour, "linestyle": dash, "linewidth": 1.8, "marker": "o" if len(series[0]) == 1 else ""}
+            _smoothed(axes, series, factor, thin=0.25 if len(runs) == 1 else 0.0, label=_label(run.name), **look)
     axes.set(xlabel="Update", ylabel=label)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if percent:
@@ -145,7 +143,7 @@ def metric(
 
 
 @styled
-def phase_times(runs: Sequence[Run], size: tuple[float, float]) -> Figure | None:
+def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
     """Seconds an update by phase: over the updates for one run (means of up to 40 bins), the whole run for several."""
     phases = [phase for phase in PHASES if any(run.series(f"time/{phase}")[0] for run in runs)]
     if not phases:
@@ -191,10 +189,8 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style).*?</\1>", "", svg, flags=re.DOTALL)
-    head, body = svg.split(">", 1)
+    svg = re.sub(r"<(metadata|style).*?</\1>", "", buffer.getvalue(), flags=re.DOTALL)
+    head, body = svg[svg.index("<svg") :].split(">", 1)
     view = re.search(r'viewBox="[^"]*"', head)
     assert view is not None
     body = re.sub(r'(\sid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
@@ -203,17 +199,16 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     return f'<svg {view.group()} role="img" aria-label="{description}">{body}'
 
 
-def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
+def _axes(size: Size) -> tuple[Figure, Axes]:
     figure = Figure(size)
     axes = figure.subplots()
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure, axes
 
 
-def _smoothed(
-    axes: Axes, steps: list[int], values: list[float], factor: float, *, thin: float, color: str, **line: Any
-) -> None:
+def _smoothed(axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any) -> None:
     """The moving mean times `factor` as a line; the values themselves under it, at the opacity `thin`."""
+    steps, values = series
     window = smoothing_window(len(steps))
     if window > 1 and thin:
         axes.plot(steps, np.multiply(values, factor), color=color, linewidth=0.7, alpha=thin)
