@@ -1,5 +1,6 @@
 """The command line as users run it: subprocesses, and one quickstart model that a whole test session shares."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,6 +14,15 @@ import pytest
 
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+# Before FSDP or vLLM imports Triton: whether its own functions are interpreted is settled by then. The variable does not
+# stay, for the children that tests start would inherit it.
+import torch  # noqa: E402
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for every quickstart run of a session
