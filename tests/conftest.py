@@ -15,9 +15,9 @@ import pytest
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-# Before FSDP or vLLM imports Triton: whether its own functions are interpreted is settled by then. The variable does not
-# stay, for the children that tests start would inherit it.
-import torch  # noqa: E402
+# Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
+# stay: the children that tests start would inherit it.
+import torch
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     with pytest.MonkeyPatch.context() as patch:
