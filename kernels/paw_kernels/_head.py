@@ -73,13 +73,29 @@ def head_pass(
 
     `slopes` are those of the N rows; `wants` says which gradients to form: of hidden, weight, bias.
     """
+    sums = _chunks(make_rows, hidden, weight, bias, target, index, temperature, slopes if any(wants) else None, wants)
+    # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
+    d_weight, d_bias = (None if d is None else d.to(weight.dtype) for d in sums[3:])
+    return HeadPass(*sums[:3], d_weight, d_bias)
+
+
+def _chunks(
+    make_rows: MakeRows,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor,
+    temperature: float,
+    slopes: Slopes | None,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The fields of HeadPass, dW and db as they were summed."""
     N, device = index.numel(), hidden.device
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
     d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
-    if not any(wants):
-        slopes = None
 
     with torch.autocast(device.type, enabled=False):
         rows, step = make_rows(weight, bias, temperature, N, slopes is not None)
@@ -107,9 +123,9 @@ def head_pass(
                 _add_product(d_weight, dz.t(), x[source], accumulate=False)
             elif d_weight is not None:
                 _add_product(d_weight, dz.t(), x[source], accumulate=True)
-    if wants[1]:
-        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
-    return HeadPass(logp, entropy, d_hidden, d_weight, None if d_bias is None else d_bias.to(weight.dtype))
+    if wants[1] and d_weight is None:
+        d_weight = torch.zeros_like(weight)
+    return logp, entropy, d_hidden, d_weight, d_bias
 
 
 def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
