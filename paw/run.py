@@ -59,9 +59,9 @@ class Run:
         device = pick_device(config.model.device)
         self.ranks = Ranks(device)
         stack.callback(self.ranks.close)
-        if self.ranks.first:
-            _prepare_directory(config, resume=resume)
         self.directory = config.run.dir / config.run.name
+        if self.ranks.first:
+            _prepare(self.directory, config, resume=resume)
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config.env)
         self.suite.train_tasks(0, 1, config.run.seed)
@@ -263,8 +263,8 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _prepare_directory(config: Config, *, resume: bool) -> Path:
-    directory = config.run.dir / config.run.name
+def _prepare(directory: Path, config: Config, *, resume: bool) -> None:
+    """Make the run directory. UserError where it holds another run, or none to resume."""
     metrics = directory / "metrics.jsonl"
     if resume:
         if not metrics.exists():
@@ -278,4 +278,3 @@ def _prepare_directory(config: Config, *, resume: bool) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None
-    return directory

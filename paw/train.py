@@ -125,7 +125,13 @@ def score_rows(run: Run, rows: list[Row]) -> None:
 def learn(run: Run, rows: list[Row]) -> dict[str, float]:
     """Optimizer steps over the update's rows: mini-batches, each cut into micro-batches, each one fused pass."""
     config, policy, ranks = run.config, run.policy, run.ranks
-    objective = objective_of(config)
+    objective = losses.Objective(
+        **config.policy.model_dump(exclude={"old_logp"}),
+        rho=config.wm.rho,
+        observation_loss=config.wm.loss,
+        world_scale=config.wm.scale,
+        temperature=config.rollout.temperature,
+    )
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
     sums = losses.Totals()
@@ -162,16 +168,6 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
         "optim/grad_norm": sum(norms) / max(1, len(norms)),
         "optim/skipped": run.guard.skipped,
     }
-
-
-def objective_of(config: Config) -> losses.Objective:
-    return losses.Objective(
-        **config.policy.model_dump(exclude={"old_logp"}),
-        rho=config.wm.rho,
-        observation_loss=config.wm.loss,
-        world_scale=config.wm.scale,
-        temperature=config.rollout.temperature,
-    )
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:

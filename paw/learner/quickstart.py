@@ -55,11 +55,8 @@ def build_tokenizer(prompts: list[str], actions: set[str], observations: list[st
     for text in [*prompts, *observations]:
         pieces.update(splitter.findall(text))
     vocabulary = [PAD, USER, ASSISTANT, END, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(pieces)]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[], ignore_merges=True, byte_fallback=True
-        )
-    )
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, USER, ASSISTANT, END)])
@@ -78,24 +75,23 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
     """
     torch.manual_seed(config.seed)
     heads, ids = config.hidden_size // config.head_size, tokenizer.get_vocab()
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=config.head_size,
-            max_position_embeddings=2048,
-            initializer_range=config.initializer_range,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=ids[END],
-            pad_token_id=ids[PAD],
-            use_cache=False,
-        )
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=config.head_size,
+        max_position_embeddings=2048,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=ids[END],
+        pad_token_id=ids[PAD],
+        use_cache=False,
     )
+    return Qwen3ForCausalLM(shape)
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -66,7 +66,6 @@ class LiveView:
         self._phase = ""
 
     def __enter__(self) -> Self:
-        self._began = self._last = time.monotonic()
         if self.mode == "live":
             self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=2)
             self._live.start()

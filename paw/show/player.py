@@ -73,12 +73,12 @@ def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple
         if not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0):  # killed after a resume
             return config, str(export_run(run))
         return config, str(run / "hf")
-    if recipe is None and (run / "paw.toml").is_file():
-        return load(run / "paw.toml", overrides), model
-    if recipe is None:
+    if recipe is not None:
+        config = load(recipe, overrides)
+        return config, start_model(None, config) if model == "quickstart" else model
+    if not (run / "paw.toml").is_file():
         raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME")
-    config = load(recipe, overrides)
-    return config, start_model(None, config) if model == "quickstart" else model
+    return load(run / "paw.toml", overrides), model
 
 
 @contextmanager

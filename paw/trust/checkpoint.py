@@ -211,10 +211,8 @@ def load_optimizer(
         elif tensor.shape == parameter.shape:
             restored[parameter][key] = sharded_like(parameter, tensor)
         else:
-            raise CheckpointError(
-                f"optimizer.safetensors: '{full_name}' has shape {list(tensor.shape)}, "
-                f"the parameter {list(parameter.shape)}"
-            )
+            shapes = f"has shape {list(tensor.shape)}, the parameter {list(parameter.shape)}"
+            raise CheckpointError(f"optimizer.safetensors: '{full_name}' {shapes}")
     # Set directly: Optimizer.load_state_dict casts state to the parameter's dtype.
     optimizer.state.clear()
     optimizer.state.update(restored)
@@ -261,10 +259,8 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, o
             raise CheckpointError(f"{origin}: '{name}' is not in this model; was it saved with another one?")
         has, wants = found[name], expected[name]
         if has.shape != wants.shape or has.dtype != wants.dtype:
-            raise CheckpointError(
-                f"{origin}: '{name}' is {has.dtype} {list(has.shape)}, this model needs {wants.dtype} "
-                f"{list(wants.shape)}"
-            )
+            needs = f"{wants.dtype} {list(wants.shape)}"
+            raise CheckpointError(f"{origin}: '{name}' is {has.dtype} {list(has.shape)}, this model needs {needs}")
 
 
 def _describe(file: Path) -> dict[str, Any]:
