@@ -109,10 +109,9 @@ class Rollouts:
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
 
-        `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...).
-
-        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment
-        fails is left out; a group left with fewer than min(2, group_size) members is dropped.
+        `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...); `stream`
+        names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment fails is
+        left out; a group left with fewer than min(2, group_size) members is dropped.
         """
         stats = RolloutStats()
         groups = [
@@ -172,15 +171,9 @@ class Rollouts:
             stats.prompt_tokens += len(episode.prompt_ids)
             self._key += 1
             in_flight[self._key] = episode
-            self.engine.submit(
-                Request(
-                    key=self._key,
-                    prompt_ids=episode.prompt_ids,
-                    seed=derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns)),
-                    temperature=temperature,
-                    max_tokens=self.config.rollout.max_response_tokens,
-                )
-            )
+            draw = derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns))
+            limit = self.config.rollout.max_response_tokens
+            self.engine.submit(Request(self._key, episode.prompt_ids, draw, temperature, max_tokens=limit))
 
         for group in groups:
             for trajectory in group.trajectories:
