@@ -177,9 +177,9 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     n = chunk_rows(T, D, V)
     chunk = n * (TILE_BYTES * -(-V // TILE_COLS) + 2 * V + 6 * D) / GIB
     d_hidden, cast = 2 * T * D / GIB, 2 * V * D / GIB if n < T else 0
-    # `cast`, dW in bf16, is made while the last chunk is still held.
+    # `cast`, dW in bf16, is made when the last chunk is gone.
     total = (4 if n < T else 2) * V * D / GIB
-    return {"chunk": chunk, "d_hidden": d_hidden, "cast": cast, "total": total, "peak": d_hidden + chunk + cast}
+    return {"chunk": chunk, "d_hidden": d_hidden, "cast": cast, "total": total, "peak": d_hidden + max(chunk, cast)}
 
 
 # --- every case -------------------------------------------------------------------------------------------------------
