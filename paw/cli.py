@@ -1,7 +1,7 @@
 """The command line: `paw train | eval | rollout | play | report | export | warmup | data | doctor`.
 
-Heavy modules are imported by the command that needs them, so that `paw --help` loads no torch. A user's mistake is
-one line on stderr and exit code 2.
+Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
+on stderr and exit code 2.
 """
 
 import argparse
@@ -9,13 +9,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from paw import __version__
+from paw.config import Config, dump, load, nearest
 from paw.errors import UserError, to_stderr
-
-if TYPE_CHECKING:
-    from paw.config import Config
+from paw.experience.envs import make_suite
+from paw.experience.envs.alfworld import data
+from paw.show import doctor, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 
@@ -51,9 +52,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paw.experience.envs.alfworld import data  # these three load no torch
-    from paw.show import play, report
-
     parser = _Parser(prog="paw", description="Policy and world-model co-training for language agents.")
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
@@ -94,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", nargs="?", default="quickstart")
 
     add_module("data", "download, index or generate games", data)
-    add("doctor", "say what is installed, what is missing and how to get it", _doctor, overrides=False)
+    add("doctor", "say what is installed, what is missing and how to get it", lambda *_: doctor.run(), overrides=False)
     return parser
 
 
@@ -102,8 +100,6 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     resume = options.resume is not None
     config = _load(options.recipe, overrides, resume=resume)
     if options.dry_run:
-        from paw.config import dump
-
         print(dump(config), end="")
         return 0
     if options.gpus != 1:
@@ -145,23 +141,14 @@ def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
 
 def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = _load(options.recipe, overrides)
-    from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_suite(config.env), to_stderr))
     return 0
 
 
-def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
-    from paw.show.doctor import run
-
-    return run()
-
-
-def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> "Config":
+def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> Config:
     """The configuration; without --run.name the run is named by the recipe, or after it, with the next free number."""
-    from paw.config import load
-
     config = load(recipe, overrides)
     if "run.name" in overrides:
         return config
@@ -179,8 +166,6 @@ def _unknown(word: str, *, overrides: bool) -> str:
         return f"command line: '{word}' is not an option; overrides look like --optim.lr 5e-4"
     if not overrides:
         return f"command line: unknown option '{word}'; see --help"
-    from paw.config import nearest
-
     return f"command line: unknown option '{word}'{nearest(word.removeprefix('--'))}"
 
 
