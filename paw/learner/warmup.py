@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -54,20 +53,18 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
     if (folder / "warmup.json").is_file():
         report(f"warm-up: cached in {folder}")
         return folder
-    unfinished = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        summary = _warm_up(config, suite, unfinished, report)
-        (unfinished / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        unfinished.rename(folder)
+        beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
+        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
+            unfinished = Path(made)
+            summary = _warm_up(config, suite, unfinished, report)
+            (unfinished / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            unfinished.rename(folder)
     except OSError as error:
         if (folder / "warmup.json").is_file():  # another run finished the same warm-up first
             return folder
         raise UserError(f"cannot write the warm-up model to {folder}: {error.strerror}; set PAW_CACHE") from None
-    finally:
-        if unfinished:
-            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
