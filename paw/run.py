@@ -113,7 +113,7 @@ class Run:
             "backend": backend,
             "model": config.model.path,
             "start": path,
-            "parameters": self.policy.parameter_count(),
+            "parameters": self.policy.lm.num_parameters(),
             "vocabulary": self.policy.head_weight.shape[0],
             "games": self.suite.fingerprint(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -99,9 +99,6 @@ class Policy(nn.Module):
         for name, parameter in self.named_parameters_once().items():
             parameter.copy_(sharded_like(parameter, tensors[name]))
 
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.lm.parameters())
-
 
 def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():

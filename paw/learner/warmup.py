@@ -127,7 +127,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     chat = Chat(tokenizer)
     lm = quickstart.build_model(tokenizer, settings)
     policy = Policy(lm)
-    report(f"warm-up: {policy.parameter_count():,} parameters, {len(tokenizer)} tokens in the vocabulary")
+    report(f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
     rollouts = Rollouts(suite, engine, chat, config)

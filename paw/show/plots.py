@@ -6,7 +6,6 @@ Colours are those of Okabe and Ito, told apart with any colour vision; several r
 import io
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -174,11 +173,6 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
         _name_bars(axes, [run.name for run in runs])
     _legend(axes, columns=3)
     return figure
-
-
-@styled
-def save_png(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=150, facecolor="white")
 
 
 @styled

@@ -241,7 +241,7 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
         if figure is None:
             return ""
         svg = plots.to_svg(figure, name, title)
-        plots.save_png(png or figure, plots_dir / f"{name}.png")
+        (png or figure).savefig(plots_dir / f"{name}.png", dpi=150, facecolor="white")
         foot = f"<p>{note}</p>" if note else ""
         return f'<figure class="card"><figcaption><h3>{title}</h3><span>{aside}</span></figcaption>{svg}{foot}</figure>'
 

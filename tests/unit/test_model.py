@@ -99,7 +99,7 @@ def test_a_saved_model_loads_with_its_weights(family, tmp_path):
         assert torch.equal(hidden, original.hidden(ids))
         assert torch.allclose(hidden @ policy.head_weight.T, lm(input_ids=ids).logits, atol=1e-6)
     assert policy.head_bias is None
-    assert policy.parameter_count() == sum(p.numel() for p in lm.parameters())
+    assert policy.lm.num_parameters() == sum(p.numel() for p in lm.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
