@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,11 @@ def load_run(run_dir: Path) -> Run:
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text = _text(run_dir / "config.toml")
-    try:
-        config = _flatten(tomllib.loads(config_text))
-    except tomllib.TOMLDecodeError:
-        config = {}
+    config_text, tables = _text(run_dir / "config.toml"), {}
+    with suppress(tomllib.TOMLDecodeError):
+        tables = tomllib.loads(config_text)
+    sections = {name: table for name, table in tables.items() if isinstance(table, dict)}
+    config = {f"{name}.{key}": value for name, table in sections.items() for key, value in table.items()}
     unreadable += unreadable_samples
     return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
 
@@ -115,13 +116,6 @@ def _json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _mean(values: list[float]) -> float | None:
