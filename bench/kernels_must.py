@@ -1,6 +1,6 @@
-"""The table of docs/kernels.md: what must be reached, what the model predicts, what was measured.
+"""The tables of docs/kernels.md: what must be reached, what the model predicts, what was measured.
 
-    python bench/kernels_must.py        # prints the table and puts it into docs/kernels.md
+    python bench/kernels_must.py        # puts them into docs/kernels.md and prints the first
 
 Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: from the tables of bench/kernels.py,
 the fastest backend of ours; "open" where no GPU has written one yet.
@@ -144,10 +144,31 @@ def markdown() -> str:
     return "\n".join([*head, *(must.line(gpu, cpu) for must in table()), "", gap()])
 
 
+def cpu_markdown() -> str:
+    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation."""
+    _, rows = measured_rows()
+    rows = [r for r in rows if r["mode"] == BOTH and r["dead"] != "known" and r["ms"]]
+    heads = list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
+    lines = list(dict.fromkeys((r["implementation"], r["live"]) for r in rows))
+    lines = [(name, live) for name, live in lines if live == "1.0" or name == "paw[cpu]"]
+    cells = {
+        (r["implementation"], r["live"], r["head"]): f"{float(r['ms']):,.4g} ms, {float(r['peak_mib']):.0f} MiB"
+        for r in rows
+    }
+    titles = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
+    found = [f"| T x V x D | {' | '.join(titles)} |", "|---" * (1 + len(heads)) + "|"]
+    for name, live in sorted(lines):
+        text = name if live == "1.0" else f"{name}, f = {float(live):g}"
+        found.append(f"| {text} | {' | '.join(cells.get((name, live, head), '') for head, *_ in heads)} |")
+    return "\n".join(found)
+
+
 def updated(text: str) -> str:
-    """The page with the table of today."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END, 1)[1]}"
+    """The page with the tables of today, in the order of the marks."""
+    parts = text.split(BEGIN)
+    for i, block in enumerate((markdown(), cpu_markdown()), start=1):
+        parts[i] = f"\n\n{block}\n\n{END}{parts[i].split(END, 1)[1]}"
+    return BEGIN.join(parts)
 
 
 if __name__ == "__main__":
