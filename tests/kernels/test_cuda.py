@@ -12,6 +12,8 @@ from paw_kernels import _native, _rows, _torch, segments
 from paw_kernels._head import head_pass, live_rows
 from paw_kernels.coefficients import Slopes, constant_slopes, slopes
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LOSSES = {
     "clip and cmae": {"rho": 0.05},

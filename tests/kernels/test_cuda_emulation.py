@@ -12,6 +12,8 @@ import torch
 
 from paw_kernels.coefficients import constant_slopes
 
+pytestmark = pytest.mark.slow
+
 OPS = torch.ops.paw_on_cpu
 ORDERS = range(12)
 

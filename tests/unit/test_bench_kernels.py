@@ -146,6 +146,7 @@ def measured(path, **options):
     return list(csv.DictReader(path.open(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_a_failing_peer_is_a_row_and_the_run_goes_on(tiny, tmp_path, capsys):
     rows = measured(tmp_path / "k.csv")
     broken = [r for r in rows if r["implementation"] == "broken"]
@@ -174,6 +175,7 @@ def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_resume_leaves_out_what_the_file_has(tiny, tmp_path):
     first = measured(tmp_path / "k.csv", only=["tiny", "naive"])
     rows = measured(tmp_path / "k.csv", resume=True)
