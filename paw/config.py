@@ -50,9 +50,30 @@ class ModelConfig(Section):
     """Hugging Face name or folder, or "quickstart": a small Qwen2 made on the spot (see `warmup`)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    gradient_checkpointing: bool = False
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass: none; all but the outputs of matrix products and attention of which
+    every second is kept; everything but the inputs of layers."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs in host memory meanwhile."""
+    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
+    """Over packed rows: flash-attn, torch's varlen kernel, or sdpa over the rows side by side; auto takes the first
+    that is installed and runs on the device. All give the same log-probs."""
+    compile: bool = False
+    """torch.compile of every decoder layer."""
+    liger: bool = False
+    """Liger's kernels for norms, rotary embedding and SwiGLU (the head is always ours)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
     """Implementation of the vocabulary head; auto is the fastest that runs on the device (`paw doctor` names it)."""
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters instead of the weights; the engine and the export get the merged weights."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """0 trains every weight."""
+    alpha: Positive = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class WarmupConfig(Section):
@@ -110,6 +131,8 @@ class RolloutConfig(Section):
     """transformers engine: padded prompt tokens of one forward pass."""
     gpu_memory_utilization: Share = 0.5
     """vLLM: share of the device's memory for weights and KV cache."""
+    sleep_level: Literal[1, 2] = 1
+    """vLLM while training: 1 keeps the weights in host memory, 2 drops them (every update sends new ones anyway)."""
 
 
 class AdvantageConfig(Section):
@@ -137,6 +160,11 @@ class PolicyConfig(Section):
     loss_norm: Literal["token", "row"] = "token"
     old_logp: Literal["trainer", "engine"] = "trainer"
     """`engine` takes the sampler's log-probs and saves the scoring pass where nothing else needs it."""
+    tis_cap: Annotated[float, Field(gt=1.0)] | None = None
+    """Truncated importance sampling. With `old_logp = "trainer"` each token's policy term is weighed by
+    min(pi_old / pi_sampler, cap); with "engine" min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
+    offload_reference: bool = False
+    """Keep the reference model in host memory but for its scoring pass."""
 
 
 class WorldConfig(Section):
@@ -155,6 +183,13 @@ class WorldConfig(Section):
 
 
 class OptimConfig(Section):
+    name: Literal["adamw", "flash-adamw"] = "adamw"
+    """`adamw`: fp32 weights and moments, 16 bytes a parameter with the gradient. `flash-adamw` (flashoptim): bf16
+    weights, 8 more bits of them and 8-bit moments in the optimizer, 7 bytes with the gradient."""
+    offload: bool = False
+    """flash-adamw: its state in host memory, on the device one parameter at a time during the step."""
+    grad_sync: Literal["each", "last"] = "each"
+    """Several ranks: reduce gradients after each micro-batch, or once, which keeps whole gradients until then."""
     lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
     betas: tuple[Share, Share] = (0.9, 0.999)
     weight_decay: NonNegative = 0.01
@@ -167,7 +202,7 @@ class OptimConfig(Section):
     minibatch_rows: Count = 256
     """Rows (turns) of one optimizer step."""
     micro_batch_tokens: Count = 16384
-    """Padded tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass."""
 
 
 class EvalConfig(Section):
@@ -182,6 +217,7 @@ class EvalConfig(Section):
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     warmup: WarmupConfig = WarmupConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -197,6 +233,8 @@ class Config(Section):
             raise ValueError(
                 f"rollout.group_size = 1 leaves {self.advantage.estimator} without a baseline; use 2 or more"
             )
+        if self.optim.offload and self.optim.name != "flash-adamw":
+            raise ValueError("optim.offload needs optim.name = 'flash-adamw'")
         return self
 
 

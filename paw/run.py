@@ -76,7 +76,7 @@ class Run:
             lambda text: self.chat.observation_ids(text, config.wm.max_tokens)
         )
         options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
-        self.policy = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **options)
+        self.policy = load_policy(path, checkpointing=config.model.checkpointing, **options)
         self.reference = self.policy
         if config.policy.kl_coef:
             self.reference = load_policy(path, **options).eval().requires_grad_(False)

@@ -35,7 +35,7 @@ class Policy(nn.Module):
         lm: PreTrainedModel,
         *,
         dtype: str = "float32",
-        gradient_checkpointing: bool = False,
+        checkpointing: str = "none",
         head_backend: str = "auto",
     ):
         super().__init__()
@@ -45,7 +45,7 @@ class Policy(nn.Module):
         lm.config.use_cache = False
         lm.eval()
         self._checkpointed: list[nn.Module] = []
-        if gradient_checkpointing:
+        if checkpointing != "none":
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self._checkpointed = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
 

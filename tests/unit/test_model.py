@@ -145,7 +145,7 @@ def test_bfloat16_keeps_float32_parameters_and_gradients(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
-    plain, thrifty = tiny_policy(family), Policy(make_lm(family), gradient_checkpointing=True)
+    plain, thrifty = tiny_policy(family), Policy(make_lm(family), checkpointing="full")
     rows, calls = make_rows(plain), []
     thrifty.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     a = packed(plain, rows, Objective(), update_rows=len(rows))
@@ -159,7 +159,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
 def test_dropout_is_off_whatever_the_config_says(checkpointing):
     torch.manual_seed(0)
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5))
-    policy = Policy(lm, gradient_checkpointing=checkpointing)
+    policy = Policy(lm, checkpointing="full" if checkpointing else "none")
     ids = torch.tensor([[1, 2, 3, 4]])
     first = policy.hidden(ids)
     assert torch.equal(first, policy.hidden(ids))
