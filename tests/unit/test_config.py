@@ -63,7 +63,7 @@ def load_text(text: str) -> Config:
         ("lr", "optim.lr"),
         ("group_size", "rollout.group_size"),
         ("rollout.lr", "optim.lr"),  # a right name in the wrong section
-        ("policy.alpha", "wm.alpha"),
+        ("policy.rho", "wm.rho"),
         ("wm.foo.bar", None),
     ],
 )
