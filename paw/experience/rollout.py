@@ -1,15 +1,17 @@
 """Episodes: environments and the engine, each finished turn sent on at once.
 
 A finished response goes to its environment and the next turn's request enters the engine immediately; only live
-episodes generate. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on which
-others it was batched with.
+episodes generate. Environments that may block (child processes, networks) run in threads meanwhile. Seeds derive from
+(seed, stream, task, member, turn), so an episode's tokens do not depend on which others it was batched with.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
+THREADS = 64
+"""Environments that may think at once. Many more child processes would outlast their time limit starting together."""
 
 
 @dataclass
@@ -62,6 +66,52 @@ class _Episode:
     prompt: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     anchor: str = ""
+    done: bool = False
+
+    def play(self, response: str, completion: Completion | None, version: int) -> "_Episode":
+        """Start, or play `response`; then look at the next turn. May run in a thread: touches this episode alone.
+
+        Whatever an environment raises costs its own episode; only what the user can mend stops the run.
+        """
+        environment, trajectory = self.environment, self.trajectory
+        try:
+            if completion is None:
+                environment.reset(trajectory.task)
+            else:
+                outcome = environment.step(response)
+                self.done = outcome.done
+                trajectory.turns.append(
+                    Turn(
+                        prompt_ids=self.prompt_ids,
+                        response_ids=completion.token_ids,
+                        sampled_logp=completion.logp,
+                        entropy=completion.entropy,
+                        prompt=self.prompt,
+                        response=response,
+                        outcome=outcome,
+                        anchor=self.anchor,
+                        version=version,
+                    )
+                )
+            if not self.done:
+                self.prompt, self.anchor = environment.prompt(), environment.anchor()
+        except UserError:
+            raise
+        except Exception as error:
+            self.done = True
+            trajectory.failure = f"{type(error).__name__}: {error}"
+            with suppress(Exception):  # it is broken already
+                environment.close()
+        return self
+
+
+class _ThisThread(Executor):
+    """Runs what it is given at once, for environments that never wait: threads would only cost."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 class Rollouts:
@@ -106,63 +156,43 @@ class Rollouts:
         stream: str,
         places: Sequence[int] | None = None,
         progress: Progress | None = None,
+        lock_step: bool = False,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
 
         `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...); `stream`
         names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment fails is
         left out; a group left with fewer than min(2, group_size) members is dropped.
+
+        `lock_step` lets all live episodes wait for each other's turn: for comparison, and for an engine that takes no
+        request while it runs. Groups, tokens and log-probs are the same.
         """
         stats = RolloutStats()
         groups = [
             Group(task, [Trajectory(task, member) for member in range(group_size)], place)
             for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
         ]
-        total, finished = len(tasks) * group_size, 0
+        total, finished, thinking = len(tasks) * group_size, 0, 0
         in_flight: dict[int, _Episode] = {}
+        completions: list[Completion] = []
+        answered: SimpleQueue[Future[_Episode]] = SimpleQueue()
+        lock_step = lock_step or not self.engine.continuous
 
-        def advance(episode: _Episode, completion: Completion | None = None) -> None:
-            """Start the episode, or play its response; then send its next prompt to the engine, or retire it.
-
-            Whatever an environment raises costs its own episode; only what the user can mend stops the run.
-            """
-            nonlocal finished
-            environment, trajectory = episode.environment, episode.trajectory
+        def think(episode: _Episode, completion: Completion | None = None) -> None:
+            """Give the episode's environment its turn; the episode comes back in `answered`."""
+            nonlocal thinking
+            thinking += 1
             response = self.chat.decode(completion.token_ids) if completion else ""
-            done = False
-            try:
-                if completion is None:
-                    environment.reset(trajectory.task)
-                else:
-                    outcome = environment.step(response)
-                    done = outcome.done
-                    trajectory.turns.append(
-                        Turn(
-                            prompt_ids=episode.prompt_ids,
-                            response_ids=completion.token_ids,
-                            sampled_logp=completion.logp,
-                            entropy=completion.entropy,
-                            prompt=episode.prompt,
-                            response=response,
-                            outcome=outcome,
-                            anchor=episode.anchor,
-                            version=self.engine.version,
-                        )
-                    )
-                if not done:
-                    episode.prompt, episode.anchor = environment.prompt(), environment.anchor()
-            except UserError:
-                raise
-            except Exception as error:
-                done = True
-                trajectory.failure = f"{type(error).__name__}: {error}"
-                stats.failures.append(f"{trajectory.task.id}: {trajectory.failure}")
-                with suppress(Exception):  # it is broken already
-                    environment.close()
-            if done:
+            threads.submit(episode.play, response, completion, self.engine.version).add_done_callback(answered.put)
+
+        def send(episode: _Episode) -> None:
+            """Send the episode's next prompt to the engine, or retire it."""
+            nonlocal finished, thinking
+            thinking -= 1
+            if episode.done:
                 finished += 1
-                if trajectory.failure is None:
-                    self._idle.append(environment)
+                if episode.trajectory.failure is None:
+                    self._idle.append(episode.environment)
                 if progress:
                     progress(finished, total)
                 return
@@ -171,19 +201,28 @@ class Rollouts:
             stats.prompt_tokens += len(episode.prompt_ids)
             self._key += 1
             in_flight[self._key] = episode
+            trajectory, limit = episode.trajectory, self.config.rollout.max_response_tokens
             draw = derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns))
-            limit = self.config.rollout.max_response_tokens
             self.engine.submit(Request(self._key, episode.prompt_ids, draw, temperature, max_tokens=limit))
 
-        for group in groups:
-            for trajectory in group.trajectories:
-                environment = self._idle.pop() if self._idle else self.suite.make()
-                advance(_Episode(environment, trajectory, group.place))
-        while in_flight:
-            for completion in self.engine.step():
-                stats.response_tokens += len(completion.token_ids)
-                stats.cached_tokens += completion.cached_tokens
-                advance(in_flight.pop(completion.key), completion)
+        with ThreadPoolExecutor(THREADS) if self.suite.may_block else _ThisThread() as threads:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    environment = self._idle.pop() if self._idle else self.suite.make()
+                    think(_Episode(environment, trajectory, group.place))
+            while finished < total:
+                # Wait for environments only while the engine has nothing to do; in lock-step for all of them.
+                while thinking and (lock_step or not in_flight or not answered.empty()):
+                    send(answered.get().result())
+                completions += self.engine.step()
+                if lock_step and self.engine.pending:
+                    continue
+                for completion in completions:
+                    stats.response_tokens += len(completion.token_ids)
+                    stats.cached_tokens += completion.cached_tokens
+                    think(in_flight.pop(completion.key), completion)
+                completions.clear()
+        stats.failures = [f"{t.task.id}: {t.failure}" for group in groups for t in group.trajectories if t.failure]
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]

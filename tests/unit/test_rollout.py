@@ -76,7 +76,7 @@ class Scripted:
 class ScriptedSuite:
     """A real suite of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
 
-    name, reward_max, invalid_penalty = "scripted", 1.0, 0.0
+    name, reward_max, invalid_penalty, may_block = "scripted", 1.0, 0.0, False
 
     def __init__(self, *failures, always="", error=RuntimeError, close_raises=False):
         self.failures, self.always, self.error, self.close_raises = set(failures), always, error, close_raises

@@ -46,6 +46,8 @@ class Completion:
 class Engine(Protocol):
     version: int
     """Weight version: the number of updates the weights have seen."""
+    continuous: bool
+    """Whether requests may join while others run. Otherwise `step` finishes what is queued, so full batches pay."""
 
     def submit(self, request: Request) -> None: ...
 

@@ -30,6 +30,8 @@ class TransformersEngine:
     forward passes run in. Raises UserError for a model with sliding-window layers.
     """
 
+    continuous = False
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -42,6 +42,8 @@ class VllmEngine:
     when vLLM is missing or cannot serve the model.
     """
 
+    continuous = True
+
     def __init__(
         self,
         model_dir: str | Path,

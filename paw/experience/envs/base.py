@@ -46,6 +46,8 @@ class Suite(Protocol):
     reward_max: float
     """R_max of lambda_g = 1 - mean return / R_max."""
     invalid_penalty: float
+    may_block: bool
+    """Whether its environments wait for something outside this process (a child, a network): they run in threads."""
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         """The tasks of update `step`: a pure function of its arguments, so that a resumed run sees the same ones."""

@@ -51,6 +51,7 @@ class AlfworldSuite:
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
+        self.may_block = config.backend == "textworld"
         self._root = None if config.data is None else index.find_root(config.data)
         self._split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
