@@ -27,8 +27,10 @@ from paw.experience.envs import make_suite
 from paw.experience.rollout import Rollouts
 from paw.learner.distributed import Ranks, whole
 from paw.learner.export import export, start_model
+from paw.learner.lora import add_adapters, check_targets, import_peft
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
+from paw.learner.sync import full_parameters
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
 from paw.show.report import write_report
@@ -53,6 +55,8 @@ class Run:
 
     def __init__(self, config: Config, stack: ExitStack, *, resume: bool):
         check_trackers(config.run.trackers)
+        if config.lora.rank:
+            import_peft()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         self.config = config
@@ -77,13 +81,17 @@ class Run:
         )
         options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
         self.policy = load_policy(path, checkpointing=config.model.checkpointing, **options)
-        self.reference = self.policy
-        if config.policy.kl_coef:
+        self.reference = self.policy  # with LoRA, its adapters off
+        if config.lora.rank:
+            check_targets(self.policy.lm, config.lora)
+        elif config.policy.kl_coef:
             self.reference = load_policy(path, **options).eval().requires_grad_(False)
         self.engine = make_engine(
             config, policy=self.policy, chat=self.chat, model_path=path, own_weights=self.ranks.world > 1
         )
         stack.callback(self.engine.close)
+        if config.lora.rank:  # after the engine has copied what it needs
+            add_adapters(self.policy.lm, config.lora, seed=config.run.seed, dtype=self.policy.dtype)
         for model in {self.policy, self.reference}:
             self.ranks.shard(model, model.dtype)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
@@ -212,7 +220,7 @@ class Run:
         """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
         if self.saved != self.step:
             self.save()
-        weights = {name: whole(p.detach()).cpu() for name, p in self.policy.named_parameters_once().items()}
+        weights = {name: tensor.cpu() for name, tensor in full_parameters(self.policy.lm, once=True)}
         report = self.directory / "report.html"
         if self.ranks.first:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
@@ -272,6 +280,9 @@ def _prepare(directory: Path, config: Config, *, resume: bool) -> None:
         before = load(directory / "config.toml")
         if before.model.path != config.model.path:
             raise UserError(f"--resume auto: {directory} was trained from model.path = '{before.model.path}'")
+        for key, value in before.lora:
+            if value != getattr(config.lora, key):
+                raise UserError(f"--resume auto: {directory} was trained with lora.{key} = {value}")
     elif metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
         raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     try:

@@ -18,6 +18,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.experience.rollout import Rollouts
 from paw.learner.distributed import whole
+from paw.learner.lora import adapters_off
 from paw.learner.optim import learning_rate, set_learning_rate
 from paw.learner.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
@@ -118,7 +119,9 @@ def score_rows(run: Run, rows: list[Row]) -> None:
             entropy = fmean(-math.exp(value) * value for value in row.sampled_logp)
         row.entropy = entropy
     if config.policy.kl_coef > 0.0:
-        for row, (logp, _) in zip(rows, run.score(run.reference, rows), strict=True):
+        with adapters_off(run.reference.lm):
+            reference = run.score(run.reference, rows)
+        for row, (logp, _) in zip(rows, reference, strict=True):
             row.ref_logp = logp
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from paw import __version__
 from paw.config import Config, dump, load
 from paw.errors import UserError, to_stderr
+from paw.learner.lora import add_adapters
 from paw.learner.model import Policy, load_policy, load_tokenizer
+from paw.learner.sync import full_parameters
 from paw.show.rundir import read_info
 from paw.trust import checkpoint
 
@@ -28,9 +30,9 @@ Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv
 
 
 def export(
-    policy: Policy, tokenizer: Any, folder: Path, weights: dict[str, Tensor] | None = None, *, config: Config, step: int
+    policy: Policy, tokenizer: Any, folder: Path, weights: dict[str, Tensor], *, config: Config, step: int
 ) -> Path:
-    """Write weights (of a sharded policy, the whole ones), tokenizer, chat template and a model card to `folder`.
+    """Write weights (`sync.full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
 
     Written beside it and moved in when complete; other files there stay. Raises UserError when it cannot be written.
     """
@@ -65,10 +67,13 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     if path is None or not path.is_dir():
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
     base = start_model(run, config)
-    policy = load_policy(base)
+    policy = load_policy(base, dtype=config.model.dtype)
+    if config.lora.rank:
+        add_adapters(policy.lm, config.lora, seed=config.run.seed, dtype=policy.dtype)
     tensors, state = checkpoint.load(path, like={"model": policy.named_parameters_once()})
     policy.load(tensors["model"])
-    return export(policy, load_tokenizer(base), out or run / "hf", config=config, step=state["step"])
+    weights = dict(full_parameters(policy.lm, once=True))
+    return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])
 
 
 def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:

@@ -77,7 +77,8 @@ class Policy(nn.Module):
         return compute()
 
     def autocast(self) -> Any:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+        cast = any(parameter.dtype != self.dtype for parameter in self.lm.parameters())
+        return torch.autocast(self.device.type, self.dtype) if cast else nullcontext()
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """[B, L] right-padded int64 -> [B, L, D] in `dtype`.
@@ -90,8 +91,8 @@ class Policy(nn.Module):
             return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state.to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
-        """Parameters by Hugging Face name, a tied head listed under its embedding alone."""
-        return dict(self.lm.named_parameters())
+        """What is trained by name (Hugging Face's, or of LoRA adapters), a tied head under its embedding alone."""
+        return {name: parameter for name, parameter in self.lm.named_parameters() if parameter.requires_grad}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from paw.errors import UserError
 from paw.experience.engines.base import Engine
 from paw.learner.distributed import whole
+from paw.learner.lora import ADAPTER, BASE, merged
 
 LIMIT, TOLERATED = 0.5, 0.05
 """Nats that a token's two log-probs may differ by, and the share of tokens that may be beyond it."""
@@ -21,14 +22,15 @@ def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
     engine.sync(full_parameters(model), version)
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor), one gathered at a time.
+def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged.
 
-    A tied head comes under its own name as well: vLLM on CPU keeps a repacked copy of it, which the embedding's name
-    does not reach.
+    A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
+    embedding's name does not reach.
     """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, whole(parameter.detach())
+    for name, parameter in model.named_parameters(remove_duplicate=once):
+        if ADAPTER not in name:
+            yield name.replace(BASE, "."), merged(model, name, whole(parameter.detach()))
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:
