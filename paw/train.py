@@ -62,26 +62,8 @@ def update(run: Run, rollouts: Rollouts) -> None:
     if not groups:
         raise UserError(f"stopped at update {run.step + 1}: no group has two episodes left ({sampled.failures[0]})")
 
-    rows = to_rows(
-        groups,
-        separator_ids=run.chat.separator_ids,
-        encode_observation=run.encode_observation if config.wm.enabled else None,
-        invalid_penalty=run.suite.invalid_penalty,
-    )
-    for row, advantage in zip(rows, advantages(rows, **config.advantage.model_dump()), strict=True):
-        row.advantage = advantage
-
     with run.clock("score"):
-        score_rows(run, rows)
-    if config.wm.enabled:
-        selection = select(
-            rows, alpha=config.wm.alpha, weight=config.wm.weight, reward_max=run.suite.reward_max, n_groups=len(groups)
-        )
-        for row, weight in zip(rows, selection.weights, strict=True):
-            row.world_weight = weight
-        log["world/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
-        log["world/selected_frac"] = sum(selection.selected) / len(rows)
-
+        rows = weigh(run, groups)
     with run.clock("update"):
         log.update(learn(run, rows))
     run.step += 1
@@ -90,6 +72,29 @@ def update(run: Run, rollouts: Rollouts) -> None:
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
     if run.log and (warning := collapse_warning(run.log.history)):
         run.view.message(warning)
+
+
+def weigh(run: Run, groups: list[Group]) -> list[Row]:
+    """The update's rows: advantages, old log-probs and, with a world model, selection and weights."""
+    config, log = run.config, run.metrics
+    rows = to_rows(
+        groups,
+        separator_ids=run.chat.separator_ids,
+        encode_observation=run.encode_observation if config.wm.enabled else None,
+        invalid_penalty=run.suite.invalid_penalty,
+    )
+    for row, advantage in zip(rows, advantages(rows, **config.advantage.model_dump()), strict=True):
+        row.advantage = advantage
+    score_rows(run, rows)
+    if config.wm.enabled:
+        selection = select(
+            rows, alpha=config.wm.alpha, weight=config.wm.weight, reward_max=run.suite.reward_max, n_groups=len(groups)
+        )
+        for row, weight in zip(rows, selection.weights, strict=True):
+            row.world_weight = weight
+        log["world/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
+        log["world/selected_frac"] = sum(selection.selected) / len(rows)
+    return rows
 
 
 def score_rows(run: Run, rows: list[Row]) -> None:
