@@ -1,6 +1,8 @@
 """Episodes with the real engine and real households: reproducible, and a broken environment costs its episode alone."""
 
 import itertools
+import threading
+import time
 
 import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
@@ -62,6 +64,7 @@ class Scripted:
         return f"at {self.n}"
 
     def step(self, response):
+        self.suite.think(self)
         self._maybe_fail(f"step {self.n}")
         self.n += 1
         done = self.n == self.length
@@ -76,10 +79,11 @@ class Scripted:
 class ScriptedSuite:
     """A real suite of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
 
-    name, reward_max, invalid_penalty, may_block = "scripted", 1.0, 0.0, False
+    name, reward_max, invalid_penalty = "scripted", 1.0, 0.0
 
-    def __init__(self, *failures, always="", error=RuntimeError, close_raises=False):
+    def __init__(self, *failures, always="", error=RuntimeError, close_raises=False, think=None):
         self.failures, self.always, self.error, self.close_raises = set(failures), always, error, close_raises
+        self.may_block, self.think = think is not None, think or (lambda environment: None)
         self.starts, self.closed, self.made = {}, 0, 0
 
     def train_tasks(self, step, count, seed):
@@ -213,6 +217,55 @@ def test_failures_do_not_change_the_other_episodes(model):
     whole = turns_of(play(scripted(model))[0])
     broken = turns_of(play(scripted(model, ("step 1", ("task 0", 0))))[0])
     assert [(t.response_ids, t.outcome) for t in broken] == [(t.response_ids, t.outcome) for t in whole[3:]]
+
+
+@pytest.mark.parametrize("where", ["reset", "prompt 1", "step 0"])
+def test_a_failure_in_a_thread_costs_its_episode_and_a_users_mistake_the_run(model, where):
+    think = threading.get_ident  # no more than saying that it may block
+    groups, stats = play(scripted(model, (where, ("task 1", 2)), think=lambda _: think()))
+    assert sorted(len(group.trajectories) for group in groups) == [3, 4, 4]
+    assert [group.task.id for group in groups] == ["task 0", "task 1", "task 2"]
+    assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
+    with pytest.raises(UserError, match=f"broken at {where}"):
+        play(scripted(model, always=where, error=UserError, think=lambda _: think()))
+
+
+def test_environments_that_may_block_think_at_the_same_time(model):
+    """Each step of an environment returns only when all twelve are in theirs."""
+    meeting = threading.Barrier(12)
+    whole = turns_of(play(scripted(model))[0])
+    groups, stats = play(scripted(model, think=lambda _: meeting.wait(timeout=10)))
+    assert turns_of(groups) == whole and stats.failures == []
+
+
+def test_a_continuous_engine_works_on_while_an_environment_thinks(model):
+    """One environment's first step lasts until all other episodes have finished."""
+    others_finished = threading.Event()
+
+    def think(environment):
+        if environment.made_for == ("task 0", 0) and environment.n == 0:
+            assert others_finished.wait(timeout=10)
+
+    rollouts = scripted(model, think=think)
+    rollouts.engine.continuous = True
+    groups, stats = play(rollouts, progress=lambda done, total: done == total - 1 and others_finished.set())
+    assert stats.failures == []
+    assert [turn.response_ids for turn in turns_of(groups)] == [t.response_ids for t in turns_of(play(rollouts)[0])]
+
+
+def test_lock_step_waits_for_every_live_episode_and_changes_nothing(model):
+    want = play(scripted(model))
+    slow = ("task 0", 0)
+    rollouts = scripted(model, think=lambda environment: time.sleep(0.05 * (environment.made_for == slow)))
+    engine, step, batches = rollouts.engine, rollouts.engine.step, []
+
+    def counted():
+        batches.append(engine.pending)
+        return step()
+
+    engine.continuous, engine.step = True, counted
+    assert play(rollouts, lock_step=True) == want
+    assert batches == [12, 12, 12, 0]
 
 
 def test_a_group_below_two_members_is_dropped(model):
