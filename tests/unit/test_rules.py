@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(p for folder in ("paw", "kernels") for p in (ROOT / folder).rglob("*.py") if "build" not in p.parts)
 NAMES = [str(path.relative_to(ROOT)) for path in SOURCES]
-LAZY = {"vllm": "vllm", "alfworld": "alfworld", "textworld": "alfworld"}  # library -> extra that installs it
+LAZY = {  # library -> extra that installs it
+    "vllm": "vllm",
+    "alfworld": "alfworld",
+    "textworld": "alfworld",
+    "peft": "lora",
+    "liger_kernel": "liger",
+}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 IO_MODULES = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "logging"}
 
