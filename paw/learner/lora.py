@@ -49,12 +49,12 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int, dtype: t
     Log-probs stay what they were with weights of that dtype. Raises UserError without peft.
     """
     peft = import_peft()
-    for parameter in lm.parameters():
-        parameter.data = parameter.data.to(dtype)
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, lm)
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
     for module in lm.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input on the way

@@ -1,0 +1,160 @@
+"""LoRA: what is trained, its gradient, and the merged weights that engine and export see."""
+
+import sys
+
+import pytest
+import torch
+from joint import FAMILIES, make_lm, make_rows, packed, relative, tiny_policy
+
+from paw.config import LoraConfig
+from paw.errors import UserError
+from paw.experience.engines.base import Request
+from paw.experience.engines.transformers import TransformersEngine
+from paw.learner.lora import adapters_off, add_adapters, check_targets, import_peft
+from paw.learner.model import Policy
+from paw.learner.sync import full_parameters, push_weights, sampler_mismatch
+from paw.signal.loss import Objective, score
+
+pytest.importorskip("peft")
+CONFIG = LoraConfig(rank=4, alpha=6.0)
+
+
+def lora_policy(family="qwen2-tied", *, trained=True, config=CONFIG, **options):
+    """A tiny policy with adapters, which `trained` moves away from zero."""
+    policy = Policy(make_lm(family), **options)
+    add_adapters(policy.lm, config, seed=0, dtype=policy.dtype)
+    g = torch.Generator().manual_seed(1)
+    for name, parameter in policy.named_parameters_once().items():
+        if trained and ".lora_B." in name:
+            parameter.data.normal_(0, 0.1, generator=g)
+    return policy
+
+
+def logps(policy, rows):
+    return [logp for logp, _ in score(policy, rows, temperature=1.0, budget=200).values()]
+
+
+def merged_policy(policy, family):
+    lm = make_lm(family, seed=1)
+    lm.load_state_dict(dict(full_parameters(policy.lm)))
+    return Policy(lm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_adapters_change_no_bit(family):
+    base = tiny_policy(family)
+    rows = make_rows(base)
+    assert logps(lora_policy(family, trained=False), rows) == logps(base, rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_its_adapters_the_model_is_the_base(family):
+    base, policy = tiny_policy(family), lora_policy(family)
+    rows = make_rows(base)
+    before = logps(policy, rows)
+    assert before != logps(base, rows)
+    with adapters_off(policy.lm):
+        assert logps(policy, rows) == logps(base, rows)
+    assert logps(policy, rows) == before
+    with adapters_off(base.lm):  # which has none
+        assert logps(base, rows) == logps(base, rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_have_the_old_names_and_the_same_log_probs(family):
+    base, policy = tiny_policy(family), lora_policy(family)
+    sent, rows = dict(full_parameters(policy.lm)), make_rows(base)
+    start = base.lm.state_dict()
+    assert sent.keys() == start.keys()
+    moved = {name for name in sent if not torch.equal(sent[name], start[name])}
+    assert moved == {name for name in sent if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")}
+    found = sampler_mismatch(logps(merged_policy(policy, family), rows), logps(policy, rows))
+    assert found["health/sampler_mismatch"] < 1e-5
+
+
+@pytest.mark.parametrize("own_weights", [True, False])
+def test_the_transformers_engine_samples_from_the_merged_policy(own_weights):
+    policy = lora_policy("qwen3")
+    lm = make_lm("qwen3", seed=1) if own_weights else policy.lm
+    engine = TransformersEngine(lm, end_ids=[1], own_weights=own_weights)
+    push_weights(policy.lm, engine, version=3)
+    rows = make_rows(policy)
+    for i, row in enumerate(rows):
+        engine.submit(Request(i, row.prompt_ids, i, 1.0, 9))
+    for row, completion in zip(rows, engine.step(), strict=True):
+        row.response_ids, row.sampled_logp = completion.token_ids, completion.logp
+    found = sampler_mismatch(logps(policy, rows), [row.sampled_logp for row in rows])
+    assert found["health/sampler_mismatch"] < 1e-4
+
+
+def named_gradients(policy, rows):
+    """(loss, gradients by name in float64) of the joint objective."""
+    found, named = {}, policy.named_parameters_once().items()
+    hooks = [p.register_hook(lambda g, n=n: found.update({n: found.get(n, 0) + g.double()})) for n, p in named]
+    loss, _ = packed(policy, rows, Objective(), update_rows=len(rows))
+    for hook in hooks:
+        hook.remove()
+    return loss, found
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
+def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(family):
+    policy = lora_policy(family)
+    rows, parameters = make_rows(policy), dict(policy.lm.named_parameters())
+    (loss, found), (same, full) = (named_gradients(p, rows) for p in (policy, merged_policy(policy, family)))
+    assert loss == pytest.approx(same, rel=1e-5)
+    assert found.keys() == {name for name in parameters if ".lora_" in name}
+    for name, gradient in found.items():
+        layer, part = name.split(".lora_")
+        a, b = (parameters[f"{layer}.lora_{x}.default.weight"].detach().double() for x in "AB")
+        of_w = full[f"{layer}.weight"] * CONFIG.alpha / CONFIG.rank
+        assert relative(gradient, b.T @ of_w if part[0] == "A" else of_w @ a.T) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_moves_the_adapters_alone_and_in_float32(dtype):
+    policy = lora_policy(dtype=dtype)
+    rows, start = make_rows(policy), {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    for name, gradient in named_gradients(policy, rows)[1].items():
+        policy.named_parameters_once()[name].grad = gradient.float()
+    optimizer.step()
+    adapters = policy.named_parameters_once()
+    assert {name for name, p in policy.lm.named_parameters() if not torch.equal(p, start[name])} == adapters.keys()
+    assert all(p.dtype == (torch.float32 if name in adapters else policy.dtype) for name, p in start.items())
+    assert adapters.keys() == {name for name in start if ".lora_" in name}
+
+
+def test_bfloat16_log_probs_are_close_to_the_exact_ones():
+    exact, policy = lora_policy(), lora_policy(dtype="bfloat16")
+    rows = make_rows(exact)
+    found = sampler_mismatch(logps(policy, rows), logps(exact, rows))
+    assert 0 < found["health/sampler_mismatch"] < 0.2
+
+
+def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
+    one, two = make_lm(), make_lm()
+    states = []
+    for lm in (one, two):
+        states.append(torch.get_rng_state())
+        add_adapters(lm, CONFIG, seed=5, dtype=torch.float32)
+        states.append(torch.get_rng_state())
+        torch.rand(1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+def test_wrong_targets_are_named():
+    lm = make_lm()
+    check_targets(lm, CONFIG)
+    with pytest.raises(UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"):
+        check_targets(lm, LoraConfig(rank=1, targets=["v_proj", "q_prj"]))
+    for target in ("lm_head", "embed_tokens", ""):
+        with pytest.raises(UserError, match=f"'{target}' is no linear layer"):
+            check_targets(lm, LoraConfig(rank=1, targets=[target]))
+
+
+def test_missing_peft_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
+        import_peft()
