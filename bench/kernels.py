@@ -142,7 +142,7 @@ def environment(device: torch.device) -> Row:
     return {
         "kind": "measured",
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        "commit": commit("kernels", "csrc"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
@@ -153,12 +153,11 @@ def environment(device: torch.device) -> Row:
     }
 
 
-def commit() -> str:
-    """The last one that changed what is measured, "-dirty" with changes that are in none; "unknown" without git."""
-    where = ["--", "kernels", "csrc"]
+def commit(*measured: str) -> str:
+    """The last one that changed these paths, "-dirty" with changes that are in none; "unknown" without git."""
 
     def git(*arguments: str) -> str:
-        command = ["git", *arguments, *where]
+        command = ["git", *arguments, "--", *measured]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
     head = git("log", "-1", "--format=%h") if shutil.which("git") else ""
