@@ -133,8 +133,11 @@ def score_rows(run: Run, rows: list[Row]) -> None:
 def learn(run: Run, rows: list[Row]) -> dict[str, float]:
     """Optimizer steps over the update's rows: mini-batches, each cut into micro-batches, each one fused pass."""
     config, policy, ranks = run.config, run.policy, run.ranks
+    clip = config.policy.model_dump(exclude={"old_logp", "offload_reference"})
+    if config.policy.tis_cap and config.policy.old_logp == "engine":  # A min(pi / pi_sampler, cap), whatever A's sign
+        clip |= {"clip_low": 1.0, "clip_high": config.policy.tis_cap - 1.0, "dual_clip": config.policy.tis_cap}
     objective = losses.Objective(
-        **config.policy.model_dump(exclude={"old_logp"}),
+        **clip,
         rho=config.wm.rho,
         observation_loss=config.wm.loss,
         world_scale=config.wm.scale,
@@ -154,6 +157,7 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
                 budget=config.optim.micro_batch_tokens,
                 with_observation=config.wm.enabled,
                 device=policy.device,
+                quadratic=policy.quadratic,
                 skip=objective.dead,
                 share=(ranks.rank, ranks.world),
             ):

@@ -59,9 +59,9 @@ class LossRows:
         if self.observation_loss not in _OBSERVATION_LOSSES:
             known = ", ".join(_OBSERVATION_LOSSES)
             raise ValueError(f"rows.observation_loss={self.observation_loss!r} is unknown; known losses: {known}")
-        if not (0 <= self.clip_low < 1 and self.clip_high >= 0 and self.dual_clip > 1):
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0 and self.dual_clip > 1):
             raise ValueError(
-                "rows: clip_low must be in [0, 1), clip_high >= 0 and dual_clip > 1, "
+                "rows: clip_low must be in [0, 1], clip_high >= 0 and dual_clip > 1, "
                 f"got {self.clip_low}, {self.clip_high}, {self.dual_clip}"
             )
         if self.kl_coef != 0 and self.ref_logp is None:
@@ -144,7 +144,8 @@ def slopes(rows: LossRows) -> Slopes:
     neutral = action & (rows.advantage == 0)  # its constants must be finite: 0 * inf
     scale = torch.where(action, -rows.weight * rows.advantage, -rows.weight).masked_fill(neutral, 0.0)
     base = torch.where(gain | loses, rows.old_logp, 0.0)
-    low = torch.where(loses, rows.old_logp + math.log1p(-rows.clip_low), -unbounded)
+    least = math.log1p(-rows.clip_low) if rows.clip_low < 1 else -math.inf
+    low = torch.where(loses, rows.old_logp + least, -unbounded)
     high = torch.where(gain, rows.old_logp + math.log1p(rows.clip_high), unbounded)
     high = torch.where(loses, rows.old_logp + math.log(rows.dual_clip), high)
     shift = torch.zeros_like(scale)

@@ -3,17 +3,20 @@
 Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError
+from paw.learner.attention import ATTENTION, pack_rows
 from paw.learner.distributed import sharded_like
 from paw_kernels import best_backend, why_not_backend
 
@@ -24,10 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """A causal LM with fp32 parameters; `dtype` bfloat16 runs the body under autocast, and the head in bfloat16.
+    """A causal LM whose body runs in `dtype`: its parameters have that dtype, or are fp32 and run under autocast.
 
-    Parameters stay fp32 because bf16 ones lose updates of lr 1e-6 to rounding. Dropout stays off, so that scoring and
-    update see the same log-probs.
+    bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits (flash-adamw). Dropout
+    stays off, so that scoring and update see the same log-probs. `attention` is a kernel of `attention.pick_attention`.
     """
 
     def __init__(
@@ -36,18 +39,31 @@ class Policy(nn.Module):
         *,
         dtype: str = "float32",
         checkpointing: str = "none",
+        offload_activations: bool = False,
+        attention: str = "sdpa",
         head_backend: str = "auto",
     ):
         super().__init__()
         self.lm = lm
         self.dtype = DTYPES[dtype]
+        self.offload_activations = offload_activations
+        self.attention = attention
         self.head_backend = head_backend
         lm.config.use_cache = False
+        lm.set_attn_implementation(ATTENTION)
         lm.eval()
+        shape: Any = lm.config.get_text_config()
+        head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
+        self.quadratic = shape.num_hidden_layers * shape.num_attention_heads * head_size / body
+        """Of `balanced_batches`: 2 n^2 width causal attention FLOPs a layer over 2 n body FLOPs."""
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self._checkpointed = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
+            options: dict[str, Any] = {"use_reentrant": False}
+            if checkpointing == "selective":
+                options["context_fn"] = _selective_contexts
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            self._checkpointed = decoder_layers(lm)
 
     @property
     def device(self) -> torch.device:
@@ -80,15 +96,23 @@ class Policy(nn.Module):
         cast = any(parameter.dtype != self.dtype for parameter in self.lm.parameters())
         return torch.autocast(self.device.type, self.dtype) if cast else nullcontext()
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """[B, L] right-padded int64 -> [B, L, D] in `dtype`.
-
-        No mask: attention is causal, padding on the right reaches no row.
-        """
+    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[T] int64, rows of the given lengths one after another -> [T, D] in `dtype`; no row sees another."""
+        packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device)
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
-        with self.autocast():
-            return self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state.to(self.dtype)
+        with self.autocast(), self._saved_tensors():
+            out = self.lm.get_decoder()(
+                input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
+            )
+        if not packed.attended:  # its rows have seen each other
+            raise UserError(
+                f"model type '{self.lm.config.model_type}' has an attention of its own; it cannot be trained"
+            )
+        return out.last_hidden_state[0].to(self.dtype)
+
+    def _saved_tensors(self) -> Any:
+        return save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """What is trained by name (Hugging Face's, or of LoRA adapters), a tied head under its embedding alone."""
@@ -99,6 +123,27 @@ class Policy(nn.Module):
         """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
             parameter.copy_(sharded_like(parameter, tensors[name]))
+
+
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers that are checkpointed, sharded and compiled one by one."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """Keep the outputs of attention and of every second matrix product; recompute the rest (as torchtitan does)."""
+    products = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            phase = "recompute" if context.is_recompute else "forward"
+            products[phase] += 1
+            keep = products[phase] % 2 == 1
+        else:
+            keep = "attention" in str(op) or "attn" in str(op)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -127,8 +172,14 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(f"model.path = '{path}': no tokenizer found ({_first_line(error)})") from None
 
 
-def load_policy(path: str | Path, *, device: torch.device | str = "cpu", **options: Any) -> Policy:
-    """Load a causal LM with its weights; UserError when the folder has none or they do not fit its config.
+def load_policy(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    weights: torch.dtype = torch.float32,
+    **options: Any,
+) -> Policy:
+    """Load a causal LM, its parameters as `weights`; UserError when the folder has none or they do not fit its config.
 
     `options` are those of Policy.
     """
@@ -138,7 +189,7 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", **optio
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            dtype=torch.float32,
+            dtype=weights,
             attn_implementation="sdpa",
             output_loading_info=True,
             use_safetensors=True,  # never a pickle

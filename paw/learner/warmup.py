@@ -183,7 +183,8 @@ def _step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, *, lr:
     length, start, end = torch.tensor([(len(ids), start, end) for ids, start, end in batch]).T[:, :, None]
     is_answer = (place >= start) & (place < end)
     is_rest = (place < length) & ~is_answer
-    logits = policy.hidden(input_ids)[:, :-1] @ policy.head_weight.T  # a toy vocabulary: full logits are small here
+    hidden = policy.hidden(input_ids.flatten(), [longest] * len(batch)).view(*input_ids.shape, -1)
+    logits = hidden[:, :-1] @ policy.head_weight.T  # a toy vocabulary: full logits are small here
     logp = torch.log_softmax(logits, -1).gather(2, input_ids[:, 1:, None])[..., 0]
     answer_loss = -(logp * is_answer).sum() / len(batch)
     rest_loss = -(logp * is_rest).sum() / is_rest.sum()

@@ -65,11 +65,11 @@ def _predictions(contexts: list[list[int]], targets: list[list[int]], engine: En
 
 @torch.no_grad()
 def _probabilities(policy: Policy, context: list[int], target: list[int]) -> list[float]:
-    ids = torch.tensor([context + target], device=policy.device)
+    ids = torch.tensor(context + target, device=policy.device)
 
     def target_logp() -> torch.Tensor:
-        hidden = policy.hidden(ids)[0, len(context) - 1 : len(context) + len(target) - 1]
-        labels = ids[0, len(context) :]
+        hidden = policy.hidden(ids, [len(ids)])[len(context) - 1 : len(ids) - 1]
+        labels = ids[len(context) :]
         return token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
 
     return [round(p, 4) for p in policy(target_logp).exp().tolist()]

@@ -7,7 +7,8 @@ fixed for the whole update and are scaled by (rows in the update / rows in the m
 the token weights, so the gradient of a mini-batch is the same however it is cut into micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paw.signal.packing import by_token_budget
+from paw.signal.packing import balanced_batches
 from paw.types import Row
 from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, TokenStats, paw_loss, segment_mean, token_stats
 
@@ -28,8 +29,8 @@ class Head(Protocol):
         """compute(), inside which the members below may be used."""
         ...
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """[B, L] right-padded int64 -> [B, L, D]; causal, so that padding after a row cannot reach it."""
+    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[T] int64, rows of the given lengths one after another -> [T, D]; no row sees another."""
         ...
 
     @property
@@ -42,25 +43,32 @@ class Head(Protocol):
     def head_backend(self) -> str: ...
 
     @property
+    def quadratic(self) -> float:
+        """What attention costs for a row of n tokens over n^2, in units of what the rest costs a token."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
 
 @dataclass
 class Batch:
-    """Rows of one forward pass, right-padded; T loss tokens picked from it.
+    """Rows of one forward pass, packed: T tokens one row after another, N of them targets.
 
     Example: row 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read at
     position [2, 3, 5, 6] (each predicted by the token before it), kind [1, 1, 2, 2].
     """
 
     input_ids: Tensor
-    """[B, L] int64."""
-    position: Tensor
-    """[T] int64 into the flattened [B * L]: the token that predicts each target."""
-    target: Tensor
     """[T] int64."""
+    lengths: list[int]
+    """[B] tokens of each row."""
+    position: Tensor
+    """[N] int64 into the T tokens: the one that predicts each target."""
+    target: Tensor
+    """[N] int64."""
     kind: Tensor
-    """[T] uint8: ACTION or OBSERVATION."""
+    """[N] uint8: ACTION or OBSERVATION."""
     row: list[int]
     """[B] indices of the rows in the sequence the batch was cut from."""
 
@@ -74,6 +82,8 @@ class Objective:
     dual_clip: float = 3.0
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    tis_cap: float | None = None
+    """Weigh each response token's surrogate by min(pi_old / pi_sampler, tis_cap) (truncated importance sampling)."""
     loss_norm: str = "token"
     rho: float = 0.2
     observation_loss: str = "cmae"
@@ -86,26 +96,23 @@ class Objective:
 
 
 def collate(rows: Sequence[Row], indices: Sequence[int], *, with_observation: bool, device: torch.device) -> Batch:
-    """Pad the given rows; observations only of rows that carry a world-model weight."""
-    sequences, position, target, kind = [], [], [], []
+    """Pack the given rows; observations only of rows that carry a world-model weight. No rows: one token, no target."""
+    input_ids, lengths, position, target, kind = [], [], [], [], []
     for i in indices:
-        row = rows[i]
-        ids = row.prompt_ids + row.response_ids
-        spans = [(len(row.prompt_ids), len(ids), ACTION)]
+        row, start = rows[i], len(input_ids)
+        spans = [(row.prompt_ids, None), (row.response_ids, ACTION)]
         if with_observation and row.world_weight > 0.0:
-            start = len(ids) + len(row.separator_ids)
-            ids = ids + row.separator_ids + row.observation_ids
-            spans.append((start, len(ids), OBSERVATION))
-        sequences.append((ids, spans))
-    longest = max((len(ids) for ids, _ in sequences), default=1)
-    for b, (ids, spans) in enumerate(sequences):
-        for start, end, what in spans:
-            position.extend(range(b * longest + start - 1, b * longest + end - 1))
-            target.extend(ids[start:end])
-            kind.extend([what] * (end - start))
-    padded = [ids + [0] * (longest - len(ids)) for ids, _ in sequences] or [[0]]
+            spans += [(row.separator_ids, None), (row.observation_ids, OBSERVATION)]
+        for ids, what in spans:
+            if what is not None:
+                position.extend(range(len(input_ids) - 1, len(input_ids) + len(ids) - 1))
+                target.extend(ids)
+                kind.extend([what] * len(ids))
+            input_ids.extend(ids)
+        lengths.append(len(input_ids) - start)
     return Batch(
-        input_ids=torch.tensor(padded, device=device),
+        input_ids=torch.tensor(input_ids or [0], dtype=torch.int64, device=device),
+        lengths=lengths or [1],
         position=torch.tensor(position, dtype=torch.int64, device=device),
         target=torch.tensor(target, dtype=torch.int64, device=device),
         kind=torch.tensor(kind, dtype=torch.uint8, device=device),
@@ -119,23 +126,25 @@ def micro_batches(
     budget: int,
     with_observation: bool,
     device: torch.device,
+    quadratic: float = 0.0,
     skip: Any = None,
     share: tuple[int, int] = (0, 1),
-) -> Iterator[Batch]:
-    """Batches of at most `budget` padded tokens over the rows for which `skip(row)` is false.
+) -> list[Batch]:
+    """Batches of at most `budget` tokens and nearly equal work over the rows for which `skip(row)` is false.
 
-    `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, the last one
-    without rows where they do not divide: their forward passes are collective.
+    `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, some of them
+    without rows where these are few: their forward passes are collective.
     """
     rank, world = share
     kept = [i for i, row in enumerate(rows) if skip is None or not skip(row)]
     lengths = [
         len(rows[i]) if with_observation and rows[i].world_weight > 0.0 else _acting_length(rows[i]) for i in kept
     ]
-    cut = by_token_budget(lengths, budget=budget)
-    cut += [[]] * (-len(cut) % world)
-    for picked in cut[rank::world]:
-        yield collate(rows, [kept[j] for j in picked], with_observation=with_observation, device=device)
+    cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
+    return [
+        collate(rows, [kept[j] for j in picked], with_observation=with_observation, device=device)
+        for picked in cut[rank::world]
+    ]
 
 
 @torch.no_grad()
@@ -149,7 +158,7 @@ def score(
 
     def stats(batch: Batch) -> TokenStats:
         return token_stats(
-            model.hidden(batch.input_ids).flatten(0, 1)[batch.position],
+            model.hidden(batch.input_ids, batch.lengths)[batch.position],
             model.head_weight,
             batch.target,
             bias=model.head_bias,
@@ -158,7 +167,9 @@ def score(
         )
 
     scores: dict[int, tuple[list[float], float]] = {}
-    for batch in micro_batches(rows, budget=budget, with_observation=False, device=model.device, share=share):
+    for batch in micro_batches(
+        rows, budget=budget, with_observation=False, device=model.device, quadratic=model.quadratic, share=share
+    ):
         found = model(partial(stats, batch))
         ends = [0, *accumulate(len(rows[i].response_ids) for i in batch.row)]
         entropy = segment_mean(found.entropy, torch.tensor(ends, device=model.device)).tolist()
@@ -182,7 +193,11 @@ def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, u
         n, m = len(row.response_ids), len(row.observation_ids) if observed and row.world_weight > 0.0 else 0
         per_token = 1.0 / tokens if objective.loss_norm == "token" else 1.0 / (len(minibatch) * n)
         weight += [per_token] * n + [row.world_weight * world_scale / m] * m if m else [per_token] * n
-        advantage += [row.advantage] * n + [0.0] * m
+        trust = [1.0] * n
+        if objective.tis_cap:
+            pairs = zip(row.old_logp, row.sampled_logp, strict=True)
+            trust = [math.exp(min(old - sampled, math.log(objective.tis_cap))) for old, sampled in pairs]
+        advantage += [row.advantage * ratio for ratio in trust] + [0.0] * m
         old_logp += row.old_logp + [0.0] * m
         if objective.kl_coef > 0.0:
             assert row.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
@@ -211,7 +226,7 @@ def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float)
     """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
     return model(
         lambda: paw_loss(
-            model.hidden(batch.input_ids).flatten(0, 1)[batch.position],
+            model.hidden(batch.input_ids, batch.lengths)[batch.position],
             model.head_weight,
             batch.target,
             rows,

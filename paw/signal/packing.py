@@ -1,5 +1,6 @@
 """Rows -> mini-batches -> micro-batches. Pure; the gradient does not depend on how the rows are cut (tested)."""
 
+import heapq
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,19 +17,39 @@ def minibatches(rows: Sequence[Row], *, size: int, seed: int) -> list[list[Row]]
     return [[rows[i] for i in order[start:end]] for start, end in pairwise(cuts) if end > start]
 
 
-def by_token_budget(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Indices cut into batches of at most `budget` padded tokens, neighbours in length together, longest first.
+def balanced_batches(
+    lengths: Sequence[int], *, budget: int, multiple: int = 1, quadratic: float = 0.0
+) -> list[list[int]]:
+    """Indices in batches of at most `budget` tokens and nearly equal work, their number a multiple of `multiple`.
 
-    A row longer than the budget gets a batch of its own.
+    A row of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention. Longest-processing-time
+    first (Graham 1969): each row, dearest first, goes to the batch with the least work. Batches are sorted, dearest
+    first, so that ranks which take every `multiple`-th one work side by side on equals; where rows are few, some are
+    empty. A row longer than the budget has a batch of its own.
 
-    >>> by_token_budget([3, 9, 4, 10], budget=20)
-    [[3, 1], [2, 0]]
+    >>> balanced_batches([3, 9, 4, 10], budget=14)
+    [[0, 3], [1, 2]]
     """
-    batches: list[list[int]] = []
-    longest = 0
+    count = -(-sum(min(n, budget) for n in lengths) // budget)
+    while True:
+        count += -count % multiple
+        batches = _fill(lengths, budget, count, quadratic)
+        if batches is not None:
+            return batches
+        count += 1
+
+
+def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> list[list[int]] | None:
+    """`count` batches, or None where the batch with the least work has no room for the next row."""
+    heap = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
+    batches: list[list[int]] = [[] for _ in range(count)]
+    works = [0.0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or longest * (len(batches[-1]) + 1) > budget:
-            batches.append([])
-            longest = max(1, lengths[i])
-        batches[-1].append(i)
-    return batches
+        work, batch, tokens = heapq.heappop(heap)
+        if batches[batch] and tokens + lengths[i] > budget:
+            return None
+        batches[batch].append(i)
+        works[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
+        heapq.heappush(heap, (works[batch], batch, tokens + lengths[i]))
+    order = sorted(range(count), key=lambda batch: (-works[batch], batch))
+    return [sorted(batches[batch]) for batch in order]

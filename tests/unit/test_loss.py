@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -35,27 +36,27 @@ def test_collate_as_documented():
     row = replace(make_row(random.Random(0)), prompt_ids=[1, 5, 6], response_ids=[7, 2], separator_ids=[1])
     selected = replace(row, observation_ids=[8, 9], world_weight=0.5)
     batch = collate([selected], [0], with_observation=True, device=CPU)
-    assert batch.input_ids.tolist() == [[1, 5, 6, 7, 2, 1, 8, 9]]
+    assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9]
+    assert batch.lengths == [8]
     assert batch.target.tolist() == [7, 2, 8, 9]
     assert batch.position.tolist() == [2, 3, 5, 6]
     assert batch.kind.tolist() == [ACTION, ACTION, OBSERVATION, OBSERVATION]
 
 
-def test_collate_pads_and_leaves_out_observations_that_carry_no_weight(rows):
+def test_collate_packs_and_leaves_out_observations_that_carry_no_weight(rows):
     unselected = next(i for i, row in enumerate(rows) if row.observation_ids and not row.world_weight)
     selected = next(i for i, row in enumerate(rows) if row.world_weight)
     batch = collate(rows, [unselected, selected], with_observation=True, device=CPU)
     row = rows[unselected]
     ids = row.prompt_ids + row.response_ids
-    assert batch.input_ids[0, : len(ids)].tolist() == ids
-    assert batch.input_ids[0, len(ids) :].eq(0).all()
-    assert batch.input_ids[1, : len(rows[selected])].tolist()[-1] == rows[selected].observation_ids[-1]
+    assert batch.lengths == [len(ids), len(rows[selected])]
+    assert batch.input_ids[: len(ids)].tolist() == ids
+    assert batch.input_ids.tolist()[-1] == rows[selected].observation_ids[-1]
     n, m = len(row.response_ids), len(rows[selected].response_ids)
     assert batch.kind.tolist() == [ACTION] * (n + m) + [OBSERVATION] * len(rows[selected].observation_ids)
-    flat = batch.input_ids.flatten()
-    assert torch.equal(flat[batch.position + 1], batch.target)
+    assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
     acting = collate(rows, [selected], with_observation=False, device=CPU)
-    assert acting.input_ids.shape == (1, len(rows[selected].prompt_ids) + m)
+    assert acting.lengths == [len(acting.input_ids)] == [len(rows[selected].prompt_ids) + m]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,19 +144,19 @@ def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(family):
-    """Causal attention: same padded shape, same bits, whatever follows the response."""
+    """Causal attention: same shape, same bits, whatever follows the response."""
     policy = tiny_policy(family)
     rows = make_rows(policy)
     selected = [replace(row, world_weight=1.0) for row in rows if row.observation_ids]
     batch = collate(selected, range(len(selected)), with_observation=True, device=CPU)
     bare = batch.input_ids.clone()
-    for b, row in enumerate(selected):
-        bare[b, len(row.prompt_ids) + len(row.response_ids) :] = 0
+    for end, row in zip(accumulate(batch.lengths), selected, strict=True):
+        bare[end - len(row.separator_ids) - len(row.observation_ids) : end] = 0
     assert not torch.equal(bare, batch.input_ids)
 
     def action_logps(input_ids):
         actions = batch.kind == ACTION
-        hidden = policy.hidden(input_ids).flatten(0, 1)[batch.position[actions]]
+        hidden = policy.hidden(input_ids, batch.lengths)[batch.position[actions]]
         return token_stats(hidden, policy.head_weight, batch.target[actions], bias=policy.head_bias).logp
 
     with torch.no_grad():

@@ -93,11 +93,13 @@ def test_a_saved_model_loads_with_its_weights(family, tmp_path):
     lm = make_lm(family)
     lm.save_pretrained(tmp_path)
     policy, original = load_policy(tmp_path), Policy(lm)
-    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (18,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        hidden = policy.hidden(ids)
-        assert torch.equal(hidden, original.hidden(ids))
-        assert torch.allclose(hidden @ policy.head_weight.T, lm(input_ids=ids).logits, atol=1e-6)
+        hidden = policy.hidden(ids, [9, 9])
+        assert torch.equal(hidden, original.hidden(ids, [9, 9]))
+        assert torch.allclose(
+            hidden @ policy.head_weight.T, lm(input_ids=ids.view(2, 9)).logits.flatten(0, 1), atol=1e-6
+        )
     assert policy.head_bias is None
     assert policy.lm.num_parameters() == sum(p.numel() for p in lm.parameters())
 
@@ -114,10 +116,10 @@ def test_a_head_with_a_bias_is_read():
     sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     lm = PhiForCausalLM(PhiConfig(**sizes, max_position_embeddings=64))
     lm.lm_head.bias.data.normal_()
-    policy, ids = Policy(lm), torch.tensor([[1, 2, 3]])
+    policy, ids = Policy(lm), torch.tensor([1, 2, 3])
     with torch.no_grad():
-        logits = policy.hidden(ids) @ policy.head_weight.T + policy.head_bias
-        assert torch.allclose(logits, lm(input_ids=ids).logits, atol=1e-5)
+        logits = policy.hidden(ids, [3]) @ policy.head_weight.T + policy.head_bias
+        assert torch.allclose(logits, lm(input_ids=ids[None]).logits[0], atol=1e-5)
 
 
 def test_loading_copies_every_parameter():
@@ -131,10 +133,10 @@ def test_bfloat16_keeps_float32_parameters_and_gradients(family):
     policy = Policy(make_lm(family, initializer_range=0.05), dtype="bfloat16")
     exact = tiny_policy(family, initializer_range=0.05)
     rows, objective = make_rows(exact), Objective(observation_loss="ce")
-    assert policy.hidden(torch.tensor([[1, 2]])).dtype == policy.head_weight.dtype == torch.bfloat16
+    assert policy.hidden(torch.tensor([1, 2]), [2]).dtype == policy.head_weight.dtype == torch.bfloat16
     gradient, expected = (packed(p, rows, objective, update_rows=len(rows))[1] for p in (policy, exact))
     assert 0 < relative(gradient, expected) < 0.02
-    policy.hidden(torch.tensor([[1, 2]])).sum().backward()
+    policy.hidden(torch.tensor([1, 2]), [2]).sum().backward()
     assert all(p.dtype == torch.float32 for p in policy.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
     scores = (score(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
@@ -160,9 +162,9 @@ def test_dropout_is_off_whatever_the_config_says(checkpointing):
     torch.manual_seed(0)
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5))
     policy = Policy(lm, checkpointing="full" if checkpointing else "none")
-    ids = torch.tensor([[1, 2, 3, 4]])
-    first = policy.hidden(ids)
-    assert torch.equal(first, policy.hidden(ids))
+    ids = torch.tensor([1, 2, 3, 4])
+    first = policy.hidden(ids, [4])
+    assert torch.equal(first, policy.hidden(ids, [4]))
     first.sum().backward()
     assert gradients(policy).norm() > 0
 

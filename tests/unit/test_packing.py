@@ -2,11 +2,12 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import make_row
 
-from paw.signal.packing import by_token_budget, minibatches
+from paw.signal.packing import balanced_batches, minibatches
 
 
 @given(n=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))
@@ -30,22 +31,44 @@ def test_minibatches_are_shuffled_by_the_seed_alone():
     assert order(3) != list(range(40))
 
 
-@given(lengths=st.lists(st.integers(0, 60), max_size=60), budget=st.integers(1, 200))
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=60),
+    budget=st.integers(1, 200),
+    multiple=st.integers(1, 4),
+    quadratic=st.sampled_from([0.0, 0.01, 1.0]),
+)
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
-    batches = by_token_budget(lengths, budget=budget)
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget, multiple, quadratic):
+    batches = balanced_batches(lengths, budget=budget, multiple=multiple, quadratic=quadratic)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert len(batches) % multiple == 0
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+        assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
 
 
 def test_a_row_beyond_the_budget_stands_alone():
-    assert by_token_budget([100, 3, 100], budget=10) == [[0], [2], [1]]
-    assert by_token_budget([], budget=10) == []
+    assert balanced_batches([100, 3, 100], budget=10) == [[0], [2], [1]]
+    assert balanced_batches([], budget=10) == []
+    assert balanced_batches([5], budget=10, multiple=3) == [[0], [], []]
 
 
-def test_neighbours_in_length_share_a_batch():
-    lengths = [random.Random(i).randint(1, 50) for i in range(100)]
-    batches = by_token_budget(lengths, budget=200)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    assert padded < 1.15 * sum(lengths)
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_batches_are_full_and_their_work_is_balanced(multiple):
+    """At the sizes of the paper's ALFWorld rows; what counts is the work of ranks that wait for each other."""
+    draw, quadratic = random.Random(0), 3.3e-5  # Qwen2.5-1.5B
+    lengths = [int(min(2560, draw.lognormvariate(6.9, 0.5))) for _ in range(256)]
+    batches = balanced_batches(lengths, budget=16384, multiple=multiple, quadratic=quadratic)
+    assert len(batches) == -(-sum(lengths) // 16384 // multiple) * multiple
+    work = [sum(lengths[i] + quadratic * lengths[i] ** 2 for i in batch) for batch in batches]
+    assert work == sorted(work, reverse=True)
+    for i in range(0, len(work), multiple):
+        assert work[i] < 1.02 * work[i + multiple - 1]
+
+
+def test_attention_counts_in_the_balance():
+    """One row of 90 attends as much as nine of 30."""
+    lengths = [90, *[30] * 9]
+    attending = balanced_batches(lengths, budget=300, multiple=2, quadratic=1.0)
+    assert sorted(sum(lengths[i] for i in batch) for batch in attending) == [90, 270]
+    linear = balanced_batches(lengths, budget=300, multiple=2)
+    assert [sum(lengths[i] for i in batch) for batch in linear] == [180, 180]

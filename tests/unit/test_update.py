@@ -16,7 +16,7 @@ from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
 from paw.learner.sync import push_weights
 from paw.run import open_run
-from paw.signal.packing import by_token_budget
+from paw.signal.packing import balanced_batches
 from paw.train import update
 from paw_kernels import LossRows, paw_loss, token_stats
 
@@ -88,8 +88,8 @@ def vanilla_grpo(start, count):
             samples += [(turn, (score - mean) / (std + EPS)) for (_, turn), score in zip(turns, scores, strict=True)]
         old = {}
         with torch.no_grad():
-            for ids, position, target, order in packed([turn for turn, _ in samples]):
-                hidden = policy.hidden(ids).flatten(0, 1)[position]
+            for ids, lengths, position, target, order in packed([turn for turn, _ in samples], policy.quadratic):
+                hidden = policy.hidden(ids, lengths)[position]
                 logp = token_stats(hidden, policy.head_weight, target).logp.tolist()
                 for i in order:
                     n = len(samples[i][0].response_ids)
@@ -101,7 +101,7 @@ def vanilla_grpo(start, count):
             minibatch = [samples[i] for i in shuffled[first:last]]
             tokens = sum(len(turn.response_ids) for turn, _ in minibatch)
             live = [(turn, advantage) for turn, advantage in minibatch if advantage != 0.0]
-            for ids, position, target, order in packed([turn for turn, _ in live]):
+            for ids, lengths, position, target, order in packed([turn for turn, _ in live], policy.quadratic):
                 spread = [(turn, a) for turn, a in (live[i] for i in order) for _ in turn.response_ids]
                 rows = LossRows(
                     kind=torch.ones(len(target), dtype=torch.uint8),
@@ -111,7 +111,7 @@ def vanilla_grpo(start, count):
                     clip_low=CLIP,
                     clip_high=CLIP,
                 )
-                hidden = policy.hidden(ids).flatten(0, 1)[position]
+                hidden = policy.hidden(ids, lengths)[position]
                 paw_loss(hidden, policy.head_weight, target, rows).loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
@@ -121,17 +121,19 @@ def vanilla_grpo(start, count):
     return weights
 
 
-def packed(turns):
-    """Padded prompts with responses: (ids, positions before each response token, response tokens, turns in order)."""
+def packed(turns, quadratic):
+    """Prompts with responses: (ids, lengths, positions before each response token, response tokens, turns in order)."""
     sequences = [turn.prompt_ids + turn.response_ids for turn in turns]
-    for order in by_token_budget([len(ids) for ids in sequences], budget=BUDGET):
-        longest = max(len(sequences[i]) for i in order)
-        ids = torch.tensor([sequences[i] + [0] * (longest - len(sequences[i])) for i in order])
+    for order in balanced_batches([len(ids) for ids in sequences], budget=BUDGET, quadratic=quadratic):
+        ids = torch.tensor([token for i in order for token in sequences[i]])
+        lengths = [len(sequences[i]) for i in order]
         position = [
-            b * longest + t - 1 for b, i in enumerate(order) for t in range(len(turns[i].prompt_ids), len(sequences[i]))
+            sum(lengths[:b]) + t - 1
+            for b, i in enumerate(order)
+            for t in range(len(turns[i].prompt_ids), len(sequences[i]))
         ]
         target = [token for i in order for token in turns[i].response_ids]
-        yield ids, torch.tensor(position), torch.tensor(target), order
+        yield ids, lengths, torch.tensor(position), torch.tensor(target), order
 
 
 def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_path):

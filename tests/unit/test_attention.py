@@ -1,0 +1,119 @@
+"""Packed rows: whatever computes the attention, a row's hidden states are those of the row alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from joint import FAMILIES, VOCAB, make_lm, tiny_policy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import BloomConfig, BloomForCausalLM
+
+from paw.errors import UserError
+from paw.learner.attention import pack_rows, packed_attention, pick_attention
+from paw.learner.model import Policy
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LENGTHS = [7, 1, 12, 12, 3]
+
+
+def test_bounds_as_documented():
+    packed = pack_rows([3, 2], kernel="sdpa", device=CPU)
+    assert packed.cu_seqlens.tolist() == [0, 3, 5]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert packed.slot.tolist() == [0, 1, 2, 3, 4]
+    assert pack_rows([2, 3], kernel="sdpa", device=CPU).slot.tolist() == [0, 1, 3, 4, 5]
+    assert pack_rows([2, 2], kernel="sdpa", device=CPU).slot is None
+    assert pack_rows([2, 3], kernel="varlen", device=CPU).slot is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_hidden_states_and_gradients_of_rows_alone(family):
+    together, alone = tiny_policy(family), tiny_policy(family)
+    ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(len(ids), together.head_weight.shape[1], generator=torch.Generator().manual_seed(1))
+    hidden = together.hidden(ids, LENGTHS)
+    expected = torch.cat([alone.hidden(row, [len(row)]) for row in ids.split(LENGTHS)])
+    assert torch.allclose(hidden, expected, atol=1e-5)
+    (hidden * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_is_that_of_a_block_diagonal_mask(window):
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    q, k, v = (torch.randn(1, heads, total, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(total)
+    mask = (row[:, None] == row) & (place[:, None] >= place) & (place[:, None] - place < (window or total))
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    packed = pack_rows(LENGTHS, kernel="sdpa", device=CPU)
+    out, _ = packed_attention(None, q, k, v, None, packed=packed, scaling=0.3, sliding_window=window)
+    assert torch.allclose(out, expected, atol=1e-12)
+
+
+def test_the_varlen_kernel_is_called_as_torch_declares_it():
+    """On fake tensors: shapes, dtypes and options pass its checks; the numbers need a GPU."""
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (torch.empty(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        bounds = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
+        packed = replace(pack_rows(LENGTHS, kernel="varlen", device=CPU), cu_seqlens=bounds)
+        out, _ = packed_attention(None, q, k, v, None, packed=packed, scaling=0.125)
+    assert out.shape == (1, sum(LENGTHS), 4, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+def test_kernels_agree_on_a_gpu(kernel):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if kernel != "varlen":
+        pytest.importorskip("flash_attn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+    outs = [
+        packed_attention(None, q, k, v, None, packed=pack_rows(LENGTHS, kernel=name, device=CUDA))[0]
+        for name in (kernel, "sdpa")
+    ]
+    assert torch.allclose(*outs, atol=0.02)
+
+
+def test_kernels_that_cannot_run_are_refused():
+    assert pick_attention("auto", CPU, torch.bfloat16) == "sdpa"
+    assert pick_attention("auto", CUDA, torch.float32) == "sdpa"
+    assert pick_attention("varlen", CUDA, torch.bfloat16) == "varlen"
+    with pytest.raises(UserError, match=r"model\.attention = 'varlen': it runs on a GPU in bfloat16 only"):
+        pick_attention("varlen", CPU, torch.bfloat16)
+    with pytest.raises(UserError, match="flash-attn is not installed; run: pip install flash-attn"):
+        pick_attention("flash", CUDA, torch.bfloat16)
+
+
+def test_a_model_whose_attention_ignores_the_bounds_is_refused():
+    lm = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(UserError, match="model type 'bloom' has its own attention"):
+        Policy(lm).hidden(torch.tensor([1, 2, 3]), [2, 1])
+
+
+def test_what_the_backward_pass_keeps_changes_no_bit():
+    """Checkpointed fully or selectively, offloaded or not: the same hidden states and gradients."""
+    ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+    def run(**options):
+        policy = Policy(make_lm(), **options)
+        hidden = policy.hidden(ids, LENGTHS)
+        hidden.square().sum().backward()
+        return [hidden.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+
+    plain = run()
+    for options in (
+        {"checkpointing": "selective"},
+        {"checkpointing": "full"},
+        {"offload_activations": True},
+        {"checkpointing": "full", "offload_activations": True},
+    ):
+        assert all(map(torch.equal, run(**options), plain)), options
