@@ -6,7 +6,7 @@ import pytest
 import torch
 from joint import FAMILIES, make_lm, make_rows, packed, relative, tiny_policy
 
-from paw.config import LoraConfig
+from paw.config import Config, LoraConfig, ModelConfig, RunConfig, dump
 from paw.errors import UserError
 from paw.experience.engines.base import Request
 from paw.experience.engines.transformers import TransformersEngine
@@ -14,6 +14,7 @@ from paw.learner.lora import adapters_off, add_adapters, check_targets, import_p
 from paw.learner.model import Policy
 from paw.learner.sync import full_parameters, push_weights, sampler_mismatch
 from paw.signal.loss import Objective, score
+from paw.train import train
 
 pytest.importorskip("peft")
 CONFIG = LoraConfig(rank=4, alpha=6.0)
@@ -158,3 +159,14 @@ def test_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
         import_peft()
+
+
+def test_a_run_keeps_its_adapters_shape(tmp_path):
+    before = Config(model=ModelConfig(path="none"), run=RunConfig(dir=tmp_path), lora=CONFIG)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(dump(before))
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    for change, words in (({"rank": 8}, "rank = 4"), ({"rank": 0}, "rank = 4"), ({"alpha": 2.0}, r"alpha = 6\.0")):
+        now = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
+        with pytest.raises(UserError, match=rf"run was trained with lora\.{words}"):
+            train(now, resume=True)
