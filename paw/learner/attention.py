@@ -90,7 +90,7 @@ def packed_attention(
         packed.attended.append(True)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding left query and key in float32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
     window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
     if packed.kernel == "flash":
         from flash_attn import flash_attn_varlen_func
@@ -101,7 +101,7 @@ def packed_attention(
         out = _varlen(q, k, v, packed, scaling, window)
     else:
         out = _side_by_side(q, k, v, packed, scaling, sliding_window)
-    return out[None], None
+    return out.unsqueeze(0), None
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, window: tuple[int, int]) -> Tensor:
@@ -113,7 +113,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
     else:  # torch 2.11
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
-    return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, **options)  # type: ignore[return-value]
+    return varlen_attn(q, k, v, *bounds, **options)  # type: ignore[return-value]
 
 
 def _side_by_side(

@@ -107,7 +107,7 @@ class Policy(nn.Module):
             )
         if not packed.attended:  # its rows have seen each other
             raise UserError(
-                f"model type '{self.lm.config.model_type}' has an attention of its own; it cannot be trained"
+                f"model type '{self.lm.config.model_type}' has its own attention: it cannot be trained here"
             )
         return out.last_hidden_state[0].to(self.dtype)
 
