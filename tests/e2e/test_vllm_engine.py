@@ -1,5 +1,6 @@
 """The vLLM engine against the trainer's own forward pass: the same tokens' log-probs before and after every sync."""
 
+import copy
 import importlib.util
 import random
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Request
+from paw.learner.lora import add_adapters
 from paw.learner.sync import StaleWeightsError, push_weights, sampler_mismatch
 
 pytestmark = [
@@ -157,6 +160,18 @@ def test_the_head_is_replaced_even_when_tied(setup):
     push_weights(model, engine, version=4)
     requests = make_requests()
     assert mismatch(model, requests, run(engine, requests)) < 1e-4
+
+
+def test_lora_adapters_arrive_merged(setup):
+    pytest.importorskip("peft")
+    model, engine = setup
+    adapted, requests = copy.deepcopy(model), make_requests()
+    add_adapters(adapted, LoraConfig(rank=4), seed=0, dtype=torch.float32)
+    perturb(adapted, seed=2, scale=0.05)
+    with pytest.raises(StaleWeightsError):
+        mismatch(adapted, requests, run(engine, requests))
+    push_weights(adapted, engine, version=5)
+    assert mismatch(adapted, requests, run(engine, requests)) < 1e-4
 
 
 def test_requests_may_join_while_others_run(setup):
