@@ -30,6 +30,7 @@ from paw.learner.export import export, start_model
 from paw.learner.lora import add_adapters, check_targets, import_peft
 from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 from paw.learner.optim import make_optimizer
+from paw.learner.patches import apply_liger, compile_layers, import_liger
 from paw.learner.sync import full_parameters
 from paw.show.evaluate import success_metrics
 from paw.show.live import LiveView
@@ -61,6 +62,8 @@ class Run:
             torch.set_num_threads(config.run.threads)
         self.config = config
         device = pick_device(config.model.device)
+        if config.model.liger:
+            import_liger(device)
         self.ranks = Ranks(device)
         stack.callback(self.ranks.close)
         self.directory = config.run.dir / config.run.name
@@ -86,13 +89,19 @@ class Run:
             check_targets(self.policy.lm, config.lora)
         elif config.policy.kl_coef:
             self.reference = load_policy(path, **options).eval().requires_grad_(False)
+        models = {self.policy, self.reference}
+        if config.model.liger:
+            for model in models:
+                apply_liger(model.lm)
         self.engine = make_engine(
             config, policy=self.policy, chat=self.chat, model_path=path, own_weights=self.ranks.world > 1
         )
         stack.callback(self.engine.close)
         if config.lora.rank:  # after the engine has copied what it needs
             add_adapters(self.policy.lm, config.lora, seed=config.run.seed, dtype=self.policy.dtype)
-        for model in {self.policy, self.reference}:
+        for model in models:
+            if config.model.compile:
+                compile_layers(model.lm)
             self.ranks.shard(model, model.dtype)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.guard = UpdateGuard(config.run.max_skipped)

@@ -55,9 +55,8 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int, dtype: t
         peft.inject_adapter_in_model(settings, lm)
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
-    for module in lm.modules():
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input on the way
+    for layer in _layers(lm):
+        layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input on the way
 
 
 @contextmanager
@@ -66,13 +65,12 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
 
     Not by peft's `enable_adapters`, which makes parameters trainable or not: FSDP takes that over from them only once.
     """
-    layers: list[Any] = [module for module in lm.modules() if hasattr(module, "_disable_adapters")]
-    for layer in layers:
+    for layer in _layers(lm):
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in _layers(lm):
             layer._disable_adapters = False
 
 
@@ -84,3 +82,8 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     (key,) = layer.scaling
     a, b = (whole(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.float(), b, a, alpha=layer.scaling[key]).to(weight.dtype)
+
+
+def _layers(lm: nn.Module) -> list[Any]:
+    """peft's layers."""
+    return [module for module in lm.modules() if hasattr(module, "lora_A")]
