@@ -1,5 +1,6 @@
 """Faster layers, on request: Liger's kernels (`model.liger`) and torch.compile (`model.compile`). Same mathematics."""
 
+import logging
 import os
 from typing import Any
 
@@ -25,8 +26,10 @@ def import_liger(device: torch.device) -> Any:
 def apply_liger(lm: PreTrainedModel) -> None:
     """Liger's norms, rotary embedding and gated MLP in place of `lm`'s; UserError for a model it does not know.
 
-    The rotary embedding is replaced for every model of this kind in the process. The head stays ours.
+    The rotary embedding is replaced for every model of this kind in the process, the rest for those made from now on.
+    The head stays ours.
     """
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of back ends that nobody asked for
     liger, kind = import_liger(lm.device), lm.config.model_type
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"model.liger: Liger has no kernels for '{kind}' models; use --model.liger false")

@@ -1,0 +1,93 @@
+"""Liger's kernels and compiled layers give the log-probs and gradients of plain ones."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from joint import make_lm, make_rows, packed, relative, tiny_policy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from paw.errors import UserError
+from paw.learner.model import Policy
+from paw.learner.patches import apply_liger, compile_layers, import_liger
+from paw.signal.loss import Objective, score
+
+needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
+
+
+def logps(policy, rows, budget):
+    return [logp for values, _ in score(policy, rows, temperature=1.0, budget=budget).values() for logp in values]
+
+
+def assert_same(fast, plain, *, n=24, budgets=(10**6, 60)):
+    rows = make_rows(plain, n)
+    for budget in budgets:
+        assert logps(fast, rows, budget) == pytest.approx(logps(plain, rows, budget), abs=1e-5)
+        ours, theirs = (packed(p, rows, Objective(), update_rows=len(rows), budget=budget) for p in (fast, plain))
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+        assert relative(ours[1], theirs[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_and_sampling_stays_eager():
+    fast = Policy(make_lm("qwen3"), checkpointing="full")
+    plain = fast.lm.get_decoder().layers[0].forward
+    compile_layers(fast.lm)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        fast.lm(input_ids=torch.tensor([[1, 2, 3]]))
+    assert fast.lm.get_decoder().layers[0].forward != plain
+    assert_same(fast, tiny_policy("qwen3"))
+
+
+INTERPRETED = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np, torch, triton.language as tl
+from triton.runtime import interpreter
+
+as_tensor = interpreter._implicit_cvt  # which leaves floats as they are, while Liger's kernels call their methods
+float32 = lambda x: tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32)
+interpreter._implicit_cvt = lambda x: float32(x) if isinstance(x, float) else as_tensor(x)
+from liger_kernel.ops import rms_norm
+
+rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is CUDA's
+sys.path.insert(0, sys.argv[1])
+from joint import make_rows, tiny_policy
+from paw.learner.patches import apply_liger
+from test_patches import assert_same
+
+plain, fast = (tiny_policy("qwen3", num_hidden_layers=1) for _ in range(2))
+apply_liger(fast.lm)
+assert_same(fast, plain, n=3, budgets=[99])
+norm, mlp = fast.lm.model.norm, fast.lm.model.layers[0].mlp
+print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
+"""
+
+
+@needs_liger
+@pytest.mark.slow
+def test_liger_gives_the_same():
+    """In Triton's interpreter; the rotary embedding is the whole process's, so in a process of its own."""
+    words = [sys.executable, "-c", INTERPRETED, str(Path(__file__).parent)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["liger_kernel.transformers.rms_norm", "liger_kernel.transformers.swiglu"]
+    assert not done.stderr
+
+
+@needs_liger
+def test_liger_says_what_it_cannot_do(monkeypatch):
+    with pytest.raises(UserError, match=r"model\.liger needs a GPU, this run is on 'cpu'"):
+        import_liger(torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UserError, match="Liger has no kernels for 'gpt2' models"):
+        apply_liger(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)))
+
+
+def test_missing_liger_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'paw-trainer\[liger\]'"):
+        import_liger(torch.device("cuda"))
