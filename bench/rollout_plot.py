@@ -1,4 +1,4 @@
-"""The plot of docs/rollout.md from a table of bench/rollout.py."""
+"""The table and the plot of docs/rollout.md from a file of bench/rollout.py."""
 
 import csv
 from pathlib import Path
@@ -24,6 +24,29 @@ def cases(rows: Rows) -> dict[tuple[str, str, str], Rows]:
     for row in sorted(rows, key=lambda row: (row["model"], int(row["envs"]), float(row["env_ms"]))):
         found.setdefault((row["model"], row["envs"], row["env_ms"]), []).append(row)
     return found
+
+
+def markdown(table: Path) -> str:
+    """One line a case and mode: medians over plays; the ratios are those of plays of the same episodes."""
+    lines = [
+        "| model, environments | mode | plays | engine steps | environment steps/s | fewer steps | faster | less CPU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (model, envs, ms), rows in cases(read(table)).items():
+        by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in COLOURS}
+        for mode, mine in by_mode.items():
+            if not mine:
+                continue
+            pairs = list(zip(by_mode["lock-step"], mine, strict=True))
+            fewer, faster, less = (
+                median(float(a[name]) / float(b[name]) for a, b in pairs)
+                for name in ("engine_steps", "wall_s", "cpu_s")
+            )
+            steps, speed = (median(float(row[name]) for row in mine) for name in ("engine_steps", "env_steps_s"))
+            case = f"{model}, {envs}" + (f", {float(ms):g} ms a step" if float(ms) else "")
+            ratios = f"{fewer:.2f} | {faster:.2f} | {less:.2f}"
+            lines.append(f"| {case} | {mode} | {len(mine)} | {steps:,.0f} | {speed:.1f} | {ratios} |")
+    return "\n".join(lines)
 
 
 def draw(table: Path, picture: Path) -> Path:

@@ -1,0 +1,117 @@
+"""Rollouts on a real vLLM engine: continuous and lock-step give the same episodes, the former in half the steps."""
+
+import importlib
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paw.experience.engines.base import Request
+from paw.experience.rollout import Rollouts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+bench, simulation = (importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation"))
+WORDS = simulation.SHAPES["quickstart"].vocab_size
+BLOCK = 32  # of the prefix cache on a CPU
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """(engine, what gives it its weights and an empty prefix cache, chat)."""
+    engine, lm = bench.make_engine("quickstart", "float32", gpu=False)
+
+    def sync():
+        engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
+
+    yield engine, sync, simulation.make_chat(WORDS)
+    engine.close()
+
+
+def play(setup, suite, *, lock_step=False, everybody=False, envs=32, group=8):
+    """Episodes with responses a fifth as long as the benchmark's."""
+    engine, sync, chat = setup
+    sync()
+    meter = simulation.Meter(engine, chat, suite.made if everybody else (), median=11)
+    rollouts = Rollouts(suite, meter, chat, bench.CONFIG)
+    suite.meter = meter
+    tasks = suite.tasks(envs // group)
+    groups, stats = rollouts.play(tasks, group_size=group, temperature=1.0, seed=0, stream="", lock_step=lock_step)
+    assert engine.pending == 0 and stats.failures == []
+    return groups, stats, len(meter.batches)
+
+
+def test_the_same_episodes_in_half_the_engine_steps(setup):
+    def suite():
+        return simulation.SimulatedSuite(WORDS, most_turns=20)
+
+    groups, stats, steps = play(setup, suite())
+    for everybody in (False, True):
+        others, their_stats, their_steps = play(setup, suite(), lock_step=True, everybody=everybody)
+        found = bench.difference(groups, others)
+        assert found["same_turns"] == len(bench.turns_of(groups)) > 400
+        assert found["logp_difference"] < bench.ROUNDING
+        assert their_stats == stats
+        assert their_steps >= 2 * steps
+    episodes = [episode for group in groups for episode in group.trajectories]
+    longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
+    assert longest <= steps <= longest + 25  # it never waits: the longest episode alone takes as many
+
+
+def test_a_group_shares_its_prompt_in_the_prefix_cache_from_the_first_step_on(setup):
+    engine, sync, _ = setup
+    prompt = [5 + i % 900 for i in range(100)]
+    requests = [Request(i, prompt, seed=i, temperature=1.0, max_tokens=1) for i in range(8)]
+
+    def answers(some):
+        for request in some:
+            engine.submit(request)
+        found = engine.step()  # one step: all of them were in it
+        assert engine.pending == 0
+        return {completion.key: completion for completion in found}
+
+    sync()
+    together = answers(requests)
+    assert sorted(c.cached_tokens for c in together.values()) == [0, *[3 * BLOCK] * 7]
+    for request in requests:
+        sync()
+        alone = answers([request])[request.key]
+        assert alone.cached_tokens == 0
+        assert alone.token_ids == together[request.key].token_ids
+        assert alone.logp == pytest.approx(together[request.key].logp, abs=1e-5)
+
+
+def test_the_hit_rate_that_training_logs(setup):
+    """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
+    groups, stats, _ = play(setup, simulation.SimulatedSuite(WORDS, most_turns=1), envs=16)
+    shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
+    prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
+    assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
+
+
+def test_the_engine_works_on_while_an_environment_thinks(setup):
+    """An environment's first step lasts until the engine has taken a hundred more."""
+
+    class Slow(simulation.SimulatedEnvironment):
+        def step(self, response):
+            steps, deadline = len(self.suite.meter.batches), time.monotonic() + 60
+            while self.number == 0 and not self.responses and len(self.suite.meter.batches) < steps + 100:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+            return super().step(response)
+
+    class SlowSuite(simulation.SimulatedSuite):
+        def make(self):
+            self.made.append(Slow(self, len(self.made)))
+            return self.made[-1]
+
+    want = play(setup, simulation.SimulatedSuite(WORDS, most_turns=10), envs=16)[0]
+    suite = SlowSuite(WORDS, most_turns=10, env_ms=1)
+    assert suite.may_block
+    found = bench.difference(want, play(setup, suite, envs=16)[0])
+    assert found["same_turns"] == len(bench.turns_of(want)) and found["logp_difference"] < bench.ROUNDING
