@@ -150,9 +150,7 @@ def play(
     )
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     turns = len(turns_of(groups))
-    times = [(time - start) / wall for time, _ in meter.batches]
-    sizes = [size for _, size in meter.batches]
-    counts, sums = (np.histogram(times, BINS, (0, 1), weights=weights)[0] for weights in (None, sizes))
+    sizes = meter.batches
     return groups, {
         "engine_steps": len(sizes),
         "env_steps": turns,
@@ -164,8 +162,8 @@ def play(
         "tokens_generated": meter.generated,
         "batch": round(float(np.mean(sizes)), 2),
         "cached_frac": round(stats.metrics()["perf/cached_frac"], 4),
-        # Mean requests in the batch over each sixtieth of the time.
-        "batch_over_time": " ".join(f"{value:.1f}" for value in sums / np.maximum(counts, 1)),
+        # Mean requests in the batch over each sixtieth of the engine's steps.
+        "batches": " ".join(f"{part.mean():.1f}" for part in np.array_split(sizes, BINS)),
     }
 
 

@@ -50,21 +50,19 @@ def markdown(table: Path) -> str:
 
 
 def draw(table: Path, picture: Path) -> Path:
-    """Left: requests in the engine's batch over time, of each mode's median play. Right: environment steps a second."""
+    """Left: requests in the engine's batch, step by step, of the same episodes. Right: environment steps a second."""
     rows = read(table)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), dpi=150, layout="constrained", width_ratios=(3, 2))
     about = rows[0]
     figure.suptitle(f"{about['device']}, {about['threads']} threads, vLLM {about['vllm']}", fontsize=10)
     found = cases(rows)
     (_, envs, _), shown = next(iter(found.items()))
-    for mode, colour in COLOURS.items():
-        mine = sorted((row for row in shown if row["mode"] == mode), key=lambda row: float(row["wall_s"]))
-        if mine:
-            row = mine[len(mine) // 2]
-            sizes = [float(size) for size in row["batch_over_time"].split()]
-            edges = [float(row["wall_s"]) * i / len(sizes) for i in range(len(sizes) + 1)]
-            left.stairs(sizes, edges, color=colour, label=f"{mode}, {int(row['engine_steps']):,} engine steps")
-    left.set(xlabel="Seconds", ylabel="Requests in the batch", xlim=(0, None), ylim=(0, 1.3 * int(envs)))
+    for row in shown:
+        if row["repeat"] == "0":
+            sizes, steps = [float(size) for size in row["batches"].split()], int(row["engine_steps"])
+            edges = [steps * i / len(sizes) for i in range(len(sizes) + 1)]
+            left.stairs(sizes, edges, color=COLOURS[row["mode"]], label=f"{row['mode']}, {steps:,} steps")
+    left.set(xlabel="Engine steps", ylabel="Requests in the batch", xlim=(0, None), ylim=(0, 1.3 * int(envs)))
     left.legend(frameon=False, fontsize=8, loc="upper right")
     left.set_title(f"{envs} environments", loc="left", fontsize=9)
     width = 0.27

@@ -124,8 +124,8 @@ class Meter:
 
     def __init__(self, engine: Engine, chat: Chat, everybody: Sequence[SimulatedEnvironment] = (), median: float = 55):
         self.engine, self.chat, self.everybody, self.median = engine, chat, everybody, median
-        self.batches: list[tuple[float, int]] = []
-        """(time, requests in the batch) of every engine step."""
+        self.batches: list[int] = []
+        """Requests in the batch of every engine step."""
         self.generated = 0
         self._running = False
 
@@ -148,7 +148,7 @@ class Meter:
                 draw = derive_seed("finished", environment.number, len(self.batches))
                 self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
         self._running = True
-        self.batches.append((time.perf_counter(), self.pending))
+        self.batches.append(self.pending)
         completions = self.engine.step()
         self._running = self.pending > 0
         return [completion for completion in completions if completion.key >= 0]
