@@ -1,4 +1,4 @@
-"""The command line: `paw train | eval | rollout | play | report | export | warmup | data | doctor`.
+"""The command line: `paw train | eval | rollout | profile | play | report | export | warmup | data | doctor`.
 
 Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
 on stderr and exit code 2.
@@ -80,6 +80,15 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
     rollout.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
 
+    sub = add("profile", "time and memory of an update with and without the world model", _profile)
+    sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
+    sub.add_argument("--repeats", type=int, default=10, metavar="N", help="passes of each arm (default: %(default)s)")
+    sub.add_argument("--out", type=Path, default=Path("profile"), help="folder to write (default: %(default)s)")
+    sub.add_argument("--trace", action="store_true", help="write profiler traces (on a GPU: memory snapshots too)")
+    source = sub.add_mutually_exclusive_group()
+    source.add_argument("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
+    source.add_argument("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
+
     add_module("play", "play a game in the terminal and see what the agent sees", play)
     add_module("report", "write report.html and plots of one run, or of several to compare", report)
 
@@ -130,6 +139,14 @@ def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.show.player import rollout_model
 
     return rollout_model(options.model, options.recipe, overrides, tasks=options.tasks, out=options.out)
+
+
+def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks of its stages; read when torch is loaded
+    from paw.show.profile import profile
+
+    choices = {name: getattr(options, name) for name in ("repeats", "out", "trace", "rollouts", "synthetic")}
+    return profile(options.recipe, overrides, **choices)
 
 
 def _export(options: argparse.Namespace, _: dict[str, str]) -> int:

@@ -1,0 +1,113 @@
+"""The records of `paw profile`: as a table, as the paper's Figure 5, as CSV.
+
+A record is one phase of one repeat of one arm. Times are medians over repeats; memory, tokens and live share were
+measured once for each arm and are the same in all its repeats.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.box import SIMPLE
+from rich.table import Column, Table
+
+from paw.show.plots import BLUE, INK, PHASES, SKY, styled
+
+Record = dict[str, Any]
+"""A line of profile.csv: arm, repeat, phase, and what was measured."""
+STAGES = ("score", "update", "sync")
+"""The phases after the rollout."""
+PAPER_TIME, PAPER_MEMORY = "+2.1 %", "+2.4 %"
+"""What PaW adds to GRPO's step time and memory in the paper: ALFWorld, Qwen2.5-1.5B (Figure 5)."""
+
+
+def write_csv(path: Path, records: list[Record]) -> None:
+    columns = dict.fromkeys(key for record in records for key in record)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
+
+
+def pick(records: list[Record], arm: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
+    """[repeats] sums of `key` over the phases."""
+    repeats = range(1, records[-1]["repeat"] + 1)
+    own = [record for record in records if record["arm"] == arm and record["phase"] in phases]
+    return np.array([sum(record.get(key, 0.0) for record in own if record["repeat"] == r) for r in repeats])
+
+
+def mean_memory(records: list[Record], arm: str) -> float:
+    """Of an average moment after the rollout."""
+    seconds = [np.median(pick(records, arm, [phase])) for phase in STAGES]
+    return float(np.average([pick(records, arm, [phase], "mean_gib")[0] for phase in STAGES], weights=seconds))
+
+
+def peak_memory(records: list[Record], arm: str) -> float:
+    return max(pick(records, arm, [phase], "peak_gib")[0] for phase in STAGES)
+
+
+def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
+    """Median of `other` over that of `base`, less 1, in per cent, and its 95 % interval: a bootstrap over repeats."""
+    picks = np.random.default_rng(0).integers(len(base), size=(10_000, len(base)))
+    ratios = np.median(other[picks], 1) / np.median(base[picks], 1)
+    return [100 * float(r) - 100 for r in (np.median(other) / np.median(base), *np.percentile(ratios, [2.5, 97.5]))]
+
+
+def table(records: list[Record]) -> Table:
+    """Medians over the repeats, and what the second arm adds."""
+    arms = list(dict.fromkeys(record["arm"] for record in records))
+    phases = [phase for phase in ("rollout", *STAGES) if any(record["phase"] == phase for record in records)]
+    step = "step" if "rollout" in phases else "after the rollout"
+    shown = Table(*(Column(name, no_wrap=True) for name in ("", *arms, "PaW adds", "the paper")), box=SIMPLE)
+
+    def times(label: str, which: Sequence[str], key: str = "seconds", paper: str = "") -> None:
+        a, b = (pick(records, arm, which, key) for arm in arms)
+        told = np.median(a) > 1e-3 and (a != b).any()
+        added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if told else ""
+        shown.add_row(label, f"{np.median(a):.3f}", f"{np.median(b):.3f}", added, paper)
+
+    def plain(label: str, form: str, values: list[float], paper: str = "") -> None:
+        a, b = values
+        shown.add_row(label, form.format(a), form.format(b), f"{100 * b / a - 100:+.1f} %" if a else "", paper)
+
+    for phase in phases:
+        times(f"{phase}, s", [phase])
+    times(f"{step}, s", phases, paper=PAPER_TIME)
+    times(f"{step}, CPU s", phases, "cpu_seconds")
+    plain("peak memory, GiB", "{:.4g}", [peak_memory(records, arm) for arm in arms], PAPER_MEMORY)
+    plain("average memory, GiB", "{:.4g}", [mean_memory(records, arm) for arm in arms])
+    plain("tokens processed", "{:,.0f}", [pick(records, arm, STAGES, "tokens")[0] for arm in arms])
+    plain("live rows of the head", "{:.3f}", [pick(records, arm, STAGES, "live_frac")[0] for arm in arms])
+    return shown
+
+
+@styled
+def chart(records: list[Record], title: str) -> Figure:
+    """Figure 5: seconds of a step by phase (medians), and memory, of both arms."""
+    arms = list(dict.fromkeys(record["arm"] for record in records))
+    figure = Figure((7.2, 3.4))
+    times, memory = figure.subplots(1, 2)
+    bottom = np.zeros(2)
+    for phase in ("rollout", *STAGES):
+        heights = np.array([np.median(pick(records, arm, [phase])) for arm in arms])
+        if heights.any():
+            times.bar(arms, heights, 0.55, bottom, color=PHASES[phase], label=phase)
+        bottom += heights
+    for place, total in enumerate(bottom):
+        times.text(place, total, f"{total:.3g} s", ha="center", va="bottom", color=INK)
+    times.set(ylabel="Time of a step (s)", ylim=(0, 1.12 * bottom.max()))
+    for shift, (label, read, colour) in enumerate((("peak", peak_memory, BLUE), ("average", mean_memory, SKY))):
+        heights = [read(records, arm) for arm in arms]
+        bars = memory.bar(np.arange(2) + 0.36 * shift - 0.18, heights, 0.33, color=colour, label=label)
+        memory.bar_label(bars, fmt="%.3g", color=INK)
+    memory.set_xticks(range(2), arms)
+    memory.set(ylabel="Memory after the rollout (GiB)")
+    memory.margins(y=0.12)
+    for axes in (times, memory):
+        axes.tick_params(axis="x", labelcolor=INK)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, handlelength=1.0, columnspacing=0.9)
+    figure.suptitle(title, fontsize=9, color=INK)
+    return figure

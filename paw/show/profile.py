@@ -1,0 +1,232 @@
+"""`paw profile`: what PaW costs. Time by phase, peak and average memory of an update with and without the world model,
+on the same rollouts (the paper's Figure 5).
+
+Both arms are the stages of `train.update` on the same groups, interleaved in alternating order. The learning rate is 0:
+the optimizer does all its work and leaves the weights as they are, so every pass sees the same ones, and no copy to
+restore them from sits in memory. Times come from passes that nothing watches, memory from one more pass of each arm.
+"""
+
+import gc
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.profiler import record_function
+
+from paw.config import Config, load
+from paw.errors import UserError
+from paw.experience.rollout import Rollouts
+from paw.learner.sync import push_weights
+from paw.run import Run, open_run
+from paw.show.overhead import STAGES, Record, chart, pick, table, write_csv
+from paw.show.recorded import random_groups, random_model, read_groups
+from paw.train import learn, weigh
+from paw.types import Group
+
+Meter = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context that a phase of a pass runs in."""
+
+
+def profile(
+    recipe: str,
+    overrides: dict[str, str],
+    *,
+    repeats: int,
+    out: Path,
+    rollouts: Path | None = None,
+    synthetic: bool = False,
+    trace: bool = False,
+) -> int:
+    """Measure both arms `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
+
+    `rollouts` (a file that `paw rollout` wrote) and `synthetic` (random tokens, random weights of the model's shape)
+    need neither games nor vLLM; the step then has no rollout. Raises UserError for what the user can mend.
+    """
+    if repeats < 2:
+        raise UserError(f"--repeats {repeats}: an interval needs at least 2")
+    if synthetic or rollouts:
+        overrides = {"env.data": "none", "rollout.engine": "transformers", **overrides}
+    config = load(recipe, overrides)
+    if not config.wm.enabled:
+        raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
+    with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
+        model = random_model(config, Path(scratch) / "model") if synthetic else config.model.path
+        arms = make_arms(_changed(config, run={"dir": Path(scratch), "trackers": []}, model={"path": model}))
+        with open_run(list(arms.values())[-1]) as run:
+            played: dict[str, Record] = {}
+            if rollouts or synthetic:
+                groups = read_groups(rollouts, run) if rollouts else random_groups(run)
+            else:
+                groups = play(run, played)
+            turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
+            about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": _commit()}
+            about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
+            records = measure(run, arms, groups, played, repeats=repeats)
+            if trace:
+                write_traces(run, arms, groups, out)
+    write_csv(out / "profile.csv", [record | about for record in records])
+    chart(records, f"{recipe}, {turns:,} turns, {about['device']}").savefig(out / "profile.png", dpi=150)
+    Console(width=max(100, Console().width)).print(table(records))
+    print(f"{turns} turns, {about['device']}: {out / 'profile.csv'}, {out / 'profile.png'}")
+    return 0
+
+
+def make_arms(config: Config) -> dict[str, Config]:
+    """The recipe without and with the world model, under the names that the table and the chart show."""
+    name, still = config.advantage.estimator.upper(), _changed(config, optim={"lr": 0.0})
+    return {name: _changed(still, wm={"enabled": False}), f"{name} + PaW": still}
+
+
+def play(run: Run, found: dict[str, Record]) -> list[Group]:
+    """The episodes of the first update, as `train` plays them, and the time that took."""
+    push_weights(run.policy.lm, run.engine, version=run.step)
+    with closing(Rollouts(run.suite, run.engine, run.chat, run.config)) as rollouts, timed(run, found, "rollout"):
+        groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.view.progress("episodes"))
+    if not groups:
+        raise UserError(f"no group has two episodes left ({sampled.failures[0]})")
+    return groups
+
+
+def measure(
+    run: Run, arms: dict[str, Config], groups: list[Group], played: dict[str, Record], *, repeats: int
+) -> list[Record]:
+    """A record for each arm, repeat and phase; the rollout, `played` once, is the same in all."""
+    fixed: dict[str, dict[str, Record]] = {}
+    for name, config in arms.items():
+        fixed[name] = {phase: {} for phase in (*played, *STAGES)}
+        metrics = one_pass(run, config, groups, partial(counted, run, fixed[name]))  # makes the optimizer's state too
+        one_pass(run, config, groups, partial(memory, run, fixed[name]))
+        fixed[name]["update"]["live_frac"] = metrics.get("world/live_frac", 0.0)
+    records: list[Record] = []
+    for repeat in range(1, repeats + 1):
+        for name in list(arms)[:: 1 if repeat % 2 else -1]:
+            found = dict(played)
+            one_pass(run, arms[name], groups, partial(timed, run, found))
+            order = {"arm": name, "repeat": repeat}
+            records += [order | {"phase": phase} | found[phase] | fixed[name][phase] for phase in found]
+        spent = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in arms)
+        run.view.message(f"repeat {repeat}/{repeats}: {spent} after the rollout")
+    return records
+
+
+def one_pass(run: Run, config: Config, groups: list[Group], meter: Meter) -> dict[str, float]:
+    """What `train.update` does after the rollout, with the arm's `config`; returns the metrics of learning."""
+    run.config = config
+    run.metrics.clear()
+    run.engine.sleep()
+    gc.collect()
+    with meter("score"):
+        rows = weigh(run, groups)
+    with meter("update"):
+        metrics = learn(run, rows)
+    with meter("sync"):
+        push_weights(run.policy.lm, run.engine, version=run.step)
+    return metrics
+
+
+@contextmanager
+def timed(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
+    """Seconds: by the clock, and of processor time over all threads, which other programs disturb less."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    if run.policy.device.type == "cuda":
+        torch.cuda.synchronize()
+    found[phase] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+
+
+@contextmanager
+def counted(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
+    """Tokens that go through the policy's decoder, padding included."""
+    sizes: list[int] = []
+
+    def count(_: Any, __: Any, options: dict[str, Any]) -> None:
+        sizes.append(options["input_ids"].numel())
+
+    hook = run.policy.lm.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
+    yield
+    hook.remove()
+    found[phase]["tokens"] = sum(sizes)
+
+
+@contextmanager
+def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
+    """Peak and time-averaged GiB of tensors, weights and optimizer state included; nothing outside torch's allocator.
+
+    On CUDA the allocator's own peak, and samples of it every 5 ms. On a CPU every allocation and release of torch's
+    allocator, from torch's profiler (which slows the pass), on top of the weights and the optimizer's state.
+    """
+    if run.policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        samples, done = [torch.cuda.memory_allocated()], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                samples.append(torch.cuda.memory_allocated())
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        yield
+        torch.cuda.synchronize()
+        done.set()
+        watcher.join()
+        peak, mean = torch.cuda.max_memory_allocated(), float(np.mean(samples))
+    else:
+        before = _held(run)
+        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as seen:
+            yield
+        kineto: Any = seen.kineto_results
+        events = sorted(kineto.events(), key=lambda event: event.start_ns())
+        held = list(accumulate((e.nbytes() if e.name() == "[memory]" else 0 for e in events), initial=before))
+        spans = [max(0, b.start_ns() - a.start_ns()) for a, b in pairwise(events)]
+        peak, mean = max(held), float(np.average(held[1:-1], weights=spans)) if sum(spans) else float(before)
+    found[phase] |= {"peak_gib": peak / 2**30, "mean_gib": mean / 2**30}
+
+
+def write_traces(run: Run, arms: dict[str, Config], groups: list[Group], out: Path) -> None:
+    """A Chrome trace of each arm on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
+    group = max(groups, key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}))
+    cuda = run.policy.device.type == "cuda"
+    for name, config in zip(("vanilla", "paw"), arms.values(), strict=True):
+        if cuda:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        with torch.profiler.profile(profile_memory=True) as seen:
+            one_pass(run, config, [group], record_function)
+        seen.export_chrome_trace(str(out / f"trace_{name}.json.gz"))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(str(out / f"memory_{name}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """A copy with some keys set, unchecked: no recipe may have lr = 0."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    )
+
+
+def _held(run: Run) -> int:
+    """Bytes of the weights and of the optimizer's state."""
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    tensors = [*run.policy.parameters(), *run.reference.parameters(), *filter(torch.is_tensor, states)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _commit() -> str:
+    with suppress(FileNotFoundError):
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""

@@ -1,0 +1,225 @@
+"""`paw profile`: two arms on the same rows, weights left alone, memory counted to the byte."""
+
+import copy
+import csv
+import gzip
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toyworld import ENV, make_tokenizer, practised_model
+
+from paw import cli
+from paw.config import dump, validate
+from paw.errors import UserError
+from paw.experience.chat import Chat
+from paw.experience.rollout import Rollouts
+from paw.learner import quickstart
+from paw.learner.model import load_policy, load_tokenizer
+from paw.learner.sync import push_weights
+from paw.run import open_run
+from paw.show import shapes
+from paw.show.overhead import STAGES, overhead, pick, table
+from paw.show.player import rollout_model
+from paw.show.profile import make_arms, measure, memory, one_pass, play, timed
+from paw.show.recorded import random_groups, random_model, read_groups
+from paw.train import update, weigh
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    quickstart.save(practised_model(), make_tokenizer(), folder)
+    return folder
+
+
+def make_config(start, folder, **wm):
+    tree = {
+        "run": {"dir": str(folder), "name": "profile", "updates": 3, "threads": 1},
+        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "env": ENV.model_dump(),
+        "rollout": {"tasks": 3, "group_size": 3, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "optim": {"lr": 3e-3, "minibatch_rows": 1000, "micro_batch_tokens": 1024},
+        "wm": wm,
+    }
+    return validate(tree, origin="test")
+
+
+def turns(groups):
+    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+
+
+def mistake(capfd, *words) -> str:
+    assert cli.main(["profile", *map(str, words)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith("paw: ") and err.count("\n") == 1
+    return err
+
+
+def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tmp_path):
+    arms = make_arms(make_config(start, tmp_path))
+    played = {}
+    with open_run(arms["GRPO + PaW"]) as run:
+        before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
+        groups = play(run, played)
+        as_played = copy.deepcopy(turns(groups))
+        rows = {}
+        for name, run.config in arms.items():
+            rows[name] = weigh(run, groups)
+        records = measure(run, arms, groups, played, repeats=2)
+        moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+        assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
+        assert run.step == 0
+    for vanilla, paw in zip(*rows.values(), strict=True):  # what only the world model reads put aside
+        assert replace(paw, separator_ids=[], observation_ids=[], world_weight=0.0, entropy=vanilla.entropy) == vanilla
+    assert turns(groups) == as_played
+    assert any(moment.any() for moment in moments)  # the optimizer did work
+
+    assert [(r["arm"], r["repeat"]) for r in records[::4]] == [
+        ("GRPO", 1), ("GRPO + PaW", 1), ("GRPO + PaW", 2), ("GRPO", 2)
+    ]  # fmt: skip
+    assert [r["phase"] for r in records] == ["rollout", *STAGES] * 4
+    vanilla, paw = ({phase: pick(records, arm, [phase], "tokens")[0] for phase in STAGES} for arm in arms)
+    acting = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns(groups))
+    assert vanilla["score"] == paw["score"] == vanilla["update"] == acting < paw["update"]
+    assert all(
+        r["seconds"] > 0 and r["cpu_seconds"] > 0 for r in records if r["phase"] in ("rollout", "score", "update")
+    )
+    assert len({r["seconds"] for r in records if r["phase"] == "rollout"}) == 1
+    bytes_held = 16 * sum(p.numel() for p in before.values())  # weights, those of the reference, two moments
+    assert all(r["peak_gib"] > r["mean_gib"] > bytes_held / 2**30 for r in records if r["phase"] == "update")
+    assert "+2.1 %" in list(table(records).columns[-1].cells)
+
+
+def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(start, tmp_path):
+    def moments(run):  # after one step: the gradient, but for a constant
+        return [state["exp_avg"].clone() for state in run.optimizer.state.values()]
+
+    off = make_config(start, tmp_path / "off", enabled=False)
+    with open_run(off) as run:
+        push_weights(run.policy.lm, run.engine, version=0)
+        update(run, Rollouts(run.suite, run.engine, run.chat, off))
+        expected = moments(run)
+    found = []
+    for place, config in enumerate(make_arms(make_config(start, tmp_path / "on")).values()):
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": str(place)})})
+        with open_run(config) as run:
+            one_pass(run, config, play(run, {}), partial(timed, run, {}))
+            found.append(moments(run))
+    vanilla, paw = found
+    assert len(expected) == len(vanilla) and all(map(torch.equal, expected, vanilla))
+    assert not all(map(torch.equal, expected, paw))
+
+
+def test_memory_on_a_cpu_is_counted_to_the_byte(start, tmp_path):
+    with open_run(make_config(start, tmp_path)) as run:
+        weights = 2 * 4 * run.policy.lm.num_parameters()  # the reference has its own
+        found = {"update": {}}
+        with memory(run, found, "update"):
+            kept = torch.zeros(3000, 1000)
+            gone = torch.zeros(2000, 1000)
+            del gone
+            more = torch.zeros(1000, 1000)
+    assert len(kept) + len(more) == 4000
+    assert round(found["update"]["peak_gib"] * 2**30) == weights + 4 * 5_000_000
+    assert weights < found["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
+
+
+def test_overhead_of_known_times():
+    base, other = np.array([2.0, 1.0, 2.0, 9.0]), np.array([2.2, 1.1, 2.2, 9.9])
+    point, low, high = overhead(base, other)
+    assert point == pytest.approx(10) and low == pytest.approx(10) and high == pytest.approx(10)
+    point, low, high = overhead(base, base[::-1].copy())
+    assert point == 0 and low < 0 < high
+
+
+def test_recorded_episodes_come_back_as_they_were_played(start, tmp_path):
+    config = make_config(start, tmp_path)
+    recipe, file = tmp_path / "recipe.toml", tmp_path / "episodes.jsonl"
+    recipe.write_text(dump(config))
+    rollout_model(str(start), str(recipe), {}, tasks=3, out=str(file))
+    with open_run(config) as run:
+        expected, groups = play(run, {}), read_groups(file, run)
+    assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
+    for ours, theirs in zip(turns(groups), turns(expected), strict=True):
+        assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
+        assert replace(ours, sampled_logp=[]) == replace(theirs, sampled_logp=[])
+
+
+def test_random_episodes_keep_the_limits(start, tmp_path):
+    config = make_config(start, tmp_path, max_tokens=12)
+    with open_run(config) as run:
+        groups = random_groups(run)
+        observations = [run.encode_observation(turn.outcome.observation) for turn in turns(groups)]
+        again = random_groups(run)
+        assert len(run.chat.separator_ids) == 4  # as ChatML's
+    assert groups == again and [len(group.trajectories) for group in groups] == [3, 3, 3]
+    assert all(1 <= len(t.prompt_ids) <= 256 and 1 <= len(t.response_ids) <= 3 for t in turns(groups))
+    assert all(9 <= len(ids) <= 12 for ids in observations)
+    assert all(len(t.sampled_logp) == len(t.response_ids) for t in turns(groups))
+    assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quickstart", "--repeats", "1"], "--repeats 1: an interval needs at least 2"),
+        (["alfworld-grpo"], "alfworld-grpo: wm.enabled = false leaves nothing to compare; add --wm.enabled true"),
+        (["quickstrat"], "did you mean 'quickstart'"),
+        (["quickstart", "--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
+    ],
+)
+def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in mistake(capfd, *words)
+
+
+@pytest.mark.parametrize("text", ["{}", "nonsense", '{"task": 1}'])
+def test_a_file_without_turns_is_named_with_its_line(start, tmp_path, text):
+    file = tmp_path / "episodes.jsonl"
+    file.write_text(text)
+    with open_run(make_config(start, tmp_path)) as run:
+        with pytest.raises(UserError, match=r"--rollouts .*episodes.jsonl: line 1 is no turn that `paw rollout` wrote"):
+            read_groups(file, run)
+        with pytest.raises(UserError, match="No such file"):
+            read_groups(tmp_path / "none", run)
+        file.write_text("")
+        with pytest.raises(UserError, match="there is no turn in it"):
+            read_groups(file, run)
+
+
+@pytest.mark.slow
+def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"rollout.tasks": 2, "rollout.group_size": 2, "rollout.max_prompt_tokens": 64, "env.max_turns": 3}
+    words = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
+    words += ["--model.path", "quickstart", "--model.dtype", "float32", "--model.device", "cpu"]
+    assert cli.main(["profile", "alfworld-gigpo-paw", "--synthetic", "--trace", "--repeats", "2", *words]) == 0
+    assert "GIGPO + PaW" in capsys.readouterr().out
+    with Path("profile/profile.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 2 * 2 * len(STAGES)
+    assert list(lines[0]) == [
+        "arm", "repeat", "phase", "seconds", "cpu_seconds", "tokens", "peak_gib", "mean_gib",
+        "recipe", "model", "turns", "commit", "device", "backend", "paw", "torch", "live_frac",
+    ]  # fmt: skip
+    assert all(float(line["seconds"]) >= 0 for line in lines)
+    names = {path.name for path in Path("profile").iterdir()}
+    assert names == {"profile.csv", "profile.png", "trace_vanilla.json.gz", "trace_paw.json.gz"}
+    with gzip.open("profile/trace_paw.json.gz") as file:
+        spans = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert spans >= set(STAGES)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-0.6B"])
+def test_random_weights_have_the_shape_of_the_name(name, tmp_path, monkeypatch):
+    small = replace(shapes.SHAPES[name], vocabulary=300, hidden=32, intermediate=48, layers=1, heads=4, head_size=8)
+    monkeypatch.setitem(shapes.SHAPES, name, replace(small, kv_heads=2))
+    config = make_config(f"Qwen/{name}-Instruct", tmp_path)
+    folder = random_model(config, tmp_path / "model")
+    assert load_policy(folder).lm.num_parameters() == shapes.SHAPES[name].parameters
+    Chat(load_tokenizer(folder))
