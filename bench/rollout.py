@@ -118,11 +118,11 @@ def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
     """The engine that training uses, and the weights it is to get."""
     device = "cuda" if gpu else "cpu"
     torch.manual_seed(0)
-    with torch.device(device):
-        if model in SHAPES:
+    if model in SHAPES:
+        with torch.device(device):
             lm = AutoModelForCausalLM.from_config(SHAPES[model], dtype=getattr(torch, dtype))
-        else:
-            lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    else:
+        lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device)
     lm.config.architectures = [type(lm).__name__]
     with tempfile.TemporaryDirectory() as folder:
         lm.config.save_pretrained(folder)
