@@ -62,7 +62,6 @@ def main() -> int:
     parser.add_argument("--env-ms", type=float, default=0.0)
     parser.add_argument("--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", action="store_true")
@@ -102,8 +101,8 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
     play(engine, lm, chat, SimulatedSuite(words, most_turns=2), options.envs, options.group, "continuous")  # warm-up
     for repeat in range(options.repeats):
         first = None
-        for place in range(len(options.modes)):
-            mode = options.modes[(place + repeat) % len(options.modes)]
+        for place in range(3):
+            mode = MODES[(place + repeat) % 3]
             suite = SimulatedSuite(words, seed=repeat, env_ms=options.env_ms)
             groups, found = play(engine, lm, chat, suite, options.envs, options.group, mode)
             first = first or groups

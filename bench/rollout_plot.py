@@ -27,26 +27,33 @@ def cases(rows: Rows) -> dict[tuple[str, str, str], Rows]:
 
 
 def markdown(table: Path) -> str:
-    """One line a case and mode: medians over plays; the ratios are those of plays of the same episodes."""
+    """One line a case: medians over plays, then how many times better continuous was on the same episodes, as
+    "median (worst .. best)" over lock-step and the median over reference."""
     lines = [
-        "| model, environments | mode | plays | engine steps | environment steps/s | fewer steps | faster | less CPU |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model, environments | plays | engine steps | environment steps/s | fewer steps | less time | less CPU |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (model, envs, ms), rows in cases(read(table)).items():
-        by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in COLOURS}
-        for mode, mine in by_mode.items():
-            if not mine:
-                continue
-            pairs = list(zip(by_mode["lock-step"], mine, strict=True))
-            fewer, faster, less = (
-                median(float(a[name]) / float(b[name]) for a, b in pairs)
-                for name in ("engine_steps", "wall_s", "cpu_s")
+        plays = {mode: sorted((r for r in rows if r["mode"] == mode), key=repeat) for mode in COLOURS}
+        steps, speeds = (
+            " / ".join(f"{median(float(row[name]) for row in mine):,.0f}" for mine in plays.values())
+            for name in ("engine_steps", "env_steps_s")
+        )
+        cells = []
+        for name in ("engine_steps", "wall_s", "cpu_s"):
+            over, over_reference = (
+                [float(a[name]) / float(b[name]) for a, b in zip(plays[mode], plays["continuous"], strict=True)]
+                for mode in ("lock-step", "reference")
             )
-            steps, speed = (median(float(row[name]) for row in mine) for name in ("engine_steps", "env_steps_s"))
-            case = f"{model}, {envs}" + (f", {float(ms):g} ms a step" if float(ms) else "")
-            ratios = f"{fewer:.2f} | {faster:.2f} | {less:.2f}"
-            lines.append(f"| {case} | {mode} | {len(mine)} | {steps:,.0f} | {speed:.1f} | {ratios} |")
+            spread = f" ({min(over):.2f} .. {max(over):.2f})" if len(over) > 1 else ""
+            cells.append(f"{median(over):.2f}{spread}, {median(over_reference):.2f}")
+        case = f"{model}, {envs}" + (f", {float(ms):g} ms a step" if float(ms) else "")
+        lines.append(f"| {case} | {len(plays['continuous'])} | {steps} | {speeds} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def repeat(row: dict[str, str]) -> int:
+    return int(row["repeat"])
 
 
 def draw(table: Path, picture: Path) -> Path:
