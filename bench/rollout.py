@@ -46,6 +46,7 @@ from paw.types import Group, Turn
 ROOT = Path(__file__).parents[1]
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
+MEASURED = tuple(f"paw/experience/{name}.py" for name in ("rollout", "engines/vllm", "chat"))
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
     chat = make_chat(words)
     common = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit("paw/experience", "bench/rollout.py", "bench/rollout_simulation.py"),
+        "commit": commit(*MEASURED),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
