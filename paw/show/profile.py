@@ -186,7 +186,8 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
         peak, mean = torch.cuda.max_memory_allocated(), float(np.mean(samples))
     else:
         before = _held(run)
-        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as seen:
+        seen = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        with seen:
             yield
         kineto: Any = seen.kineto_results
         events = sorted(kineto.events(), key=lambda event: event.start_ns())
