@@ -1,4 +1,4 @@
-"""The command line: `paw train | eval | rollout | profile | play | report | export | warmup | data | doctor`.
+"""The command line: `paw train | eval | rollout | profile | plan | play | report | export | warmup | data | doctor`.
 
 Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
 on stderr and exit code 2.
@@ -16,7 +16,7 @@ from paw.config import Config, dump, load, nearest
 from paw.errors import UserError, to_stderr
 from paw.experience.envs import make_suite
 from paw.experience.envs.alfworld import data
-from paw.show import doctor, play, report
+from paw.show import doctor, fit, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return options.command(options, overrides)
     except UserError as error:
         print(f"paw: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -88,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     source = sub.add_mutually_exclusive_group()
     source.add_argument("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
     source.add_argument("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
+
+    sub = add("plan", "predict memory and time, and find settings that fit", lambda *given: fit.run(*given))
+    fit.add_arguments(sub)
 
     add_module("play", "play a game in the terminal and see what the agent sees", play)
     add_module("report", "write report.html and plots of one run, or of several to compare", report)

@@ -185,7 +185,9 @@ class WorldConfig(Section):
 class OptimConfig(Section):
     name: Literal["adamw", "flash-adamw"] = "adamw"
     """`adamw`: fp32 weights and moments, 16 bytes a parameter with the gradient. `flash-adamw` (flashoptim): bf16
-    weights, 8 more bits of them and 8-bit moments in the optimizer, 7 bytes with the gradient."""
+    weights, their further bits and 8-bit moments in the optimizer, 8.1 bytes with the gradient (7.1 for 24 bits)."""
+    master_bits: Literal[24, 32] = 32
+    """flash-adamw: bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of 4e-7."""
     offload: bool = False
     """flash-adamw: its state in host memory, on the device one parameter at a time during the step."""
     grad_sync: Literal["each", "last"] = "each"
@@ -235,6 +237,8 @@ class Config(Section):
             )
         if self.optim.offload and self.optim.name != "flash-adamw":
             raise ValueError("optim.offload needs optim.name = 'flash-adamw'")
+        if self.optim.name == "flash-adamw" and self.model.dtype != "bfloat16":
+            raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
         return self
 
 

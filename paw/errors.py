@@ -6,6 +6,8 @@ import sys
 class UserError(Exception):
     """A mistake the user can mend. The message names the value, where it came from and the fix, in one line."""
 
+    exit_code = 2
+
 
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 """
 
 import json
+import os
 import platform
 import random
 import resource
@@ -25,21 +26,31 @@ from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
 from paw.experience.rollout import Rollouts
-from paw.learner.distributed import Ranks, whole
+from paw.learner.attention import pick_attention
+from paw.learner.distributed import PeerLostError, Ranks, lost_peer
 from paw.learner.export import export, start_model
 from paw.learner.lora import add_adapters, check_targets, import_peft
-from paw.learner.model import Policy, load_policy, load_tokenizer, pick_backend, pick_device
+from paw.learner.model import (
+    DTYPES,
+    Policy,
+    load_policy,
+    load_tokenizer,
+    pick_backend,
+    pick_device,
+    weights_dtype,
+)
 from paw.learner.optim import make_optimizer
 from paw.learner.patches import apply_liger, compile_layers, import_liger
 from paw.learner.sync import full_parameters
 from paw.show.evaluate import success_metrics
+from paw.show.fit import check_machine
 from paw.show.live import LiveView
 from paw.show.report import write_report
 from paw.show.rundir import read_info
 from paw.show.samples import sample_episodes
 from paw.signal.loss import score
 from paw.trust import checkpoint
-from paw.trust.guards import StopSignal, UpdateGuard
+from paw.trust.guards import StopSignal, UpdateGuard, memory_message, out_of_memory
 from paw.trust.metrics import MetricsLog, check_trackers
 from paw.types import Row
 
@@ -54,6 +65,13 @@ class Run:
     `stack` takes down in order, whatever happens, what has to be closed.
     """
 
+    step = 0
+    """Updates done; the weight version."""
+    saved = 0
+    """The step of the newest checkpoint."""
+    phase = "start"
+    """What it is doing: start, or the name of a clock."""
+
     def __init__(self, config: Config, stack: ExitStack, *, resume: bool):
         check_trackers(config.run.trackers)
         if config.lora.rank:
@@ -64,7 +82,7 @@ class Run:
         device = pick_device(config.model.device)
         if config.model.liger:
             import_liger(device)
-        self.ranks = Ranks(device)
+        self.ranks = Ranks(device, tasks=config.rollout.tasks)
         stack.callback(self.ranks.close)
         self.directory = config.run.dir / config.run.name
         if self.ranks.first:
@@ -73,7 +91,10 @@ class Run:
         self.suite = make_suite(config.env)
         self.suite.train_tasks(0, 1, config.run.seed)
         self.suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+        size = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+        check_machine(config, gpus=self.ranks.world, gpu_gib=size)
         backend = pick_backend(config.model.head_backend, device, config.model.dtype)
+        attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
         warmup_started = time.monotonic()
         path = self.ranks.from_first(lambda: start_model(self.directory if resume else None, config, self.view.message))
         warmup_s = time.monotonic() - warmup_started
@@ -82,14 +103,23 @@ class Run:
         self.encode_observation = lru_cache(maxsize=65536)(  # environments repeat themselves
             lambda text: self.chat.observation_ids(text, config.wm.max_tokens)
         )
-        options = {"dtype": config.model.dtype, "device": device, "head_backend": backend}
-        self.policy = load_policy(path, checkpointing=config.model.checkpointing, **options)
+        options: dict[str, Any] = {
+            "dtype": config.model.dtype,
+            "device": device,
+            "weights": weights_dtype(config),
+            "attention": attention,
+            "head_backend": backend,
+            "empty": not self.ranks.first,
+        }
+        kept = {"checkpointing": config.model.checkpointing, "offload_activations": config.model.offload_activations}
+        self.policy = load_policy(path, place=self.ranks.world == 1, **kept, **options)
         self.reference = self.policy  # with LoRA, its adapters off
         if config.lora.rank:
             check_targets(self.policy.lm, config.lora)
         elif config.policy.kl_coef:
-            self.reference = load_policy(path, **options).eval().requires_grad_(False)
-        models = {self.policy, self.reference}
+            here = self.ranks.world == 1 and not config.policy.offload_reference
+            self.reference = load_policy(path, place=here, **options).eval().requires_grad_(False)
+        models = [self.policy] if self.reference is self.policy else [self.policy, self.reference]
         if config.model.liger:
             for model in models:
                 apply_liger(model.lm)
@@ -102,7 +132,7 @@ class Run:
         for model in models:
             if config.model.compile:
                 compile_layers(model.lm)
-            self.ranks.shard(model, model.dtype)
+            self.ranks.shard(model, model.dtype, offload=config.policy.offload_reference and model is not self.policy)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.guard = UpdateGuard(config.run.max_skipped)
         self.signal = stack.enter_context(StopSignal())
@@ -111,10 +141,6 @@ class Run:
         torch.manual_seed(config.run.seed)
         random.seed(config.run.seed)
         np.random.seed(config.run.seed % 2**32)
-        self.step = 0
-        """Updates done; the weight version."""
-        self.saved = 0
-        """The step of the newest checkpoint."""
         self.metrics: dict[str, float] = {}
         """Of the update in progress."""
         self.started = time.monotonic()
@@ -151,7 +177,7 @@ class Run:
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
         """Adds the seconds spent inside to `time/<phase>`."""
-        started = time.perf_counter()
+        started, self.phase = time.perf_counter(), phase
         yield
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
@@ -169,6 +195,16 @@ class Run:
         scored = score(model, rows, temperature=temperature, budget=budget, share=share)
         found = {i: values for part in self.ranks.gather(scored) for i, values in part.items()}
         return [found[i] for i in range(len(rows))]
+
+    @contextmanager
+    def reference_at_hand(self) -> Iterator[None]:
+        """The reference model on the device, where it is otherwise kept in host memory."""
+        visits = self.config.policy.offload_reference and self.ranks.world == 1 and self.reference is not self.policy
+        if visits:
+            self.reference.to(self.policy.device)
+        yield
+        if visits:
+            self.reference.to("cpu")
 
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
@@ -198,8 +234,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
         names = self.policy.named_parameters_once()
-        tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items())
-        files = {"model": {name: whole(p.detach()) for name, p in names.items()}, "optimizer": tensors}
+        tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items(), self.ranks.collect)
+        files = {"model": self.ranks.collect(names.items()), "optimizer": tensors}
         state = {"optimizer": optimizer, "guard": self.guard.state()}
         for rank, (random_tensors, random_state) in enumerate(self.ranks.gather(checkpoint.rng_tensors())):
             files[_rng(rank)], state[_rng(rank)] = random_tensors, random_state
@@ -229,7 +265,7 @@ class Run:
         """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
         if self.saved != self.step:
             self.save()
-        weights = {name: tensor.cpu() for name, tensor in full_parameters(self.policy.lm, once=True)}
+        weights = self.ranks.collect(full_parameters(self.policy.lm, once=True))
         report = self.directory / "report.html"
         if self.ranks.first:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
@@ -253,9 +289,21 @@ class Run:
 
 @contextmanager
 def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
-    """A run ready to train, taken down at the end."""
-    with ExitStack() as stack:
-        yield Run(config, stack, resume=resume)
+    """A run ready to train, taken down at the end. UserError where memory runs out, naming phase, peak and knob."""
+    run: Run | None = None
+    try:
+        with ExitStack() as stack:
+            run = Run(config, stack, resume=resume)
+            yield run
+    except Exception as error:
+        if lost_peer(error):
+            raise PeerLostError("another rank has ended, this one cannot go on") from None
+        if not out_of_memory(error):
+            raise
+        at, rank = run or Run, int(os.environ.get("RANK", "0"))
+        peak = peak_gib(pick_device(config.model.device))
+        message = memory_message(at.phase, update=at.step + 1, rank=rank, peak_gib=peak, saved=at.saved)
+        raise UserError(message) from None
 
 
 def header_lines(run: Run) -> list[str]:

@@ -124,7 +124,7 @@ def score_rows(run: Run, rows: list[Row]) -> None:
             entropy = fmean(-math.exp(value) * value for value in row.sampled_logp)
         row.entropy = entropy
     if config.policy.kl_coef > 0.0:
-        with adapters_off(run.reference.lm):
+        with adapters_off(run.reference.lm), run.reference_at_hand():
             reference = run.score(run.reference, rows)
         for row, (logp, _) in zip(rows, reference, strict=True):
             row.ref_logp = logp
@@ -152,7 +152,7 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
         seed = config.run.seed * 1_000_003 + run.step * 31 + epoch
         for minibatch in minibatches(rows, size=config.optim.minibatch_rows, seed=seed):
             loss = 0.0
-            for batch in losses.micro_batches(
+            batches = losses.micro_batches(
                 minibatch,
                 budget=config.optim.micro_batch_tokens,
                 with_observation=config.wm.enabled,
@@ -160,7 +160,9 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
                 quadratic=policy.quadratic,
                 skip=objective.dead,
                 share=(ranks.rank, ranks.world),
-            ):
+            )
+            for batch in batches:
+                ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
                 coefficients = losses.loss_rows(batch, minibatch, objective, update_rows=len(rows))
                 # Times world: the weights of rows are those of the whole mini-batch, FSDP averages over ranks.
                 scaled = replace(coefficients, weight=ranks.world * coefficients.weight)

@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GradientCheckpointingLayer
 
@@ -29,19 +30,37 @@ from paw.errors import UserError, to_stderr
 
 T = TypeVar("T")
 GRACE_S = 3.0
-"""Seconds for rank 0 to say why it fails, once another rank has."""
+"""Seconds for the others to say why they fail, once a rank has."""
+PATIENCE_MIN = 60
+"""Minutes a rank waits for the others: their episodes take longer or shorter."""
 
 
 class Ranks:
     """This process among its peers; without torchrun's variables it is the only one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    def __init__(self, device: torch.device, *, tasks: int) -> None:
+        """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
+        self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
         self._device = device
-        if self.world > 1:
-            if device.type == "cuda":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.rank)))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        if not 0 <= self.rank < self.world:
+            raise UserError(
+                f"RANK = {self.rank} and WORLD_SIZE = {self.world} do not fit; start with --gpus or torchrun"
+            )
+        if tasks < self.world:
+            raise UserError(f"rollout.tasks = {tasks} on {self.world} ranks leaves some without a task; lower --gpus")
+        if self.world == 1:
+            return
+        if device.type == "cuda":
+            local, count = _variable("LOCAL_RANK", self.rank), torch.cuda.device_count()
+            if local >= count:
+                raise UserError(f"LOCAL_RANK = {local}, but this machine has {count} GPUs; start one rank a GPU")
+            torch.cuda.set_device(local)
+            self._device = torch.device("cuda", local)
+        try:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=PATIENCE_MIN))
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"rank {self.rank} cannot reach the others: {str(error).splitlines()[0]}") from None
 
     @property
     def first(self) -> bool:
@@ -60,11 +79,12 @@ class Ranks:
         """What rank 0 makes, while the others wait."""
         return self.gather(make() if self.first else None)[0]  # type: ignore[return-value]
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype) -> None:
+    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
-        Only calls of `policy` see whole weights. Resharded after every forward, the root as well: between calls
-        `parameters()` are the optimizer's.
+        `policy` is in host memory, its values rank 0's; what the others hold is replaced. Only calls of `policy` see
+        whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
+        optimizer's. `offload` keeps the shards in host memory.
         """
         if self.world == 1:
             return
@@ -72,14 +92,58 @@ class Ranks:
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
             options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+        source = {name: parameter.data for name, parameter in policy.named_parameters()}
         for module in policy.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 fully_shard(module, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            value = source.pop(name).to(self._device)
+            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # scattered by rank 0
+            parameter.to_local().detach().copy_(shard.to_local())
+
+    def sync_gradients(self, policy: nn.Module, last: bool) -> None:
+        """Whether the next backward pass reduces gradients over ranks, or adds to whole ones kept in each."""
+        if isinstance(policy, FSDPModule):
+            policy.set_requires_gradient_sync(last)
+
+    def collect(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Whole tensors of sharded ones, in host memory, one gathered at a time; on rank 0, nothing elsewhere."""
+        found = {}
+        for name, tensor in named:
+            tensor = whole(tensor.detach())
+            if self.first:
+                found[name] = tensor.cpu()
+        return found
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():  # vLLM's end may have taken it along
             dist.destroy_process_group()
+
+
+class PeerLostError(UserError):
+    """Another rank has ended; why, it says itself."""
+
+    exit_code = 3
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective call failed because another rank is gone."""
+    words = str(error)
+    gone = (
+        isinstance(error, RuntimeError) and "gloo" in words and ("reset by peer" in words or "closed by peer" in words)
+    )
+    return gone or isinstance(error, dist.DistBackendError)
+
+
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UserError(f"{name} = '{value}' in the environment is not a number; start with --gpus or torchrun")
+    return int(value)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -104,7 +168,7 @@ def launch(count: int, arguments: list[str]) -> int:
     """Run `paw <arguments>` in `count` processes on this machine; the exit code of one that failed, else 0.
 
     When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
-    is shown what it wrote to standard error, if it failed alone. SIGTERM goes on to all, Ctrl-C reaches them anyway.
+    is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all, Ctrl-C reaches them anyway.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
     if not 1 <= count <= available:
@@ -127,19 +191,22 @@ def launch(count: int, arguments: list[str]) -> int:
         ]
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+        codes: list[int | None] = [None]
+        patience = float("inf")
+        while None in codes and time.monotonic() < patience:
             time.sleep(0.2)
-        if any(rank.returncode for rank in ranks):
-            with suppress(subprocess.TimeoutExpired):  # its own message is the clearest
-                ranks[0].wait(GRACE_S)
-        failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
+            codes = [process.poll() for process in ranks]
+            if any(codes):  # the others may still find the same mistake, or tell that they lost a peer
+                patience = min(patience, time.monotonic() + GRACE_S)
         for process in ranks:
             process.kill()
             process.wait()
+        # What the user can mend tells most, then a traceback; a rank that was killed or lost a peer tells little.
+        failed = [rank for rank, code in enumerate(codes) if code]
         if not failed:
             return 0
-        first = min(failed)
+        first = min(failed, key=lambda rank: (codes[rank] != 2, codes[rank] != 1, rank))
         if first:
             logs[first - 1].seek(0)
             to_stderr(f"rank {first}: " + logs[first - 1].read().decode(errors="replace").strip())
-        return failed[first] if failed[first] > 0 else 1
+        return max(1, codes[first] or 0)

@@ -12,7 +12,7 @@ from paw import __version__
 from paw.config import Config, dump, load
 from paw.errors import UserError, to_stderr
 from paw.learner.lora import add_adapters
-from paw.learner.model import Policy, load_policy, load_tokenizer
+from paw.learner.model import Policy, load_policy, load_tokenizer, weights_dtype
 from paw.learner.sync import full_parameters
 from paw.show.rundir import read_info
 from paw.trust import checkpoint
@@ -67,7 +67,7 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     if path is None or not path.is_dir():
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
     base = start_model(run, config)
-    policy = load_policy(base, dtype=config.model.dtype)
+    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed, dtype=policy.dtype)
     tensors, state = checkpoint.load(path, like={"model": policy.named_parameters_once()})

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from paw.config import Config
 from paw.errors import UserError
 from paw.learner.attention import ATTENTION, pack_rows
 from paw.learner.distributed import sharded_like
@@ -49,6 +51,8 @@ class Policy(nn.Module):
         self.offload_activations = offload_activations
         self.attention = attention
         self.head_backend = head_backend
+        self.device = lm.device
+        """Where it computes; parameters may lie elsewhere."""
         lm.config.use_cache = False
         lm.set_attn_implementation(ATTENTION)
         lm.eval()
@@ -64,10 +68,6 @@ class Policy(nn.Module):
                 options["context_fn"] = _selective_contexts
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             self._checkpointed = decoder_layers(lm)
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.weight.device
 
     @property
     def head_weight(self) -> Tensor:
@@ -146,6 +146,11 @@ def _selective_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
+def weights_dtype(config: Config) -> torch.dtype:
+    """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits of them."""
+    return torch.bfloat16 if config.optim.name == "flash-adamw" else torch.float32
+
+
 def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`")
@@ -177,15 +182,23 @@ def load_policy(
     *,
     device: torch.device | str = "cpu",
     weights: torch.dtype = torch.float32,
+    place: bool = True,
+    empty: bool = False,
     **options: Any,
 ) -> Policy:
     """Load a causal LM, its parameters as `weights`; UserError when the folder has none or they do not fit its config.
 
-    `options` are those of Policy.
+    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
+    any value, for a rank that will be sent its own. `options` are those of Policy.
     """
     _check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
+        if empty:
+            with no_init_weights():
+                lm = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
+            lm.tie_weights()  # left out along with the values
+            return _placed(Policy(lm, **options), device, place)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -208,7 +221,12 @@ def load_policy(
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
-    return Policy(lm, **options).to(device)
+    return _placed(Policy(lm, **options), device, place)
+
+
+def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
+    policy.device = torch.device(device)
+    return policy.to(device) if place else policy
 
 
 def _check_folder(path: str | Path) -> None:

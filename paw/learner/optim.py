@@ -2,17 +2,30 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from paw.config import OptimConfig
+from paw.errors import UserError
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-    )
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of `optim.name` over what is trained. UserError where flash-adamw cannot run."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.name == "adamw":
+        return torch.optim.AdamW(trained, foreach=True, **options)
+    try:
+        from paw.learner.flash import FlashAdamW
+
+        return FlashAdamW(trained, master_bits=config.master_bits, offload=config.offload, **options)
+    except ImportError as error:
+        hint = f"it needs flashoptim ({error}); run: pip install 'paw-trainer[flash]'"
+    except NotImplementedError:
+        hint = "it needs a GPU"
+    raise UserError(f"optim.name = 'flash-adamw': {hint}, or use --optim.name adamw")
 
 
 def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:

@@ -18,9 +18,9 @@ import random
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,14 @@ MANIFEST, STATE = "manifest.json", "state.json"
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
 """What `named_parameters()` gives."""
+
+
+@runtime_checkable
+class Compressed(Protocol):
+    """An optimizer whose state is not made of plain tensors: flash-adamw."""
+
+    def state_tensors(self, p: Tensor) -> dict[str, Tensor]: ...
+    def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class CheckpointError(UserError):
@@ -169,18 +177,29 @@ def prune(folder: Path, keep: int) -> None:
 # --- training state as tensors -------------------------------------------------------------------------------------
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for AdamW: step, exp_avg, exp_avg_sq.
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    parameters: Named,
+    collect: Callable[[Named], dict[str, Tensor]] = lambda named: {name: whole(t).detach().cpu() for name, t in named},
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for torch's AdamW: step, exp_avg, exp_avg_sq.
 
-    Sharded tensors (DTensor) are gathered whole, so every rank must call. Parameters without state are left out.
+    Sharded tensors (DTensor) are made whole by `collect`, so every rank must call; those in host memory are not copied.
+    Parameters without state are left out.
     """
     names = {parameter: name for name, parameter in parameters}
-    tensors = {
-        f"{names[parameter]}/{key}": whole(torch.as_tensor(value)).detach().cpu().clone()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for parameter, values in optimizer.state.items():
+            if isinstance(optimizer, Compressed):
+                values = optimizer.state_tensors(parameter)
+            for key, value in values.items():
+                yield f"{names[parameter]}/{key}", torch.as_tensor(value)
+
+    return collect(named()), {
+        "class": type(optimizer).__name__,
+        "lr": [group["lr"] for group in optimizer.param_groups],
     }
-    return tensors, {"class": type(optimizer).__name__, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 
 def load_optimizer(
@@ -197,6 +216,7 @@ def load_optimizer(
             f"this run has {type(optimizer).__name__} with {len(optimizer.param_groups)}"
         )
     by_name = dict(parameters)
+    compressed: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for full_name, tensor in tensors.items():
@@ -204,7 +224,9 @@ def load_optimizer(
         parameter = by_name.get(name)
         if parameter is None or parameter not in group_of:
             raise CheckpointError(f"optimizer.safetensors: '{full_name}' belongs to no parameter of this run")
-        if key == "step":
+        if isinstance(optimizer, Compressed):
+            compressed[parameter][key] = tensor
+        elif key == "step":
             group = group_of[parameter]
             on_device = group.get("fused") or group.get("capturable")
             restored[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
@@ -216,6 +238,13 @@ def load_optimizer(
     # Set directly: Optimizer.load_state_dict casts state to the parameter's dtype.
     optimizer.state.clear()
     optimizer.state.update(restored)
+    for parameter, values in compressed.items():
+        try:
+            optimizer.load_tensors(parameter, values)  # type: ignore[attr-defined]
+        except KeyError as error:
+            raise CheckpointError(
+                f"optimizer.safetensors: {error} is missing; was optim.master_bits another?"
+            ) from None
     for group, lr in zip(optimizer.param_groups, info["lr"], strict=True):
         group["lr"] = lr
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
+import torch
+
 from paw.errors import UserError
 
 
@@ -55,6 +57,32 @@ class UpdateGuard:
 
 
 COLLAPSE_WINDOW = 5
+
+
+KNOBS = {
+    "start": "--optim.name flash-adamw, --policy.offload_reference true or more --gpus",
+    "rollout": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
+    "score": "--optim.micro_batch_tokens",
+    "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
+    "sync": "--rollout.gpu_memory_utilization",
+    "eval": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
+}
+"""What to turn when memory runs out, by phase."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory left."""
+    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or on_host
+
+
+def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
+    """One line for the user: where memory ran out, how much was in use, and what to change."""
+    kept = f"the checkpoint of update {saved} is intact (--resume auto)" if saved else "there is no checkpoint yet"
+    return (
+        f"out of memory in phase '{phase}' of update {update} on rank {rank}, peak {peak_gib:.1f} GiB: lower or set"
+        f" {KNOBS.get(phase, KNOBS['update'])} (`paw plan` finds settings that fit); {kept}"
+    )
 
 
 def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:

@@ -27,7 +27,7 @@ def make_engine(
         from paw.experience.engines.transformers import TransformersEngine
 
         return TransformersEngine(
-            copy.deepcopy(policy.lm).requires_grad_(False) if own_weights else policy.lm,
+            copy.deepcopy(policy.lm).requires_grad_(False).to(policy.device) if own_weights else policy.lm,
             end_ids=end_ids,
             max_batch_tokens=config.rollout.max_batch_tokens,
             autocast=policy.autocast,
