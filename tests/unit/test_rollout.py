@@ -10,6 +10,7 @@ from toyworld import make_chat, make_engine, make_suite, practised_model
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Request
+from paw.experience.envs.worker import Worker
 from paw.experience.rollout import Rollouts, derive_seed
 from paw.types import Outcome, Task
 
@@ -51,8 +52,7 @@ class Scripted:
 
     def reset(self, task):
         self.length, self.n = task.payload, 0
-        self.made_for = (task.id, self.suite.starts.setdefault(task.id, 0))
-        self.suite.starts[task.id] += 1
+        self.made_for = (task.id, next(self.suite.starts.setdefault(task.id, itertools.count())))
         self._maybe_fail("reset")
         return "start"
 
@@ -228,6 +228,39 @@ def test_a_failure_in_a_thread_costs_its_episode_and_a_users_mistake_the_run(mod
     assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
     with pytest.raises(UserError, match=f"broken at {where}"):
         play(scripted(model, always=where, error=UserError, think=lambda _: think()))
+
+
+GAME = """
+import os
+
+class Game:
+    admissible, won = [], False
+
+    def reset(self):
+        return "here"
+
+    def step(self, command):
+        return os._exit(3) if command == "die" else command
+"""
+
+
+def test_a_worker_process_that_dies_costs_its_own_episode(model, tmp_path, monkeypatch):
+    (tmp_path / "mortal.py").write_text(GAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    workers = [Worker("mortal:Game", timeout_s=30) for _ in range(3)]
+
+    def think(environment):
+        worker = workers[environment.made_for[1]]
+        if environment.n == 0:
+            worker.start()
+        worker.step("die" if (worker, environment.n) == (workers[1], 1) else "look")
+
+    rollouts = scripted(model, think=think)
+    groups, stats = play(rollouts, rollouts.suite.train_tasks(0, 1, 0), group_size=3)
+    assert [len(episode.turns) for episode in episodes_of(groups)] == [3, 3]
+    assert stats.failures == ["task 0: EnvironmentFailure: worker mortal:Game: exited with code 3 during step"]
+    for worker in workers:
+        worker.close()
 
 
 def test_environments_that_may_block_think_at_the_same_time(model):
