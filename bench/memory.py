@@ -1,0 +1,119 @@
+"""The plan's memory against a simulated update, and against the card where one is there.
+
+    python bench/memory.py                  # every case into bench/results/memory_plan.csv, docs/memory.md remade
+    python bench/memory.py --device cuda    # and the real step of what fits on this card, in a column of its own
+
+Simulated: bench/memory_simulation.py. All tokens but the first of a row are targets, the head's most.
+"""
+
+import argparse
+import csv
+import platform
+import sys
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.memory_simulation import measured, simulate
+from paw.config import Config, validate
+from paw.show.plan import GIB, USABLE, plan
+from paw.show.shapes import SHAPES, Shape
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "memory_plan.csv"
+PAGE = ROOT / "docs" / "memory.md"
+
+
+def predicted(config: Config, shape: Shape, world: int) -> dict[str, float]:
+    """The plan's figures for what a simulation sees: no reference, engine or CUDA context."""
+    found = plan(config, shape, gpus=world, gpu_gib=80.0)
+    seen = ("weights", "gradients", "optimizer", "activations", "head", "step")
+    return {phase: sum(found.phases[phase].get(part, 0.0) for part in seen) for phase in ("update", "step")}
+
+
+def make_config(model: str, world: int, optimizer: str, checkpointing: str, tokens: int) -> Config:
+    """A cell's configuration; flash-adamw alone on a card keeps its state in host memory."""
+    optim = {"name": optimizer, "micro_batch_tokens": tokens}
+    if optimizer == "flash-adamw":
+        optim["offload"] = world == 1
+    return validate({"model": {"path": model, "checkpointing": checkpointing}, "optim": optim}, origin="memory")
+
+
+CASES = [
+    *product(("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"), (1, 8), ("adamw", "flash-adamw"), ("full",), (8192,)),
+    ("Qwen2.5-1.5B", 1, "adamw", "none", 8192),
+    ("Qwen2.5-1.5B", 1, "flash-adamw", "selective", 8192),
+    ("Qwen2.5-14B", 1, "flash-adamw", "full", 16384),
+    ("Qwen3-4B", 1, "flash-adamw", "full", 8192),
+    ("Llama-3.2-3B", 2, "adamw", "selective", 8192),
+]
+"""(model, GPUs, optimizer, checkpointing, tokens of a micro-batch)."""
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The Markdown table of docs/memory.md."""
+    lines = [
+        "| model | GPUs | optimizer | checkpointing | tokens | plan, GiB | simulated | plan / simulated | on a GPU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = row["optimizer"] + (", offloaded" if row["offload"] == "True" else "")
+        first = f"{row['model']} | {row['gpus']} | {name} | {row['checkpointing']} | {int(row['tokens']):,}"
+        last = f"{row['plan_gib']} | {row['simulated_gib']} | {row['ratio']} | {row['measured_gib'] or 'open'}"
+        lines.append(f"| {first} | {last} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well")
+    card = parser.parse_args().device == "cuda"
+    name = torch.cuda.get_device_name() if card else f"CPU ({platform.machine()}), simulation"
+    size = torch.cuda.get_device_properties(0).total_memory / GIB if card else 0.0
+    rows = []
+    for model, world, optimizer, checkpointing, tokens in CASES:
+        config, shape = make_config(model, world, optimizer, checkpointing, tokens), SHAPES[model]
+        wanted, found = predicted(config, shape, world), simulate(config, shape, world)
+        plan_gib, simulated_gib = max(wanted.values()), max(found.update, found.step)
+        real = measured(config, shape) if world == 1 and plan_gib < USABLE * size else None
+        row = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "device": name,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": model,
+            "gpus": world,
+            "optimizer": optimizer,
+            "offload": config.optim.offload,
+            "checkpointing": checkpointing,
+            "tokens": tokens,
+            "plan_update_gib": f"{wanted['update']:.2f}",
+            "simulated_update_gib": f"{found.update:.2f}",
+            "plan_step_gib": f"{wanted['step']:.2f}",
+            "simulated_step_gib": f"{found.step:.2f}",
+            "plan_gib": f"{plan_gib:.2f}",
+            "simulated_gib": f"{simulated_gib:.2f}",
+            "ratio": f"{plan_gib / simulated_gib:.3f}",
+            "measured_gib": f"{max(real.update, real.step):.2f}" if real else "",
+        }
+        print(*row.values(), flush=True)
+        rows.append({key: str(value) for key, value in row.items()})
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition("<!-- python bench/memory.py -->")
+    after = rest.partition("<!-- end -->")[2]
+    made = f"{before}<!-- python bench/memory.py -->\n\n{table(rows)}\n\n<!-- end -->{after}"
+    PAGE.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

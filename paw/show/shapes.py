@@ -1,0 +1,138 @@
+"""What the memory and the time of a dense decoder depend on: its shape, from config.json or a table. Loads no torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paw.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of Qwen's or Llama's kind: RMSNorm, grouped-query attention, SwiGLU, tied or separate head."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    tied: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Columns of the queries; `keys` those of the keys, and of the values."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linear layers of one decoder layer."""
+        D, Q, K, F = self.hidden, self.queries, self.keys, self.intermediate
+        attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
+        return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one decoder layer."""
+        bias = self.queries + 2 * self.keys if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        return sum(i * o for i, o in self.linears.values()) + bias + norms
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside the decoder layers."""
+        return self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.rest
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV cache of one token in 16 bits."""
+        return 2 * 2 * self.layers * self.keys
+
+
+def _qwen25(vocabulary: int, D: int, F: int, layers: int, heads: int, kv: int, size: int, *, tied: bool) -> Shape:
+    return Shape(vocabulary, D, F, layers, heads, kv, size, tied=tied, qkv_bias=True)
+
+
+def _qwen3(D: int, F: int, layers: int, heads: int, *, tied: bool) -> Shape:
+    return Shape(151936, D, F, layers, heads, 8, 128, tied=tied, qk_norm=True)
+
+
+SHAPES = {
+    "Qwen2.5-0.5B": _qwen25(151936, 896, 4864, 24, 14, 2, 64, tied=True),
+    "Qwen2.5-1.5B": _qwen25(151936, 1536, 8960, 28, 12, 2, 128, tied=True),
+    "Qwen2.5-3B": _qwen25(151936, 2048, 11008, 36, 16, 2, 128, tied=True),
+    "Qwen2.5-7B": _qwen25(152064, 3584, 18944, 28, 28, 4, 128, tied=False),
+    "Qwen2.5-14B": _qwen25(152064, 5120, 13824, 48, 40, 8, 128, tied=False),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "Llama-3.2-3B": Shape(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
+}
+"""By the name that Hugging Face names start with: no download needed."""
+
+
+def shape_of(model: str | Path) -> Shape:
+    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of one to be downloaded.
+
+    Raises UserError where there is no config.json, or it is not that of a dense decoder.
+    """
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        try:
+            return from_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+        except ValueError as error:
+            raise UserError(f"{path}: cannot be read ({error})") from None
+    name = str(model).rpartition("/")[2]
+    for known, shape in SHAPES.items():
+        if name == known or name.startswith(f"{known}-"):
+            return shape
+    try:
+        from transformers import AutoConfig
+
+        settings = AutoConfig.from_pretrained(str(model)).to_dict()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"model '{model}' is neither a folder, nor known ({', '.join(SHAPES)}): {reason}") from None
+    return from_config(settings, origin=str(model))
+
+
+def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
+    """The shape that a Hugging Face config.json describes; UserError for mixtures of experts and unknown kinds."""
+    kind = settings.get("model_type", "")
+    if kind not in ("qwen2", "qwen3", "llama", "mistral"):
+        raise UserError(f"{origin}: the plan knows dense decoders (qwen2, qwen3, llama, mistral), this is '{kind}'")
+    try:
+        heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+        return Shape(
+            vocabulary=settings["vocab_size"],
+            hidden=hidden,
+            intermediate=settings["intermediate_size"],
+            layers=settings["num_hidden_layers"],
+            heads=heads,
+            kv_heads=settings.get("num_key_value_heads") or heads,
+            head_size=settings.get("head_dim") or hidden // heads,
+            tied=bool(settings.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
+        )
+    except KeyError as error:
+        raise UserError(f"{origin}: {error} is missing") from None

@@ -1,0 +1,190 @@
+"""`paw plan`: shapes, the memory's arithmetic, the ladder, and the refusal of what cannot fit."""
+
+import importlib
+import json
+
+import pytest
+
+from paw import cli
+from paw.config import load
+from paw.errors import UserError
+from paw.show.fit import LADDER, changed, check_fits, fit, get
+from paw.show.plan import HEAD_BUFFER, plan
+from paw.show.shapes import SHAPES, from_config, shape_of
+
+CARD = {"gpus": 1, "gpu_gib": 80.0}
+NAME = "Qwen/Qwen2.5-14B-Instruct"
+
+
+def low_memory(**change):
+    return changed(load("14b-low-memory"), {key.replace("__", "."): value for key, value in change.items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen2.5-3B", 3_085_938_688),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen2.5-14B", 14_770_033_664),
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Llama-3.2-3B", 3_212_749_824),
+    ],
+)
+def test_known_shapes_have_the_published_numbers_of_parameters(name, count):
+    assert SHAPES[name].parameters == count
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
+def test_a_shape_counts_what_hugging_face_builds(kind):
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    settings = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(settings)
+    shape = from_config(settings.to_dict(), origin="here")
+    assert shape.parameters == model.num_parameters()
+    assert shape.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+    for name, sizes in shape.linears.items():
+        (weight,) = [p for key, p in model.model.layers[0].named_parameters() if key.endswith(f"{name}.weight")]
+        assert tuple(weight.shape) == sizes[::-1]
+
+
+def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
+    known = SHAPES["Qwen2.5-7B"]
+    settings = {
+        "model_type": "qwen2",
+        "vocab_size": known.vocabulary,
+        "hidden_size": known.hidden,
+        "intermediate_size": known.intermediate,
+        "num_hidden_layers": known.layers,
+        "num_attention_heads": known.heads,
+        "num_key_value_heads": known.kv_heads,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert shape_of(tmp_path) == known == shape_of("Qwen/Qwen2.5-7B-Instruct")
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_moe"}))
+    with pytest.raises(UserError, match="dense decoders"):
+        shape_of(tmp_path)
+
+
+def test_the_head_takes_what_the_kernels_say():
+    torch_rows, triton_rows = (importlib.import_module(f"paw_kernels.{name}") for name in ("_torch", "_triton"))
+    assert HEAD_BUFFER[2] == triton_rows.CHUNK_BYTES
+    assert HEAD_BUFFER[4] == 3 * torch_rows.CHUNK_BYTES["cuda"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_14b_recipe_stays_within_76_gib_of_a_card(gpus):
+    found = plan(low_memory(), shape_of(NAME), gpus=gpus, gpu_gib=80.0)
+    assert found.peak <= 76.0 and not found.reasons()
+    assert not low_memory().lora.rank
+
+
+def test_the_14b_recipe_stays_within_110_gib_of_host_memory():
+    found = plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
+    assert found.host_total <= 110.0 and not found.reasons()
+
+
+def test_components_are_those_of_the_settings():
+    shape, P = shape_of(NAME), SHAPES["Qwen2.5-14B"].parameters / 2**30
+    update = plan(low_memory(), shape, **CARD).phases["update"]
+    assert update["weights"] == update["gradients"] == pytest.approx(2 * P)
+    assert "optimizer" not in update and "reference" not in update
+    moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
+    for bits in (24, 32):
+        kept = plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
+        assert kept["optimizer"] == pytest.approx(((bits - 16) / 8 + moments) * P)
+    plain = low_memory(optim__offload=False, optim__name="adamw", policy__kl_coef=0.01)
+    parts = plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
+    sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8, "step": 4}
+    assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
+
+
+def test_every_saving_saves():
+    shape = shape_of(NAME)
+    peaks = [
+        sum(plan(low_memory(**change), shape, **CARD).phases["update"].values())
+        for change in (
+            {"model__checkpointing": "none", "optim__offload": False},
+            {"model__checkpointing": "none"},
+            {"model__checkpointing": "selective"},
+            {},
+            {"optim__micro_batch_tokens": 8192},
+            {"optim__micro_batch_tokens": 8192, "model__offload_activations": True},
+            {"lora__rank": 16, "optim__name": "adamw", "optim__offload": False},
+        )
+    ]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+
+
+def test_the_ladder_finds_full_parameter_training_of_14b_on_one_card(tmp_path, capsys):
+    out = tmp_path / "found.toml"
+    words = ["plan", "--model", NAME, "--gpus", "1x80GB", "--host-gib", "110", "--json", "--out", str(out)]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["peak_gib"] <= 76 and found["host_gib"] <= 110 and found["reasons"] == []
+    assert found["settings"]["lora.rank"] == 0 and found["settings"]["optim.name"] == "flash-adamw"
+    assert {"weights", "gradients", "activations", "head", "engine"} <= found["components"]["update"].keys()
+    assert "KV cache" in found["components"]["rollout"] and found["step_s"] > 0
+    config = load(out)
+    assert config.model.path == NAME
+    assert {key: get(config, key) for key in found["settings"]} == found["settings"]
+
+
+def test_a_table_shows_the_ladder(capsys):
+    assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
+
+
+def test_what_fits_is_left_alone():
+    config = load("alfworld-gigpo-paw")
+    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD).rungs] == ["as configured"]
+
+
+def test_keys_on_the_command_line_stay(capsys):
+    words = ["plan", "--model", NAME, "--gpus", "1x24GB", "--json", "--optim.name", "adamw", "--lora.rank", "0"]
+    assert cli.main(words) == 1  # no such thing fits
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["reasons"]
+    assert found["settings"]["optim.name"] == "adamw" and found["settings"]["lora.rank"] == 0
+    assert not found["settings"]["optim.offload"]
+
+
+def test_a_refusal_names_numbers_and_settings_that_pass():
+    config, shape = changed(load("alfworld-gigpo-paw"), {"model.path": NAME}), shape_of(NAME)
+    with pytest.raises(UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0") as refusal:
+        check_fits(config, shape, **CARD, host_gib=110.0)
+    assert "\n" not in str(refusal.value)
+    words = str(refusal.value).partition("what fits: ")[2].partition(" (see")[0].split()
+    advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+    mended = load("alfworld-gigpo-paw", {"model.path": NAME} | advised)
+    check_fits(mended, shape, **CARD, host_gib=110.0)
+    assert advised.keys() <= {key for change in LADDER for key in change} | {"rollout.gpu_memory_utilization"}
+
+
+def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys):
+    huge = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 1 << 17)
+    settings = huge | {"model_type": "llama", "num_hidden_layers": 200, "num_attention_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(settings))  # and neither tokenizer nor weights
+    words = ["--model.path", str(tmp_path), "--model.device", "cpu", "--run.dir", str(tmp_path / "runs")]
+    assert cli.main(["train", "quickstart", *words]) == 2
+    assert "does not fit: weights, gradients and optimizer take" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "1x80GB"], "give a recipe or --model"),
+        (["--model", NAME, "--gpus", "80"], "--gpus '80': write it like 1x80GB"),
+        (["--model", NAME, "--gpus", "0x80GB"], "write it like"),
+        (["--model", NAME, "--optim.nam", "x"], "did you mean 'optim.name'"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert cli.main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
