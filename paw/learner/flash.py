@@ -51,7 +51,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        if self._offload and torch.cuda.is_available():
+        if self._offload and self.param_groups[0]["params"][0].is_cuda:
             torch.cuda.synchronize()  # the state has reached the host
         return loss
 
@@ -67,6 +67,8 @@ class FlashAdamW(flashoptim.FlashAdamW):
         """Put back whole tensors that `state_tensors` gave, on any number of ranks. KeyError where one is missing."""
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
+            if tensors[name].dtype != _get(owner, key).dtype:
+                raise KeyError(f"{name} as {_get(owner, key).dtype}")
             tensor = tensors[name].to(p.device, copy=True)
             if isinstance(p, DTensor):
                 tensor = distribute_tensor(tensor, p.device_mesh, _placements(tensor, p)).to_local()

@@ -1,0 +1,128 @@
+"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE FOLDER."""
+
+import copy
+import sys
+from pathlib import Path
+
+import flash_on_cpu  # noqa: F401  (before Triton)
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from paw.config import OptimConfig
+from paw.learner.distributed import Ranks, leave, sharded_like, whole
+from paw.learner.optim import make_optimizer
+from paw.trust import checkpoint
+
+
+def make(*, offload=False, lr=1e-2, bits=32, model=None):
+    if model is None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False)).bfloat16()
+    config = OptimConfig(name="flash-adamw", offload=offload, lr=lr, master_bits=bits)
+    return model, make_optimizer(model.parameters(), config)
+
+
+def step(model, optimizer, i):
+    for n, p in enumerate(model.parameters()):
+        gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + n)).bfloat16()
+        p.grad = sharded_like(p, gradient)
+    optimizer.step()
+
+
+def same(a, b):
+    return all(
+        torch.equal(whole(x.detach()), whole(y.detach())) for x, y in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+def offload(_):
+    (here, first), (away, second) = make(), make(offload=True)
+    start = copy.deepcopy(here)
+    for i in range(3):
+        step(here, first, i)
+        step(away, second, i)
+    assert same(here, away) and not same(here, start)
+
+
+def resume(folder):
+    for offloaded in (False, True):
+        straight, optimizer = make(offload=offloaded)
+        for i in range(2):
+            step(straight, optimizer, i)
+        tensors, info = checkpoint.optimizer_tensors(optimizer, straight.named_parameters())
+        model = {name: p.detach() for name, p in straight.named_parameters()}
+        path = checkpoint.save(folder, offloaded, {"optimizer": tensors, "model": model}, {"optimizer": info})
+        assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
+        for i in range(2, 4):
+            step(straight, optimizer, i)
+        files, state = checkpoint.load(path)
+        again, optimizer = make(offload=offloaded)
+        with torch.no_grad():
+            for name, p in again.named_parameters():
+                p.copy_(files["model"][name])
+        checkpoint.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
+        for i in range(2, 4):
+            step(again, optimizer, i)
+        assert same(again, straight)
+        try:
+            other = make(bits=24)[1]
+            named = list(zip(dict(again.named_parameters()), other.param_groups[0]["params"], strict=True))
+            checkpoint.load_optimizer(other, named, files["optimizer"], state["optimizer"])
+        except checkpoint.CheckpointError as error:
+            assert "optim.master_bits" in str(error)
+        else:
+            raise AssertionError("24 bits loaded from 32")
+
+
+def bits(_):
+    """An lr of 1e-6 on weights of 0.02: how far from fp32 AdamW the way travelled is."""
+    from flashoptim.optimizers import reconstruct_fp32_param
+
+    for master_bits in (24, 32):
+        torch.manual_seed(0)
+        start, slope = torch.randn(64, 64) * 0.02, torch.randn(64, 64) * 0.3
+        model, exact = nn.Linear(64, 64, bias=False).bfloat16(), nn.Parameter(start.bfloat16().float())
+        model.weight.data = start.bfloat16()
+        optimizer = make(model=model, lr=1e-6, bits=master_bits)[1]
+        reference = torch.optim.AdamW([exact], lr=1e-6, betas=(0.9, 0.999), weight_decay=0.01)
+        for _ in range(20):
+            gradient = (torch.randn(64, 64) + slope).bfloat16()
+            model.weight.grad, exact.grad = gradient, gradient.float()
+            optimizer.step()
+            reference.step()
+        whole_weight = reconstruct_fp32_param(model.weight.detach(), optimizer.state[model.weight]["error_bits"])
+        way = exact.detach() - start.bfloat16().float()
+        off = float((whole_weight - exact.detach()).norm() / way.norm())
+        print(f"{master_bits} bits: {off:.2%} off")
+        assert off < 0.02 if master_bits == 32 else off > 0.08
+
+
+def shards(folder):
+    """Two ranks: the bits of one, and a checkpoint that either can read."""
+    ranks = Ranks(torch.device("cpu"), tasks=2)
+    one, first = make()
+    two = copy.deepcopy(one)
+    for layer in two:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    two, second = make(model=two, offload=True)
+    for i in range(2):
+        step(one, first, i)
+        step(two, second, i)
+    assert same(one, two)
+    tensors, info = checkpoint.optimizer_tensors(second, two.named_parameters())
+    expected, _ = checkpoint.optimizer_tensors(first, one.named_parameters())
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+    third = make(model=two)[1]
+    checkpoint.load_optimizer(third, two.named_parameters(), tensors, info)
+    step(one, first, 2)
+    step(two, third, 2)
+    assert same(one, two)
+    ranks.close()
+    leave()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

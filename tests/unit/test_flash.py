@@ -1,0 +1,58 @@
+"""flash-adamw: flashoptim's real kernels, interpreted on the CPU in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paw.config import OptimConfig, load
+from paw.errors import UserError
+from paw.learner.optim import make_optimizer
+
+WORKER = Path(__file__).with_name("flash_worker.py")
+
+
+def test_it_is_refused_where_it_cannot_run():
+    if torch.cuda.is_available():
+        pytest.skip("it can run here")
+    with pytest.raises(UserError, match=r"it needs .* or use --optim\.name adamw"):
+        make_optimizer([torch.nn.Parameter(torch.zeros(4))], OptimConfig(name="flash-adamw"))
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(UserError, match=r"optim\.offload needs optim\.name = 'flash-adamw'"):
+        load("quickstart", {"optim.offload": "true"})
+    with pytest.raises(UserError, match=r"it needs model\.dtype = 'bfloat16'"):
+        load("quickstart", {"optim.name": "flash-adamw"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["offload", "resume", "bits"])
+def test_on_interpreted_kernels(case, tmp_path):
+    run(case, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    pytest.importorskip("flashoptim")
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29677"}
+    ranks = [start("shards", tmp_path, variables | {"RANK": str(rank)}) for rank in range(2)]
+    for rank in ranks:
+        _, error = rank.communicate(timeout=300)
+        assert rank.returncode == 0, error[-3000:]
+
+
+def run(case, folder):
+    pytest.importorskip("flashoptim")
+    child = start(case, folder, {})
+    _, error = child.communicate(timeout=300)
+    assert child.returncode == 0, error[-3000:]
+
+
+def start(case, folder, variables):
+    command = [sys.executable, str(WORKER), case, str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, **pipes)
