@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from paw.errors import UserError
+from paw.learner.host import HostMemory
 
 GROUP = 32
 """Values that share a scale."""
@@ -28,6 +29,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
     def __init__(self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any):
         super().__init__(parameters, master_weight_bits=master_bits, **options)  # type: ignore[arg-type]
         self._offload = offload
+        self._host = HostMemory()
         for parameter in self.param_groups[0]["params"]:
             if isinstance(parameter, DTensor):
                 local, world = parameter.to_local().numel(), parameter.device_mesh.size()
@@ -59,7 +61,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         """The state of one parameter, sharded as it is."""
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
-            tensor = _get(owner, key)
+            tensor = _portable(_get(owner, key))
             tensors[name] = _as_shard(tensor.to(p.device), p) if isinstance(p, DTensor) else tensor
         return tensors
 
@@ -67,11 +69,13 @@ class FlashAdamW(flashoptim.FlashAdamW):
         """Put back whole tensors that `state_tensors` gave, on any number of ranks. KeyError where one is missing."""
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
-            if tensors[name].dtype != _get(owner, key).dtype:
-                raise KeyError(f"{name} as {_get(owner, key).dtype}")
+            dtype = _get(owner, key).dtype
+            if tensors[name].dtype != _portable(_get(owner, key)).dtype:
+                raise KeyError(f"{name} as {dtype}")
             tensor = tensors[name].to(p.device, copy=True)
             if isinstance(p, DTensor):
                 tensor = distribute_tensor(tensor, p.device_mesh, _placements(tensor, p)).to_local()
+            tensor = tensor.view(dtype)
             _set(owner, key, tensor)
         self.state[p]["step"] = tensors["step"].clone()
         if self._offload:
@@ -83,7 +87,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
             tensor = _get(owner, key)
             home = homes.get(name)
             if home is None:
-                home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+                home = self._host.empty_like(tensor, pin=pin)
             _set(owner, key, home.copy_(tensor, non_blocking=True))
 
 
@@ -109,6 +113,11 @@ def _set(owner: Any, key: str, tensor: Tensor) -> None:
         owner[key] = tensor
     else:
         setattr(owner, key, tensor)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """Collectives know no int16: its bits travel, and are saved, as bfloat16."""
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 def _as_shard(tensor: Tensor, p: DTensor) -> DTensor:
