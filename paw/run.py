@@ -128,7 +128,7 @@ class Run:
         )
         stack.callback(self.engine.close)
         if config.lora.rank:  # after the engine has copied what it needs
-            add_adapters(self.policy.lm, config.lora, seed=config.run.seed, dtype=self.policy.dtype)
+            add_adapters(self.policy.lm, config.lora, seed=config.run.seed)
         for model in models:
             if config.model.compile:
                 compile_layers(model.lm)

@@ -69,7 +69,7 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     base = start_model(run, config)
     policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
     if config.lora.rank:
-        add_adapters(policy.lm, config.lora, seed=config.run.seed, dtype=policy.dtype)
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
     tensors, state = checkpoint.load(path, like={"model": policy.named_parameters_once()})
     policy.load(tensors["model"])
     weights = dict(full_parameters(policy.lm, once=True))

@@ -4,7 +4,7 @@
 
 peft puts its layers into the model in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
 `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Engine and export see W' under the old names alone.
-The frozen weights are kept in the dtype of the forward pass, the adapters in float32.
+The frozen weights stay in the dtype of the forward pass, the adapters in float32.
 """
 
 import difflib
@@ -43,10 +43,10 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
             raise UserError(f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}")
 
 
-def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int, dtype: torch.dtype) -> None:
-    """Freeze `lm`, its weights in `dtype`, and add trainable adapters; the same ones for the same seed, in every rank.
+def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """Freeze `lm` and add trainable float32 adapters, the same ones for the same seed; log-probs stay what they were.
 
-    Log-probs stay what they were with weights of that dtype. Raises UserError without peft.
+    Raises UserError without peft.
     """
     peft = import_peft()
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
@@ -54,7 +54,8 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int, dtype: t
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, lm)
     for parameter in lm.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+        if parameter.requires_grad:  # peft gives them the dtype of the weights
+            parameter.data = parameter.data.float()
     for layer in _layers(lm):
         layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input on the way
 

@@ -147,8 +147,8 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits of them."""
-    return torch.bfloat16 if config.optim.name == "flash-adamw" else torch.float32
+    """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
+    return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
 
 
 def pick_device(wanted: str) -> torch.device:

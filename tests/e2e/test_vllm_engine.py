@@ -166,7 +166,7 @@ def test_lora_adapters_arrive_merged(setup):
     pytest.importorskip("peft")
     model, engine = setup
     adapted, requests = copy.deepcopy(model), make_requests()
-    add_adapters(adapted, LoraConfig(rank=4), seed=0, dtype=torch.float32)
+    add_adapters(adapted, LoraConfig(rank=4), seed=0)
     perturb(adapted, seed=2, scale=0.05)
     with pytest.raises(StaleWeightsError):
         mismatch(adapted, requests, run(engine, requests))

@@ -11,7 +11,7 @@ from paw.errors import UserError
 from paw.experience.engines.base import Request
 from paw.experience.engines.transformers import TransformersEngine
 from paw.learner.lora import adapters_off, add_adapters, check_targets, import_peft
-from paw.learner.model import Policy
+from paw.learner.model import DTYPES, Policy
 from paw.learner.sync import full_parameters, push_weights, sampler_mismatch
 from paw.signal.loss import Objective, score
 from paw.train import train
@@ -22,8 +22,8 @@ CONFIG = LoraConfig(rank=4, alpha=6.0)
 
 def lora_policy(family="qwen2-tied", *, trained=True, config=CONFIG, **options):
     """A tiny policy with adapters, which `trained` moves away from zero."""
-    policy = Policy(make_lm(family), **options)
-    add_adapters(policy.lm, config, seed=0, dtype=policy.dtype)
+    policy = Policy(make_lm(family).to(DTYPES[options.get("dtype", "float32")]), **options)
+    add_adapters(policy.lm, config, seed=0)
     g = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters_once().items():
         if trained and ".lora_B." in name:
@@ -138,7 +138,7 @@ def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
     states = []
     for lm in (one, two):
         states.append(torch.get_rng_state())
-        add_adapters(lm, CONFIG, seed=5, dtype=torch.float32)
+        add_adapters(lm, CONFIG, seed=5)
         states.append(torch.get_rng_state())
         torch.rand(1)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
