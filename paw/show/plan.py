@@ -26,6 +26,10 @@ ENGINE_ROWS = 8
 """Sequences of full length that the KV cache should at least hold."""
 HOST_PROCESS = 6.0 * GIB
 """One trainer process with torch, CUDA and vLLM loaded."""
+PINNED = 2.0
+"""torch rounds a tensor of page-locked memory up to a power of two; the optimizer's state goes around that."""
+SLAB = 2.0 * GIB
+"""Granularity of the optimizer's state in host memory (paw.learner.host)."""
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
@@ -277,11 +281,14 @@ class _Model:
         processes = {"processes": HOST_PROCESS * self.N}
         yield "load", processes | {"weights": whole, "reference": reference if self.N > 1 or offloads else 0}
         resident = processes | {
-            "optimizer": self.optimizer() * self.N if config.optim.offload else 0,
-            "reference": reference if offloads else 0,
-            "engine": self.c * self.shape.parameters * self.N if sleeping else 0,
+            "optimizer": (self.optimizer() + SLAB) * self.N if config.optim.offload else 0,
+            "reference": reference * (PINNED if self.N > 1 else 1) if offloads else 0,
+            "engine": PINNED * self.c * self.shape.parameters * self.N if sleeping else 0,
         }
-        yield "update", resident | {"activations": self.kept() * self.N if config.model.offload_activations else 0}
+        yield (
+            "update",
+            resident | {"activations": PINNED * self.kept() * self.N if config.model.offload_activations else 0},
+        )
         here = config.optim.offload and self.N == 1  # written from where it lies
         saved = whole if not config.lora.rank else 4 * self.trained
         yield "save", resident | {"checkpoint": saved + (0 if here else self.state * self.trained)}
