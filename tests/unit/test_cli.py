@@ -10,7 +10,7 @@ import pytest
 from paw import __version__, cli
 from paw.config import dump, load, recipe_names
 
-COMMANDS = ["train", "eval", "rollout", "profile", "play", "report", "export", "warmup", "data", "doctor"]
+COMMANDS = ["train", "eval", "rollout", "profile", "plan", "play", "report", "export", "warmup", "data", "doctor"]
 HEAVY = ("torch", "transformers", "numpy", "vllm", "textworld", "matplotlib")
 
 
