@@ -1,5 +1,6 @@
 """The joint loss against full logits in float64, and that no way of cutting the batch changes its gradient."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -217,3 +218,31 @@ def test_totals_of_micro_batches_are_those_of_one(policy, rows):
 def test_totals_of_nothing_report_no_means():
     """No entropy of 0 that a collapse warning would take for real."""
     assert Totals().metrics(minibatches=2) == {"policy/loss": 0.0}
+
+
+def test_truncated_importance_sampling_by_hand():
+    """Response of two tokens: pi_old / pi_sampler = e^0.2 and e^2, the second cut at 2."""
+    row = replace(make_row(random.Random(0)), prompt_ids=[1], response_ids=[7, 2], observation_ids=[], advantage=-3.0)
+    row.sampled_logp, row.old_logp = [-1.0, -4.0], [-0.8, -2.0]
+    batch = collate([row], [0], with_observation=False, device=CPU)
+    plain = loss_rows(batch, [row], Objective(), update_rows=1)
+    assert plain.advantage.tolist() == [-3.0, -3.0]
+    cut = loss_rows(batch, [row], Objective(tis_cap=2.0), update_rows=1)
+    assert cut.advantage.tolist() == pytest.approx([-3.0 * math.exp(0.2), -6.0])
+    assert cut.old_logp.tolist() == plain.old_logp.tolist()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign(policy, advantage):
+    """J = A min(r, 2): the objective of old_logp = "engine" with tis_cap = 2."""
+    truncated = Objective(clip_low=1.0, clip_high=1.0, dual_clip=2.0)
+    row = replace(make_row(random.Random(0)), observation_ids=[], advantage=advantage)
+    ((logp, _),) = score(policy, [row], temperature=1.0, budget=99).values()
+    for ratio in (0.01, 0.5, 1.9, 2.1, 9.0):
+        row.old_logp = [value - math.log(ratio) for value in logp]
+        batch = collate([row], [0], with_observation=False, device=CPU)
+        policy.zero_grad()
+        out = joint_loss(policy, batch, loss_rows(batch, [row], truncated, update_rows=1), temperature=1.0)
+        out.loss.backward()
+        assert float(out.loss.detach()) == pytest.approx(-advantage * min(ratio, 2.0), rel=1e-4)
+        assert (sum(float(p.grad.norm()) for p in policy.parameters()) > 0) is (ratio < 2)

@@ -173,3 +173,16 @@ def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_
     _, _, metrics = run_updates(make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_rows=1000), 2)
     assert metrics[0]["policy/kl"] < 1e-9
     assert metrics[1]["policy/kl"] > 1e-4
+
+
+@pytest.mark.parametrize("old_logp", ["trainer", "engine"])
+def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_path, old_logp):
+    """The sampler has the trainer's weights: every ratio of the first optimizer step is 1."""
+    plain, _, _ = run_updates(make_config(start, tmp_path / "plain", optim_minibatch_rows=1000), 1)
+    options = {"optim_minibatch_rows": 1000, "policy_old_logp": old_logp, "policy_tis_cap": 2.0}
+    truncated, _, metrics = run_updates(make_config(start, tmp_path / "tis", **options), 1)
+    initial = load_policy(start).named_parameters_once()
+    for name, ours in truncated[-1].items():
+        way = (plain[-1][name] - initial[name]).norm()
+        assert (ours - plain[-1][name]).norm() < 1e-2 * way
+    assert metrics[0]["policy/clip_frac"] == 0

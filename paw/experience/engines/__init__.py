@@ -41,4 +41,5 @@ def make_engine(
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         dtype=config.model.dtype,
         gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+        sleep_level=config.rollout.sleep_level,
     )

@@ -52,6 +52,7 @@ class VllmEngine:
         max_model_len: int,
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.5,
+        sleep_level: int = 1,
     ):
         vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
@@ -93,6 +94,7 @@ class VllmEngine:
         """-1 until the first `sync`."""
         self._vllm = vllm
         self._sleep_mode = not on_cpu
+        self._sleep_level = sleep_level
         self._asleep = False
         self._end_ids = sorted(end_ids)
         self._max_model_len = max_model_len
@@ -138,6 +140,7 @@ class VllmEngine:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
         self._must_be_idle("sync")
         if self._asleep:
+            torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(parameters)))
         if self._asleep:
@@ -148,10 +151,10 @@ class VllmEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Move the weights to host memory and free the KV cache until the next `sync`; on CPU a no-op."""
+        """Free the KV cache and move the weights to host memory, or drop them, until the next `sync`; no-op on CPU."""
         self._must_be_idle("sleep")
         if self._sleep_mode and not self._asleep:
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=self._sleep_level)
             self._asleep = True
 
     def close(self) -> None:
