@@ -24,7 +24,7 @@ def start(tmp_path_factory):
     return folder
 
 
-def train(folder, start, name, *options, gpus=1, ok=True, **changes):
+def train(folder, start, name, *options, gpus=1, ok=True, variables=None, **changes):
     """Run `paw train` as a user would; the run directory, or what it printed to standard error."""
     tree = {
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
@@ -46,7 +46,7 @@ def train(folder, start, name, *options, gpus=1, ok=True, **changes):
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (variables or {}),
     )
     assert (done.returncode == 0) is ok, done.stdout[-2000:] + done.stderr[-4000:]
     return folder / name if ok else done
@@ -86,10 +86,54 @@ def test_two_ranks_with_an_engine_each(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_saves_memory_changes_no_weight(start, tmp_path):
+    one = train(tmp_path, start, "one", run_updates=1)
+    thrifty = {
+        "model_checkpointing": "full",
+        "model_offload_activations": True,
+        "policy_offload_reference": True,
+        "optim_grad_sync": "last",
+    }
+    two = train(tmp_path, start, "two", gpus=2, run_updates=1, **thrifty)
+    assert distance(weights(two), weights(one)) < 1e-5
+
+
+OUT_OF_MEMORY = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    import paw.train
+    learn = paw.train.learn
+    def starved(run, rows):
+        if run.step == 1:
+            torch.empty(2**60, dtype=torch.uint8)
+        return learn(run, rows)
+    paw.train.learn = starved
+"""
+
+
+@pytest.mark.slow
+def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    failed = train(tmp_path, start, "oom", gpus=2, ok=False, variables={"PYTHONPATH": path}, run_save_every=1)
+    assert failed.returncode == 2
+    (line,) = (line for line in failed.stderr.splitlines() if line.startswith("rank 1: "))
+    assert "out of memory in phase 'update' of update 2 on rank 1, peak " in line
+    assert "--optim.micro_batch_tokens" in line and "the checkpoint of update 1 is intact (--resume auto)" in line
+    assert "Traceback" not in failed.stderr
+    run = train(tmp_path, start, "oom", "--resume", "auto", run_save_every=1)
+    assert max(path.name for path in (run / "checkpoints").iterdir()) == "step_000003"
+
+
+@pytest.mark.slow
 def test_mistakes_are_told_once(start, tmp_path):
     for options, changes, words in (
         ({"gpus": 99}, {}, "--gpus 99: from 1 to"),
         ({"gpus": 2}, {"model_path": str(tmp_path / "nothing")}, "model.path = "),
+        ({"gpus": 2}, {"rollout_tasks": 1}, "rollout.tasks = 1 on 2 ranks leaves some without a task"),
+        ({"variables": {"RANK": "2", "WORLD_SIZE": "2"}}, {}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
+        ({"variables": {"RANK": "zero", "WORLD_SIZE": "2"}}, {}, "RANK = 'zero' in the environment is not a number"),
     ):
         failed = train(tmp_path, start, "bad", ok=False, **options, **changes)
         assert failed.returncode == 2
