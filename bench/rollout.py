@@ -76,7 +76,8 @@ def main() -> int:
         options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
         rows = run(options, gpu=gpu)
         write(out, rows)
-    print(markdown(out), draw(out, ROOT / "docs" / f"{out.stem}.png"), sep="\n")
+    picture = options.out.with_suffix(".png") if options.out else ROOT / "docs" / f"{out.stem}.png"
+    print(markdown(out), draw(out, picture), sep="\n")
     same = all(row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows)
     return 0 if same or options.dtype == "bfloat16" else 1
 

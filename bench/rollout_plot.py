@@ -63,7 +63,7 @@ def draw(table: Path, picture: Path) -> Path:
     about = rows[0]
     figure.suptitle(f"{about['device']}, {about['threads']} threads, vLLM {about['vllm']}", fontsize=10)
     found = cases(rows)
-    (_, envs, _), shown = next(iter(found.items()))
+    (model, envs, _), shown = next(iter(found.items()))
     for row in shown:
         if row["repeat"] == "0":
             sizes, steps = [float(size) for size in row["batches"].split()], int(row["engine_steps"])
@@ -71,15 +71,15 @@ def draw(table: Path, picture: Path) -> Path:
             left.stairs(sizes, edges, color=COLOURS[row["mode"]], label=f"{row['mode']}, {steps:,} steps")
     left.set(xlabel="Engine steps", ylabel="Requests in the batch", xlim=(0, None), ylim=(0, 1.3 * int(envs)))
     left.legend(frameon=False, fontsize=8, loc="upper right")
-    left.set_title(f"{envs} environments", loc="left", fontsize=9)
+    left.set_title(f"{model}, {envs} environments, the same episodes", loc="left", fontsize=9)
     width = 0.27
     for place, (mode, colour) in enumerate(COLOURS.items()):
         speeds = [[float(r["env_steps_s"]) for r in rows if r["mode"] == mode] for rows in found.values()]
         medians = [median(values) if values else 0.0 for values in speeds]
         bars = right.bar([x + (place - 1) * width for x in range(len(found))], medians, width * 0.92, color=colour)
         right.bar_label(bars, [f"{value:.0f}" for value in medians], fontsize=7, padding=2)
-    names = [f"{envs} envs" + (f",\n{float(ms):g} ms a step" if float(ms) else "") for _, envs, ms in found]
-    right.set_xticks(range(len(found)), names, fontsize=8)
+    names = [f"{model}, {envs}" + (f",\n{float(ms):g} ms a step" if float(ms) else "") for model, envs, ms in found]
+    right.set_xticks(range(len(found)), names, fontsize=7)
     right.set_title("Environment steps a second (median)", loc="left", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
