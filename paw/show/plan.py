@@ -172,14 +172,13 @@ class _Model:
         D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
         # Each norm: its float32 input, x / rms in the stream's dtype, and its output as the linear layers read it
         # (under autocast each of q, k, v, gate and up has a copy of its own).
-        norms = 2 * (4 + self.stream) * D + (5 * c if self.casts else 2 * c) * D
+        scaled = 0 if self.config.lora.rank else self.stream  # only a norm that is trained needs x / rms
+        norms = 2 * (4 + scaled) * D + (5 * c if self.casts else 2 * c) * D
         head_norms = (4 + c) * (Q + K) if s.qk_norm else 0
         attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
         mlp = 4 * c * F  # gate, silu(gate), up, their product
-        adapters = 0
-        if self.config.lora.rank:  # the float32 copy of each target's input, and what A makes of it
-            sizes = [s.linears[name][0] for name in self.config.lora.targets if name in s.linears]
-            adapters = sum((4 if c == 2 else 0) * size + 4 * self.config.lora.rank for size in sizes)
+        lora = self.config.lora  # what each A makes of the input that its layer keeps anyway
+        adapters = c * lora.rank * len(lora.targets)
         return norms + head_norms + attention + mlp + adapters
 
     def kept(self) -> float:
