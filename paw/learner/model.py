@@ -59,8 +59,9 @@ class Policy(nn.Module):
         shape: Any = lm.config.get_text_config()
         head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
-        self.quadratic = shape.num_hidden_layers * shape.num_attention_heads * head_size / body
-        """Of `balanced_batches`: 2 n^2 width causal attention FLOPs a layer over 2 n body FLOPs."""
+        width = shape.num_hidden_layers * shape.num_attention_heads * head_size
+        self.quadratic = None if attention == "sdpa" else width / body
+        """2 n^2 width causal attention FLOPs over 2 n body FLOPs."""
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
             options: dict[str, Any] = {"use_reentrant": False}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paw.signal.packing import balanced_batches
+from paw.signal.packing import alike_batches, balanced_batches
 from paw.types import Row
 from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, TokenStats, paw_loss, segment_mean, token_stats
 
@@ -43,8 +43,11 @@ class Head(Protocol):
     def head_backend(self) -> str: ...
 
     @property
-    def quadratic(self) -> float:
-        """What attention costs for a row of n tokens over n^2, in units of what the rest costs a token."""
+    def quadratic(self) -> float | None:
+        """What attention costs for a row of n tokens over n^2, in units of what the rest costs a token.
+
+        None: attention pads the rows of a batch to the longest.
+        """
         ...
 
     @property
@@ -126,11 +129,11 @@ def micro_batches(
     budget: int,
     with_observation: bool,
     device: torch.device,
-    quadratic: float = 0.0,
+    quadratic: float | None = 0.0,
     skip: Any = None,
     share: tuple[int, int] = (0, 1),
 ) -> list[Batch]:
-    """Batches of at most `budget` tokens and nearly equal work over the rows for which `skip(row)` is false.
+    """Batches of at most `budget` tokens over the rows for which `skip(row)` is false; `quadratic` as in Head.
 
     `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, some of them
     without rows where these are few: their forward passes are collective.
@@ -140,7 +143,10 @@ def micro_batches(
     lengths = [
         len(rows[i]) if with_observation and rows[i].world_weight > 0.0 else _acting_length(rows[i]) for i in kept
     ]
-    cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
+    if quadratic is None:
+        cut = alike_batches(lengths, budget=budget, multiple=world)
+    else:
+        cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
     return [
         collate(rows, [kept[j] for j in picked], with_observation=with_observation, device=device)
         for picked in cut[rank::world]

@@ -53,3 +53,22 @@ def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> 
         heapq.heappush(heap, (works[batch], batch, tokens + lengths[i]))
     order = sorted(range(count), key=lambda batch: (-works[batch], batch))
     return [sorted(batches[batch]) for batch in order]
+
+
+def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:
+    """Indices in batches of neighbours in length, longest first, for attention that pads each to its longest row.
+
+    At most `budget` padded tokens a batch, but a row longer than that has one of its own; empty ones make their number
+    a multiple of `multiple`.
+
+    >>> alike_batches([3, 9, 4, 10], budget=20)
+    [[3, 1], [2, 0]]
+    """
+    batches: list[list[int]] = []
+    longest = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or longest * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
+    return batches + [[]] * (-len(batches) % multiple)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import make_row
 
-from paw.signal.packing import balanced_batches, minibatches
+from paw.signal.packing import alike_batches, balanced_batches, minibatches
 
 
 @given(n=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))
@@ -72,3 +72,20 @@ def test_attention_counts_in_the_balance():
     assert sorted(sum(lengths[i] for i in batch) for batch in attending) == [90, 270]
     linear = balanced_batches(lengths, budget=300, multiple=2)
     assert [sum(lengths[i] for i in batch) for batch in linear] == [180, 180]
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=60), budget=st.integers(1, 200), multiple=st.integers(1, 4))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_batches_to_be_padded_hold_every_row_once_within_the_budget(lengths, budget, multiple):
+    batches = alike_batches(lengths, budget=budget, multiple=multiple)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert len(batches) % multiple == 0
+    for batch in batches:
+        assert len(batch) <= 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+
+
+def test_neighbours_in_length_are_padded_together():
+    lengths = [random.Random(i).randint(1, 50) for i in range(100)]
+    batches = alike_batches(lengths, budget=200)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert padded < 1.15 * sum(lengths)

@@ -16,7 +16,7 @@ from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
 from paw.learner.sync import push_weights
 from paw.run import open_run
-from paw.signal.packing import balanced_batches
+from paw.signal.packing import alike_batches
 from paw.train import update
 from paw_kernels import LossRows, paw_loss, token_stats
 
@@ -88,7 +88,7 @@ def vanilla_grpo(start, count):
             samples += [(turn, (score - mean) / (std + EPS)) for (_, turn), score in zip(turns, scores, strict=True)]
         old = {}
         with torch.no_grad():
-            for ids, lengths, position, target, order in packed([turn for turn, _ in samples], policy.quadratic):
+            for ids, lengths, position, target, order in packed([turn for turn, _ in samples]):
                 hidden = policy.hidden(ids, lengths)[position]
                 logp = token_stats(hidden, policy.head_weight, target).logp.tolist()
                 for i in order:
@@ -101,7 +101,7 @@ def vanilla_grpo(start, count):
             minibatch = [samples[i] for i in shuffled[first:last]]
             tokens = sum(len(turn.response_ids) for turn, _ in minibatch)
             live = [(turn, advantage) for turn, advantage in minibatch if advantage != 0.0]
-            for ids, lengths, position, target, order in packed([turn for turn, _ in live], policy.quadratic):
+            for ids, lengths, position, target, order in packed([turn for turn, _ in live]):
                 spread = [(turn, a) for turn, a in (live[i] for i in order) for _ in turn.response_ids]
                 rows = LossRows(
                     kind=torch.ones(len(target), dtype=torch.uint8),
@@ -121,10 +121,10 @@ def vanilla_grpo(start, count):
     return weights
 
 
-def packed(turns, quadratic):
+def packed(turns):
     """Prompts with responses: (ids, lengths, positions before each response token, response tokens, turns in order)."""
     sequences = [turn.prompt_ids + turn.response_ids for turn in turns]
-    for order in balanced_batches([len(ids) for ids in sequences], budget=BUDGET, quadratic=quadratic):
+    for order in alike_batches([len(ids) for ids in sequences], budget=BUDGET):
         ids = torch.tensor([token for i in order for token in sequences[i]])
         lengths = [len(sequences[i]) for i in order]
         position = [

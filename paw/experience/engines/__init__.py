@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paw.experience.engines.base import Engine
 
@@ -26,8 +26,11 @@ def make_engine(
     if config.rollout.engine == "transformers":
         from paw.experience.engines.transformers import TransformersEngine
 
+        model: Any = policy.lm
+        if own_weights:
+            model = copy.deepcopy(model).requires_grad_(False).to(policy.device)
         return TransformersEngine(
-            copy.deepcopy(policy.lm).requires_grad_(False).to(policy.device) if own_weights else policy.lm,
+            model,
             end_ids=end_ids,
             max_batch_tokens=config.rollout.max_batch_tokens,
             autocast=policy.autocast,
