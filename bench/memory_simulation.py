@@ -192,6 +192,8 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
     batch, coefficients = _placed(batch, place), _placed(coefficients, place)
     flash = config.optim.name == "flash-adamw" and policy.device.type != "cuda"
     optimizer: Any = FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
+    if config.optim.name == "adamw":
+        optimizer.param_groups[0].update(fused=True, foreach=False)  # as make_optimizer has it on a GPU
     update = step = 0
     for _ in range(2):
         live.reset_peak()

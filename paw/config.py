@@ -237,6 +237,8 @@ class Config(Section):
             )
         if self.optim.offload and self.optim.name != "flash-adamw":
             raise ValueError("optim.offload needs optim.name = 'flash-adamw'")
+        if self.optim.name == "flash-adamw" and self.lora.rank:
+            raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
         if self.optim.name == "flash-adamw" and self.model.dtype != "bfloat16":
             raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
         return self

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +235,9 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
         names = self.policy.named_parameters_once()
-        tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items(), self.ranks.collect)
-        files = {"model": self.ranks.collect(names.items()), "optimizer": tensors}
+        gathered = self.ranks.gathered
+        tensors, optimizer = checkpoint.optimizer_tensors(self.optimizer, names.items(), gathered)
+        files: dict[str, Any] = {"model": gathered(names.items()), "optimizer": tensors}
         state = {"optimizer": optimizer, "guard": self.guard.state()}
         for rank, (random_tensors, random_state) in enumerate(self.ranks.gather(checkpoint.rng_tensors())):
             files[_rng(rank)], state[_rng(rank)] = random_tensors, random_state
@@ -243,6 +245,9 @@ class Run:
             folder = self.directory / "checkpoints"
             checkpoint.save(folder, self.step, files, state)
             checkpoint.prune(folder, self.config.run.keep)
+        else:
+            for _ in chain(files["model"], files["optimizer"]):
+                pass  # what rank 0 writes takes all ranks to gather
         self.saved = self.step
 
     def restore(self) -> None:
@@ -265,7 +270,9 @@ class Run:
         """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
         if self.saved != self.step:
             self.save()
-        weights = self.ranks.collect(full_parameters(self.policy.lm, once=True))
+        self.optimizer.state.clear()  # room for whole weights
+        gathered = self.ranks.gathered(full_parameters(self.policy.lm, once=True))
+        weights = {name: tensor for name, tensor in gathered if self.ranks.first}
         report = self.directory / "report.html"
         if self.ranks.first:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)

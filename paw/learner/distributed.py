@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -110,14 +110,11 @@ class Ranks:
         if isinstance(policy, FSDPModule):
             policy.set_requires_gradient_sync(last)
 
-    def collect(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors of sharded ones, in host memory, one gathered at a time; on rank 0, nothing elsewhere."""
-        found = {}
+    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""
         for name, tensor in named:
             tensor = whole(tensor.detach())
-            if self.first:
-                found[name] = tensor.cpu()
-        return found
+            yield name, tensor.cpu() if self.first else tensor
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():  # vLLM's end may have taken it along

@@ -30,6 +30,8 @@ PINNED = 2.0
 """torch rounds a tensor of page-locked memory up to a power of two; the optimizer's state goes around that."""
 SLAB = 2.0 * GIB
 """Granularity of the optimizer's state in host memory (paw.learner.host)."""
+CHECKPOINT_PART = 4.0 * GIB
+"""What rank 0 gathers before it writes a file of a checkpoint (paw.trust.checkpoint)."""
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
@@ -52,7 +54,7 @@ class Plan:
     phases: dict[str, dict[str, float]]
     """Components of each phase, of one GPU: rollout, score, update, step."""
     host: dict[str, dict[str, float]]
-    """Likewise, of the whole machine: load, update, save."""
+    """Likewise, of the whole machine: load, update, save, export."""
     seconds: dict[str, float]
     gpus: int
     gpu_gib: float
@@ -230,9 +232,7 @@ class _Model:
         yield 0, head_g + (2 * head_g if s.tied else 0) + (4 * s.rest if N > 1 else 0)
 
     def step(self) -> float:
-        """Temporaries of the optimizer's step: sqrt of all second moments, or the state of one parameter at a time."""
-        if self.config.optim.name == "adamw":
-            return 4 * self.trained / self.N
+        """Temporaries of the optimizer's step: the state of one parameter at a time, where it is offloaded."""
         return self.state * self.shape.embedding / self.N if self.config.optim.offload else 0
 
     def engine(self, gpu_gib: float) -> dict[str, float]:
@@ -272,8 +272,8 @@ class _Model:
         yield "step", resident | reference | parts | asleep
 
     def host(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Of the machine, all its ranks. Rank 0 loads whole models and gathers checkpoints; vLLM sleeps at level 1."""
-        config, whole = self.config, self.w * self.shape.parameters
+        """Of the machine, all its ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
+        config, s, whole = self.config, self.shape, self.w * self.shape.parameters
         offloads = config.policy.offload_reference
         reference = self.reference() * self.N
         sleeping = config.rollout.engine == "vllm" and config.rollout.sleep_level == 1
@@ -288,9 +288,8 @@ class _Model:
             "update",
             resident | {"activations": PINNED * self.kept() * self.N if config.model.offload_activations else 0},
         )
-        here = config.optim.offload and self.N == 1  # written from where it lies
-        saved = whole if not config.lora.rank else 4 * self.trained
-        yield "save", resident | {"checkpoint": saved + (0 if here else self.state * self.trained)}
+        yield "save", resident | {"checkpoint": min(CHECKPOINT_PART, whole) + self.c * s.embedding}
+        yield "export", processes | {"weights": whole}
 
     def seconds(self, gpu_gib: float) -> dict[str, float]:
         """One update by roofline: MFU of the peak in training and prefill, decoding by bandwidth."""

@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent, hold no code, and know when they are damaged.
 
     checkpoints/step_000050/
-        model.safetensors  optimizer.safetensors  rng.safetensors     tensors, by file stem
+        model.safetensors  optimizer.safetensors  rng.safetensors     tensors, by file stem; model-2.safetensors, ...
+                                                                      where there are more than 4 GiB of them
         state.json                                                    step, version, and the caller's counters
         manifest.json                                                 size and sha256 of each file above
 
@@ -32,6 +33,8 @@ from paw.errors import UserError, to_stderr
 from paw.learner.distributed import sharded_like, whole
 
 VERSION = 1
+PART = 4 << 30
+"""Bytes of a file at which the next one begins, so that host memory need not hold more of a sharded model."""
 MANIFEST, STATE = "manifest.json", "state.json"
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
@@ -50,12 +53,15 @@ class CheckpointError(UserError):
     """A checkpoint that must not be loaded: damaged, incomplete, or of another model. Names the file."""
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+def save(
+    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor] | Named], state: Mapping[str, Any]
+) -> Path:
     """Write `folder`/step_NNNNNN and return it; on any failure the checkpoints already there stay as they were.
 
     `folder` is the run's `checkpoints` folder, made if missing; one process writes to it. `tensors` maps file stem ->
     name -> tensor, of any dtype and device; tied weights appear once (`named_parameters()` leaves the second name out).
-    `state` holds JSON values; "step" (updates done) and "version" are added.
+    Pairs of name and tensor instead are taken one by one, in order. `state` holds JSON values; "step" (updates done)
+    and "version" are added.
 
     Raises UserError, one line with the path and the cause, where the disk is full, read-only or otherwise refuses;
     ValueError for a state that JSON cannot hold exactly (NaN, infinity), or a stem that is no plain name.
@@ -72,8 +78,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
             shutil.rmtree(leftover)
         temp.mkdir()
         for stem, named in tensors.items():
-            local = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-            save_file(local, temp / f"{stem}.safetensors")
+            pairs: Any = named.items() if isinstance(named, Mapping) else named
+            for number, part in enumerate(_parts(pairs), 1):
+                save_file(part, temp / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors")
         (temp / STATE).write_text(text, encoding="utf-8")
         files = {file.name: _describe(file) for file in sorted(temp.iterdir())}
         order = 1 + max((_order(other) for other in folder.glob("step_*")), default=0)
@@ -132,10 +139,10 @@ def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) 
         raise _damaged(path, STATE, str(error)) from None
     if state.get("version") != VERSION:
         raise CheckpointError(f"checkpoint {path}: {STATE} has version {state.get('version')}, not {VERSION}")
-    tensors: Tensors = {}
+    tensors: Tensors = defaultdict(dict)
     for file in sorted(path.glob("*.safetensors")):
         try:
-            tensors[file.stem] = load_file(file)
+            tensors[file.stem.partition("-")[0]].update(load_file(file))
         except (OSError, SafetensorError) as error:
             raise _damaged(path, file.name, _cause(error)) from None
     for stem, expected in (like or {}).items():
@@ -180,12 +187,12 @@ def prune(folder: Path, keep: int) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     parameters: Named,
-    collect: Callable[[Named], dict[str, Tensor]] = lambda named: {name: whole(t).detach().cpu() for name, t in named},
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    gathered: Callable[[Named], Any] = lambda named: {name: whole(tensor).detach().cpu() for name, tensor in named},
+) -> tuple[Any, dict[str, Any]]:
     """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for torch's AdamW: step, exp_avg, exp_avg_sq.
 
-    Sharded tensors (DTensor) are made whole by `collect`, so every rank must call; those in host memory are not copied.
-    Parameters without state are left out.
+    Sharded tensors (DTensor) are made whole by `gathered`, in which every rank must take part; what it gives is the
+    first part of the answer. Those in host memory are not copied. Parameters without state are left out.
     """
     names = {parameter: name for name, parameter in parameters}
 
@@ -196,7 +203,7 @@ def optimizer_tensors(
             for key, value in values.items():
                 yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
-    return collect(named()), {
+    return gathered(named()), {
         "class": type(optimizer).__name__,
         "lr": [group["lr"] for group in optimizer.param_groups],
     }
@@ -278,6 +285,18 @@ def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
+
+
+def _parts(named: Named) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if part and size + tensor.nbytes > PART:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    yield part
 
 
 def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:

@@ -54,6 +54,19 @@ def test_roundtrip_is_exact(tmp_path):
             assert after[stem][name].dtype == tensor.dtype and torch.equal(after[stem][name], tensor)
 
 
+def test_what_exceeds_a_file_goes_on_in_the_next(tmp_path, monkeypatch):
+    """Taken one by one from an iterator, as a sharded model is gathered; each part is guarded as a file of its own."""
+    monkeypatch.setattr(checkpoint, "PART", 100)
+    named = {f"layer.{i}": torch.full((10,), float(i)) for i in range(5)}
+    path = checkpoint.save(tmp_path, 1, {"model": iter(named.items()), "rng": {}}, {})
+    assert sorted(f.stem for f in path.glob("*.safetensors")) == ["model", "model-2", "model-3", "rng"]
+    after, _ = checkpoint.load(path, like={"model": named})
+    assert all(torch.equal(after["model"][name], tensor) for name, tensor in named.items())
+    (path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors"):
+        checkpoint.load(path)
+
+
 def test_same_content_has_the_same_manifest(tmp_path):
     one, two, other = (checkpoint.save(tmp_path / str(i), 1, tensors(seed), {}) for i, seed in enumerate([1, 1, 2]))
     files = [checkpoint._read_manifest(path)[0] for path in (one, two, other)]

@@ -86,6 +86,7 @@ def test_the_14b_recipe_stays_within_76_gib_of_a_card(gpus):
 def test_the_14b_recipe_stays_within_110_gib_of_host_memory():
     found = plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
     assert found.host_total <= 110.0 and not found.reasons()
+    assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
 
 
 def test_components_are_those_of_the_settings():
@@ -97,9 +98,9 @@ def test_components_are_those_of_the_settings():
     for bits in (24, 32):
         kept = plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
         assert kept["optimizer"] == pytest.approx(((bits - 16) / 8 + moments) * P)
-    plain = low_memory(optim__offload=False, optim__name="adamw", policy__kl_coef=0.01)
+    plain = low_memory(optim__offload=False, optim__name="adamw", policy__offload_reference=False)
     parts = plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
-    sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8, "step": 4}
+    sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
     assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
 
 
