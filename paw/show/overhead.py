@@ -20,14 +20,12 @@ Record = dict[str, Any]
 """A line of profile.csv: arm, repeat, phase, and what was measured."""
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
-PAPER_TIME, PAPER_MEMORY = "+2.1 %", "+2.4 %"
-"""What PaW adds to GRPO's step time and memory in the paper: ALFWorld, Qwen2.5-1.5B (Figure 5)."""
 
 
 def write_csv(path: Path, records: list[Record]) -> None:
     columns = dict.fromkeys(key for record in records for key in record)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(columns))
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
 
@@ -39,14 +37,11 @@ def pick(records: list[Record], arm: str, phases: Sequence[str], key: str = "sec
     return np.array([sum(record.get(key, 0.0) for record in own if record["repeat"] == r) for r in repeats])
 
 
-def mean_memory(records: list[Record], arm: str) -> float:
-    """Of an average moment after the rollout."""
-    seconds = [np.median(pick(records, arm, [phase])) for phase in STAGES]
-    return float(np.average([pick(records, arm, [phase], "mean_gib")[0] for phase in STAGES], weights=seconds))
-
-
-def peak_memory(records: list[Record], arm: str) -> float:
-    return max(pick(records, arm, [phase], "peak_gib")[0] for phase in STAGES)
+def memory_gib(records: list[Record], arm: str) -> tuple[float, float]:
+    """Peak, and average moment, after the rollout."""
+    keys = ("peak_gib", "mean_gib", "seconds")
+    peaks, means, seconds = ([np.median(pick(records, arm, [phase], key)) for phase in STAGES] for key in keys)
+    return float(max(peaks)), float(np.average(means, weights=seconds))
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
@@ -60,9 +55,8 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def table(records: list[Record]) -> Table:
-    """Medians over the repeats, and what the second arm adds in the median repeat."""
-    arms = list(dict.fromkeys(record["arm"] for record in records))
-    phases = [phase for phase in ("rollout", *STAGES) if any(record["phase"] == phase for record in records)]
+    """Medians over the repeats, what the second arm adds in the median repeat, and in Figure 5 (Qwen2.5-1.5B)."""
+    arms, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("arm", "phase"))
     step = "step" if "rollout" in phases else "after the rollout"
     shown = Table(*(Column(name, no_wrap=True) for name in ("", *arms, "PaW adds", "the paper")), box=SIMPLE)
 
@@ -72,17 +66,18 @@ def table(records: list[Record]) -> Table:
         added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if told else ""
         shown.add_row(label, f"{np.median(a):.3f}", f"{np.median(b):.3f}", added, paper)
 
-    def plain(label: str, form: str, values: list[float], paper: str = "") -> None:
+    def plain(label: str, form: str, values: Sequence[float], paper: str = "") -> None:
         a, b = values
         shown.add_row(label, form.format(a), form.format(b), f"{100 * b / a - 100:+.1f} %" if a else "", paper)
 
     for phase in phases:
         times(f"{phase}, s", [phase])
-    times(f"{step}, s", phases, paper=PAPER_TIME)
+    times(f"{step}, s", phases, paper="+2.1 %")
     times("update, CPU s", ["update"], "cpu_seconds")
     times(f"{step}, CPU s", phases, "cpu_seconds")
-    plain("peak memory, GiB", "{:.4g}", [peak_memory(records, arm) for arm in arms], PAPER_MEMORY)
-    plain("average memory, GiB", "{:.4g}", [mean_memory(records, arm) for arm in arms])
+    peaks, means = zip(*(memory_gib(records, arm) for arm in arms), strict=True)
+    plain("peak memory, GiB", "{:.4g}", peaks, "+2.4 %")
+    plain("average memory, GiB", "{:.4g}", means)
     plain("tokens processed", "{:,.0f}", [pick(records, arm, STAGES, "tokens")[0] for arm in arms])
     plain("live rows of the head", "{:.3f}", [pick(records, arm, STAGES, "live_frac")[0] for arm in arms])
     return shown
@@ -91,25 +86,22 @@ def table(records: list[Record]) -> Table:
 @styled
 def chart(records: list[Record], title: str) -> Figure:
     """Figure 5: seconds of a step by phase (medians), and memory, of both arms."""
-    arms = list(dict.fromkeys(record["arm"] for record in records))
+    arms, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("arm", "phase"))
     figure = Figure((7.2, 3.4))
     times, memory = figure.subplots(1, 2)
     bottom = np.zeros(2)
-    for phase in ("rollout", *STAGES):
-        heights = np.array([np.median(pick(records, arm, [phase])) for arm in arms])
-        if heights.any():
-            times.bar(arms, heights, 0.55, bottom, color=PHASES[phase], label=phase)
+    for phase in phases:
+        heights = [np.median(pick(records, arm, [phase])) for arm in arms]
+        times.bar(arms, heights, 0.55, bottom, color=PHASES[phase], label=phase)
         bottom += heights
     for place, total in enumerate(bottom):
         times.text(place, total, f"{total:.3g} s", ha="center", va="bottom", color=INK)
     times.set(ylabel="Time of a step (s)", ylim=(0, 1.12 * bottom.max()))
-    for shift, (label, read, colour) in enumerate((("peak", peak_memory, BLUE), ("average", mean_memory, SKY))):
-        heights = [read(records, arm) for arm in arms]
-        bars = memory.bar(np.arange(2) + 0.36 * shift - 0.18, heights, 0.33, color=colour, label=label)
+    peaks, means = zip(*(memory_gib(records, arm) for arm in arms), strict=True)
+    for shift, label, heights, colour in ((-0.18, "peak", peaks, BLUE), (0.18, "average", means, SKY)):
+        bars = memory.bar(np.arange(2) + shift, heights, 0.33, color=colour, label=label)
         memory.bar_label(bars, fmt="%.3g", color=INK)
-    memory.set_xticks(range(2), arms)
-    memory.set(ylabel="Memory after the rollout (GiB)")
-    memory.margins(y=0.12)
+    memory.set(xticks=range(2), xticklabels=arms, ylabel="Memory after the rollout (GiB)", ymargin=0.12)
     for axes in (times, memory):
         axes.tick_params(axis="x", labelcolor=INK)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, handlelength=1.0, columnspacing=0.9)

@@ -1,5 +1,4 @@
-"""`paw profile`: what PaW costs. Time by phase, peak and average memory of an update with and without the world model,
-on the same rollouts (the paper's Figure 5).
+"""`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
 
 Both arms are the stages of `train.update` on the same groups, interleaved in alternating order. The learning rate is 0:
 the optimizer does all its work and leaves the weights as they are, so every pass sees the same ones, and no copy to
@@ -7,14 +6,15 @@ restore them from sits in memory. Times come from passes that nothing watches, m
 """
 
 import gc
+import shutil
 import subprocess
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ from paw.errors import UserError
 from paw.experience.rollout import Rollouts
 from paw.learner.sync import push_weights
 from paw.run import Run, open_run
+from paw.show.fit import changed
 from paw.show.overhead import STAGES, Record, chart, pick, table, write_csv
 from paw.show.recorded import random_groups, random_model, read_groups
 from paw.train import learn, weigh
 from paw.types import Group
-
-Meter = Callable[[str], AbstractContextManager[Any]]
-"""Makes the context that a phase of a pass runs in."""
 
 
 def profile(
@@ -65,13 +63,10 @@ def profile(
         raise UserError(f"--out {out}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
         model = random_model(config, Path(scratch) / "model") if synthetic else config.model.path
-        arms = make_arms(_changed(config, run={"dir": Path(scratch), "trackers": []}, model={"path": model}))
+        arms = make_arms(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
         with open_run(list(arms.values())[-1]) as run:
             played: dict[str, Record] = {}
-            if rollouts or synthetic:
-                groups = read_groups(rollouts, run) if rollouts else random_groups(run)
-            else:
-                groups = play(run, played)
+            groups = read_groups(rollouts, run) if rollouts else random_groups(run) if synthetic else play(run, played)
             turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
             about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": _commit()}
             about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
@@ -86,9 +81,10 @@ def profile(
 
 
 def make_arms(config: Config) -> dict[str, Config]:
-    """The recipe without and with the world model, under the names that the table and the chart show."""
-    name, still = config.advantage.estimator.upper(), _changed(config, optim={"lr": 0.0})
-    return {name: _changed(still, wm={"enabled": False}), f"{name} + PaW": still}
+    """The recipe without and with the world model, as table and chart name them; lr 0, which no recipe may have."""
+    name, still = config.advantage.estimator.upper(), config.optim.model_copy(update={"lr": 0.0})
+    off, on = (changed(config, {"wm.enabled": wm}).model_copy(update={"optim": still}) for wm in (False, True))
+    return {name: off, f"{name} + PaW": on}
 
 
 def play(run: Run, found: dict[str, Record]) -> list[Group]:
@@ -105,11 +101,10 @@ def measure(
     run: Run, arms: dict[str, Config], groups: list[Group], played: dict[str, Record], *, repeats: int
 ) -> list[Record]:
     """A record for each arm, repeat and phase; the rollout, `played` once, is the same in all."""
-    fixed: dict[str, dict[str, Record]] = {}
+    fixed: dict[str, dict[str, Record]] = {name: defaultdict(dict) for name in arms}
     for name, config in arms.items():
-        fixed[name] = {phase: {} for phase in (*played, *STAGES)}
-        metrics = one_pass(run, config, groups, partial(counted, run, fixed[name]))  # makes the optimizer's state too
-        one_pass(run, config, groups, partial(memory, run, fixed[name]))
+        one_pass(run, config, groups, nullcontext)  # makes the optimizer's state
+        metrics = one_pass(run, config, groups, partial(memory, run, fixed[name]))
         fixed[name]["update"]["live_frac"] = metrics.get("world/live_frac", 0.0)
     records: list[Record] = []
     for repeat in range(1, repeats + 1):
@@ -123,8 +118,10 @@ def measure(
     return records
 
 
-def one_pass(run: Run, config: Config, groups: list[Group], meter: Meter) -> dict[str, float]:
-    """What `train.update` does after the rollout, with the arm's `config`; returns the metrics of learning."""
+def one_pass(
+    run: Run, config: Config, groups: list[Group], meter: Callable[[str], AbstractContextManager[Any]]
+) -> dict[str, float]:
+    """What `train.update` does after the rollout, each phase in its `meter`; returns the metrics of learning."""
     run.config = config
     run.metrics.clear()
     run.engine.sleep()
@@ -149,26 +146,16 @@ def timed(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
 
 
 @contextmanager
-def counted(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
-    """Tokens that go through the policy's decoder, padding included."""
-    sizes: list[int] = []
-
-    def count(_: Any, __: Any, options: dict[str, Any]) -> None:
-        sizes.append(options["input_ids"].numel())
-
-    hook = run.policy.lm.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
-    yield
-    hook.remove()
-    found[phase]["tokens"] = sum(sizes)
-
-
-@contextmanager
 def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
-    """Peak and time-averaged GiB of tensors, weights and optimizer state included; nothing outside torch's allocator.
+    """Tokens through the policy's decoder, padding included; peak and time-averaged GiB of all tensors.
 
     On CUDA the allocator's own peak, and samples of it every 5 ms. On a CPU every allocation and release of torch's
     allocator, from torch's profiler (which slows the pass), on top of the weights and the optimizer's state.
     """
+    tokens: list[int] = []
+    hook = run.policy.lm.get_decoder().register_forward_pre_hook(
+        lambda _, __, options: tokens.append(options["input_ids"].numel()), with_kwargs=True
+    )
     if run.policy.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         samples, done = [torch.cuda.memory_allocated()], threading.Event()
@@ -183,18 +170,18 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
         torch.cuda.synchronize()
         done.set()
         watcher.join()
-        peak, mean = torch.cuda.max_memory_allocated(), float(np.mean(samples))
+        peak, mean = torch.cuda.max_memory_allocated(), np.mean(samples)
     else:
         before = _held(run)
-        seen = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        seen: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         with seen:
             yield
-        kineto: Any = seen.kineto_results
-        events = sorted(kineto.events(), key=lambda event: event.start_ns())
-        held = list(accumulate((e.nbytes() if e.name() == "[memory]" else 0 for e in events), initial=before))
-        spans = [max(0, b.start_ns() - a.start_ns()) for a, b in pairwise(events)]
-        peak, mean = max(held), float(np.average(held[1:-1], weights=spans)) if sum(spans) else float(before)
-    found[phase] |= {"peak_gib": peak / 2**30, "mean_gib": mean / 2**30}
+        events = sorted(seen.kineto_results.events(), key=lambda event: event.start_ns())
+        held = before + np.cumsum([0, *(event.nbytes() if event.name() == "[memory]" else 0 for event in events)])
+        spans = np.diff([event.start_ns() for event in events])
+        peak, mean = held.max(), np.average(held[1:-1], weights=spans) if spans.any() else before
+    hook.remove()
+    found[phase] |= {"tokens": sum(tokens), "peak_gib": peak / 2**30, "mean_gib": mean / 2**30}
 
 
 def write_traces(run: Run, arms: dict[str, Config], groups: list[Group], out: Path) -> None:
@@ -212,13 +199,6 @@ def write_traces(run: Run, arms: dict[str, Config], groups: list[Group], out: Pa
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """A copy with some keys set, unchecked: no recipe may have lr = 0."""
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    )
-
-
 def _held(run: Run) -> int:
     """Bytes of the weights and of the optimizer's state."""
     states = [value for state in run.optimizer.state.values() for value in state.values()]
@@ -227,7 +207,5 @@ def _held(run: Run) -> int:
 
 
 def _commit() -> str:
-    with suppress(FileNotFoundError):
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return ""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""

@@ -4,11 +4,10 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paw.config import Config
 from paw.errors import UserError
@@ -33,9 +32,9 @@ def read_groups(path: Path, run: Run) -> list[Group]:
             turn = Turn(**{**told, "outcome": Outcome(**told["outcome"])})
             if not turn.response_ids or max(turn.prompt_ids + turn.response_ids) >= len(run.policy.head_weight):
                 raise ValueError("token ids of another model")
-            if step == 0 and (not groups or groups[-1].task != task):
-                groups.append(Group(task, [], place=len(groups)))
             if step == 0:
+                if not groups or groups[-1].task != task:
+                    groups.append(Group(task, [], place=len(groups)))
                 groups[-1].trajectories.append(Trajectory(task, member))
             groups[-1].trajectories[-1].turns.append(turn)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -48,9 +47,8 @@ def read_groups(path: Path, run: Run) -> list[Group]:
 def random_groups(run: Run) -> list[Group]:
     """Random tokens in the sizes of ALFWorld play under the recipe's limits.
 
-    Prompts N(0.22, 0.04) of max_prompt_tokens and observations of 9 + Exp(11) tokens are what searching play of the
-    generated full-size games gives with Qwen2's pre-tokenizer (450 and 20). Responses, a log-normal around 0.2 of
-    max_response_tokens (100), and 40 % of episodes that end early, at any turn, are assumptions.
+    Prompts and observations have the lengths that searching play of the generated full-size games gives (450 and 20
+    tokens of Qwen2's pre-tokenizer). Responses, and 40 % of episodes that end early, at any turn, are assumptions.
     """
     config, vocabulary = run.config, len(run.policy.head_weight)
     rng = np.random.default_rng(config.run.seed)
@@ -77,8 +75,8 @@ def random_groups(run: Run) -> list[Group]:
     for place in range(config.rollout.tasks):
         group = Group(Task(f"random/{place}", "random"), [], place)
         for member in range(config.rollout.group_size):
-            won, last = bool(rng.random() < 0.4), config.env.max_turns - 1
-            last = int(rng.integers(last + 1)) if won else last
+            won = bool(rng.random() < 0.4)
+            last = int(rng.integers(config.env.max_turns)) if won else config.env.max_turns - 1
             turns = [turn(won=won and step == last, done=step == last) for step in range(last + 1)]
             group.trajectories.append(Trajectory(group.task, member, turns))
         groups.append(group)
@@ -98,8 +96,8 @@ def random_model(config: Config, folder: Path) -> str:
         lm = quickstart.build_model(tokenizer, config.warmup)
     else:
         shape = shape_of(config.model.path)
-        kind: Any = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
-        settings = kind(
+        settings = AutoConfig.for_model(
+            "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama",
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
             intermediate_size=shape.intermediate,
