@@ -36,7 +36,14 @@ from paw.types import Group
 
 
 def profile(
-    recipe: str, overrides: dict[str, str], *, repeats: int, out: Path, rollouts: Path | None, synthetic: bool, trace: bool
+    recipe: str,
+    overrides: dict[str, str],
+    *,
+    repeats: int,
+    out: Path,
+    rollouts: Path | None,
+    synthetic: bool,
+    trace: bool,
 ) -> int:
     """Measure both arms `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
 
