@@ -4,24 +4,25 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from paw.config import Config, load, validate
+from paw.config import Config, known_keys, load, validate
 from paw.errors import UserError
 from paw.show.plan import GIB, MFU, USABLE, Plan, plan
 from paw.show.shapes import Shape, shape_of
 
-BASE = "alfworld-gigpo-paw"
-"""What `--model` alone plans for."""
-LADDER: tuple[dict[str, Any], ...] = (
+BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
+Change = dict[str, Any]  # values by dotted key
+LADDER: tuple[Change, ...] = (
     {"model.checkpointing": "selective"},
     {"model.checkpointing": "full"},
     {"rollout.sleep_level": 2},
@@ -36,11 +37,10 @@ LADDER: tuple[dict[str, Any], ...] = (
 )
 """Changes that save memory, each on top of those before it, cheapest in time first. The last two change what is
 learnt: no reference model, and adapters instead of all weights."""
-OFFLOADS = ("policy.offload_reference", "optim.offload", "model.offload_activations")
+OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
 """Those that take host memory: each rung is tried without one of them as well."""
-STRENGTH = {"none": 0, "selective": 1, "full": 2}
-SHARES = [share / 20 for share in range(18, 1, -1)]
-"""Of the card for vLLM, tried where the configured share does not fit."""
+SHARE = "rollout.gpu_memory_utilization"
+SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
 
 
 @dataclass(frozen=True)
@@ -61,96 +61,71 @@ class Fit:
 def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Fit:
     """Climb the ladder until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, host_gib."""
 
-    def climb(changes: list[dict[str, Any]]) -> Plan:
-        together = {key: value for change in changes for key, value in change.items()}
-        return _with_engine_share(changed(config, together), shape, pinned, machine)
+    def climb(changes: Sequence[Change]) -> Plan:
+        """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
+        first = plan(changed(config, *changes), shape, **machine)
+        if first.config.rollout.engine != "vllm" or SHARE in pinned or not first.reasons():
+            return first
+        usable, need = USABLE * first.gpu_gib, first.kv_needed()
+        plans = (plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
+        return next((p for p in plans if sum(p.phases["rollout"].values()) <= usable and p.kv_tokens >= need), first)
 
-    rungs, applied = [("as configured", climb([]))], []
+    best, applied = climb([]), []
+    rungs = [("as configured", best)]
     for change in LADDER:
-        if not rungs[-1][1].reasons():
+        if not best.reasons():
             break
-        if set(pinned) & change.keys() or not _saves(rungs[-1][1].config, change):
+        if set(pinned) & change.keys() or not _saves(best.config, change):
             continue
         more = [*applied, change]
-        tried = [more, *(_without(more, key) for key in OFFLOADS if any(key in other for other in more))]
+        tried = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
         try:
             plans = [(climb(changes), changes) for changes in tried]
         except UserError:  # it needs a change to a pinned key
             continue
         best, applied = next((pair for pair in plans if not pair[0].reasons()), plans[0])
         rungs.append((", ".join(f"{key} = {value}" for key, value in change.items()), best))
-    best = rungs[-1][1]
     for change in reversed(applied) if not best.reasons() else ():
         with suppress(UserError):  # one change may need another
-            fewer = climb([other for other in applied if other is not change])
+            fewer = climb(_without(applied, change))
             if not fewer.reasons() and fewer.step_s <= best.step_s:
-                applied, best = [other for other in applied if other is not change], fewer
+                best, applied = fewer, _without(applied, change)
     if best is not rungs[-1][1]:
         rungs.append(("only what is needed", best))
     return Fit(rungs)
 
 
-def _without(changes: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    return [change for change in changes if key not in change]
+def _without(changes: list[Change], one: Change) -> list[Change]:
+    return [change for change in changes if change is not one]
 
 
-def _saves(config: Config, change: dict[str, Any]) -> bool:
-    """Whether a rung asks for less memory than the configuration takes anyway."""
-    for key, value in change.items():
-        now = get(config, key)
-        if key == "model.checkpointing":
-            return STRENGTH[value] > STRENGTH[now]
-        if key == "optim.micro_batch_tokens":
-            return value < now
-        if key == "rollout.sleep_level" and config.rollout.engine != "vllm":
-            return False
-        if key == "policy.offload_reference" and not config.policy.kl_coef:
-            return False
-        if key == "policy.kl_coef":
-            return now > 0 and not config.lora.rank
-        if key == "lora.rank":
-            return not now
-        if value != now:
-            return True
-    return False
-
-
-def _with_engine_share(config: Config, shape: Shape, pinned: Collection[str], machine: dict[str, Any]) -> Plan:
-    """The plan with vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
-    first = plan(config, shape, **machine)
-    key = "rollout.gpu_memory_utilization"
-    if config.rollout.engine != "vllm" or key in pinned or not first.reasons():
-        return first
-    plans = (plan(changed(config, {key: share}), shape, **machine) for share in SHARES)
-    usable = USABLE * first.gpu_gib
-    return next(
-        (p for p in plans if sum(p.phases["rollout"].values()) <= usable and p.kv_tokens >= first.kv_needed()), first
-    )
+def _saves(config: Config, change: Change) -> bool:
+    """Whether a rung asks for less memory than the configuration takes anyway; its first key decides."""
+    key, value = next(iter(change.items()))
+    if key == "optim.micro_batch_tokens":
+        return value < config.optim.micro_batch_tokens
+    useless = {
+        "model.checkpointing": config.model.checkpointing == "full",
+        "rollout.sleep_level": config.rollout.engine != "vllm",
+        "policy.offload_reference": not config.policy.kl_coef,
+        "policy.kl_coef": config.lora.rank > 0,
+        "lora.rank": config.lora.rank > 0,
+    }
+    return get(config, key) != value and not useless.get(key, False)
 
 
 def get(config: Config, key: str) -> Any:
-    section, leaf = key.split(".")
-    return getattr(getattr(config, section), leaf)
+    return attrgetter(key)(config)
 
 
-def changed(config: Config, change: dict[str, Any]) -> Config:
+def changed(config: Config, *changes: Change) -> Config:
     """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    for key, value in change.items():
-        section, leaf = key.split(".")
-        tree.setdefault(section, {})[leaf] = value
+    for change in changes:
+        for key, value in change.items():
+            section, leaf = key.split(".")
+            tree.setdefault(section, {})[leaf] = value
     return validate(tree, origin="paw plan")
-
-
-def differences(before: Config, after: Config) -> dict[str, Any]:
-    """Dotted keys whose values differ, with those of `after`."""
-    trees = before.model_dump(), after.model_dump()
-    return {
-        f"{section}.{leaf}": value
-        for section, table in trees[1].items()
-        for leaf, value in table.items()
-        if value != trees[0][section][leaf]
-    }
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None) -> None:
@@ -186,13 +161,10 @@ def check_fits(config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_
     if not reasons:
         return
     found = fit(config, shape, **machine)
-    words = " ".join(f"--{key} {_word(value)}" for key, value in differences(config, found.best.config).items())
+    differing = [key for key in known_keys() if get(found.best.config, key) != get(config, key)]
+    words = " ".join(f"--{key} {str(get(found.best.config, key)).lower()}" for key in differing)
     advice = f"what fits: {words}" if found.fits else "nothing tried fits; use more GPUs or a smaller model"
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,8 +196,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.json:
         print(json.dumps(summary(found.best), indent=1))
     else:
-        for table in tables(found):
-            Console().print(table)
+        Console().print(*tables(found))
         print(f"card by its memory; {MFU:.0%} of its peak in training, its bandwidth in decoding: a prediction")
     return 0 if found.fits else 1
 
@@ -244,30 +215,26 @@ def summary(found: Plan) -> dict[str, Any]:
         "host": {phase: rounded(parts) for phase, parts in found.host.items()},
         "step_s": round(found.step_s, 1),
         "seconds": rounded(found.seconds),
-        "settings": {key: get(found.config, key) for key in sorted(_tunable())},
+        "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*LADDER))},
         "reasons": found.reasons(),
     }
 
 
-def _tunable() -> set[str]:
-    return {key for change in LADDER for key in change} | {"rollout.gpu_memory_utilization"}
-
-
 def tables(found: Fit) -> Iterator[Table]:
     """The ladder as far as it was climbed, and the components of its last rung by phase."""
+
+    def numbers(names: Iterable[str]) -> list[Column]:
+        return [Column(name, justify="right") for name in names]
+
     best = found.best
-    ladder = Table(title=f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB")
-    for column in ("settings", "GPU GiB", "host GiB", "update s", "fits"):
-        ladder.add_column(column, justify="left" if column in ("settings", "fits") else "right")
+    title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
+    ladder = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
     for label, rung in found.rungs:
         verdict = "no" if rung.reasons() else "yes"
         ladder.add_row(label, f"{rung.peak:.1f}", f"{rung.host_total:.1f}", f"{rung.step_s:.0f}", verdict)
     yield ladder
     for title, phases in (("GiB of one GPU", best.phases), ("GiB of host memory", best.host)):
-        by_phase = Table(title=title)
-        by_phase.add_column("component")
-        for phase in phases:
-            by_phase.add_column(phase, justify="right")
+        by_phase = Table("component", *numbers(phases), title=title)
         for part in dict.fromkeys(part for parts in phases.values() for part in parts):
             by_phase.add_row(part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values()))
         by_phase.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))

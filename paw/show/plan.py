@@ -1,8 +1,7 @@
 """What a configuration needs, by arithmetic: GPU and host memory by component, seconds of an update. Loads no torch.
 
-Memory is that of one GPU, N of them. P parameters, of which B in decoder layers (L in one) and R outside; V vocabulary,
-D hidden size; T tokens of a micro-batch. `c` bytes an element in the forward pass, `w` of a stored weight, `g` of its
-gradient. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
+Memory is that of one GPU, N of them; T tokens of a micro-batch; `c` bytes an element in the forward pass, `w` of a
+stored weight. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
 `bench/memory.py` holds the update and the step against a simulated one (docs/memory.md). The rest is stated assumption.
 """
 
@@ -12,42 +11,33 @@ from paw.config import Config
 from paw.show.shapes import Shape
 
 GIB = 2**30
-USABLE = 0.95
-"""Share of a GPU's memory to plan with: 76 of 80."""
-OVERHEAD = 1.5 * GIB
-"""CUDA context, library workspaces, what the allocator loses to fragments."""
-ENGINE_WORK = 2.0 * GIB
-"""Of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache."""
-ENGINE_ASLEEP = 1.0 * GIB
-"""What a sleeping vLLM leaves on the card."""
-ENGINE_ROWS = 8
-"""Sequences of full length that the KV cache should at least hold."""
-HOST_PROCESS = 6.0 * GIB
-"""One trainer process with torch, CUDA and vLLM loaded."""
-PINNED = 2.0
-"""torch rounds a tensor of page-locked memory up to a power of two; the optimizer's state goes around that."""
-SLAB = 2.0 * GIB
-"""Granularity of the optimizer's state in host memory (paw.learner.host)."""
-CHECKPOINT_PART = 4.0 * GIB
-"""What rank 0 gathers before it writes a file of a checkpoint (paw.trust.checkpoint)."""
+USABLE = 0.95  # share of a GPU's memory to plan with: 76 of 80
+OVERHEAD = 1.5 * GIB  # CUDA context, library workspaces, what the allocator loses to fragments
+ENGINE_WORK = 2.0 * GIB  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
+ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
+ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
+HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
+PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state goes around that
+SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.learner.host)
+CHECKPOINT_PART = 4.0 * GIB  # what rank 0 gathers before it writes a file of a checkpoint (paw.trust.checkpoint)
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
 """flash-adamw: two 8-bit moments with a 16-bit scale for every 32; the further bits of the weight come to that."""
 
 CARDS = {
-    24: (165e12, 1.0e12),
-    40: (312e12, 1.6e12),
-    48: (362e12, 0.86e12),
-    80: (989e12, 3.35e12),
-    141: (989e12, 4.8e12),
-    192: (2250e12, 8.0e12),
+    24: (165e12, 1.0e12),  # RTX 4090
+    40: (312e12, 1.6e12),  # A100
+    48: (362e12, 0.86e12),  # L40S
+    80: (989e12, 3.35e12),  # H100
+    141: (989e12, 4.8e12),  # H200
+    192: (2250e12, 8.0e12),  # B200
 }
-"""Dense bf16 FLOP/s and bytes/s by GiB of the card: RTX 4090, A100, L40S, H100, H200, B200."""
-MFU, DECODE_SHARE, PCIE = 0.40, 0.50, 25e9
-"""Share of the peak that training and prefill reach; of the bandwidth in decoding; bytes/s to host memory."""
-FULLNESS = 0.5
-"""Turns, prompts and responses are this share of their limits (step time only)."""
+"""GB of a card: its dense bf16 FLOP/s and bytes/s."""
+MFU = 0.40  # share of the FLOP/s that training and prefill reach
+DECODE_SHARE = 0.50  # of the bytes/s in decoding
+PCIE = 25e9  # bytes/s to host memory
+FULLNESS = 0.5  # turns, prompts and responses are this share of their limits (step time only)
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class Plan:
         if self.host_gib is not None and self.host_total > self.host_gib:
             found.append(f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}")
         if self.kv_tokens < need:
-            found.append(f"the KV cache holds {max(0, round(self.kv_tokens)):,} tokens, {rows} sequences have {need:,}")
+            found.append(f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {need:,}")
         return found
 
 
@@ -103,7 +93,7 @@ def plan(config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: f
         {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
         for sizes in (model.phases(), model.host())
     )
-    kv_tokens = model.vllm_cache() / shape.kv_bytes if model.vllm else float("inf")
+    kv_tokens = model.engine()["KV cache"] / shape.kv_bytes if model.vllm else float("inf")
     return Plan(config, phases, host, model.seconds(), gpus, gpu_gib, host_gib, kv_tokens)
 
 
@@ -112,8 +102,8 @@ class _Model:
 
     def __init__(self, config: Config, shape: Shape, gpus: int, gpu_gib: float) -> None:
         self.config, self.shape, self.N, self.gpu_gib = config, shape, gpus, gpu_gib
-        self.vllm, flash, self.lora = config.rollout.engine == "vllm", config.optim.name == "flash-adamw", config.lora
-        self.T = config.optim.micro_batch_tokens
+        self.lora, self.T = config.lora, config.optim.micro_batch_tokens
+        self.vllm, flash = config.rollout.engine == "vllm", config.optim.name == "flash-adamw"
         self.c = 2 if config.model.dtype == "bfloat16" else 4
         # flash-adamw and LoRA store weights as the forward pass reads them, adamw in float32.
         self.w = self.c if flash or self.lora.rank else 4
@@ -126,7 +116,7 @@ class _Model:
         if self.lora.rank:
             sizes = [sum(shape.linears[name]) for name in self.lora.targets if name in shape.linears]
             self.trained = self.lora.rank * sum(sizes) * shape.layers
-        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if flash else 8  # a parameter
+        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if flash else 8  # of one parameter
         self.optimizer = self.state * self.trained / gpus
         # With LoRA the reference is the policy without its adapters.
         self.reference = self.whole / gpus if config.policy.kl_coef and not self.lora.rank else 0
@@ -180,7 +170,7 @@ class _Model:
         one = saved * ((mode != "none") + offloaded) + 2 * c * s.intermediate * T
         tail = (4 + self.stream + c) * s.hidden * T  # of the last norm
         gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
-        lasting = self.copies if mode == "none" else 0  # else they last until the forward ends
+        lasting = self.copies if mode == "none" else 0  # only then they outlive the forward pass
         results, workspace = self.head()
         head_g = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
         per_layer = 2 * c * s.layer if sharded else 0  # gathered, and the buffer it came in, or the next one
@@ -200,15 +190,12 @@ class _Model:
         """Awake, on one card: its weights and KV cache. `transformers` alone on the card plays on the policy's."""
         rollout, s = self.config.rollout, self.shape
         if self.vllm:
-            return {"engine": self.c * s.parameters + ENGINE_WORK, "KV cache": max(0.0, self.vllm_cache())}
+            taken = self.c * s.parameters + ENGINE_WORK
+            share = rollout.gpu_memory_utilization * self.gpu_gib * GIB
+            return {"engine": taken, "KV cache": max(0.0, share - taken)}
         longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
         cache = s.kv_bytes * self.c / 2 * rollout.max_batch_tokens * longer
         return {"engine": self.whole if self.N > 1 else 0, "KV cache": cache}
-
-    def vllm_cache(self) -> float:
-        """May be negative, where vLLM's share does not even hold the weights."""
-        share = self.config.rollout.gpu_memory_utilization * self.gpu_gib * GIB
-        return share - self.c * self.shape.parameters - ENGINE_WORK
 
     def phases(self) -> dict[str, dict[str, float]]:
         """The components of each phase on one GPU."""
@@ -217,8 +204,8 @@ class _Model:
         weights = {"weights": (self.whole + adapters) / self.N, "optimizer": 0 if optim.offload else self.optimizer}
         resident = weights | {"reference": 0 if offloaded else self.reference}
         training = resident | {"gradients": self.gradients()}
-        overhead = {"overhead": OVERHEAD}
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else self.engine()["engine"]} | overhead
+        awake = self.engine() | {"overhead": OVERHEAD}
+        asleep = {"engine": ENGINE_ASLEEP if self.vllm else awake["engine"], "overhead": OVERHEAD}
         # Alone, an offloaded reference visits the card; with several it comes layer by layer.
         scoring = weights | {"reference": 0 if offloaded and self.N > 1 else self.reference}
         forward = self.layer_saved() + self.copies + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
@@ -226,7 +213,7 @@ class _Model:
         # The step: the state of one parameter at a time, where it is offloaded.
         step = self.state * s.embedding / self.N if optim.offload else 0
         return {
-            "rollout": resident | self.engine() | overhead,
+            "rollout": resident | awake,
             "score": scoring | {"activations": forward} | asleep,
             "update": training | {"activations": activations, "head": head} | asleep,
             "step": training | {"step": step} | asleep,
@@ -255,8 +242,8 @@ class _Model:
     def seconds(self) -> dict[str, float]:
         """One update by roofline: MFU of the peak in training and prefill, decoding by bandwidth."""
         config, s, limits = self.config, self.shape, self.config.rollout
-        peak, bandwidth = CARDS[min(CARDS, key=lambda size: abs(size - self.gpu_gib))]
-        rate, bandwidth = peak * MFU, bandwidth * DECODE_SHARE
+        flops, bandwidth = CARDS[min(CARDS, key=lambda size: abs(size - self.gpu_gib))]
+        rate, bandwidth = flops * MFU, bandwidth * DECODE_SHARE
         prompt, response = FULLNESS * limits.max_prompt_tokens, FULLNESS * limits.max_response_tokens
         length = prompt + response
         episodes = limits.tasks * limits.group_size

@@ -66,25 +66,17 @@ class Shape:
         return 2 * 2 * self.layers * self.keys
 
 
-def _qwen25(vocabulary: int, D: int, F: int, layers: int, heads: int, kv: int, size: int, *, tied: bool) -> Shape:
-    return Shape(vocabulary, D, F, layers, heads, kv, size, tied=tied, qkv_bias=True)
-
-
-def _qwen3(D: int, F: int, layers: int, heads: int, *, tied: bool) -> Shape:
-    return Shape(151936, D, F, layers, heads, 8, 128, tied=tied, qk_norm=True)
-
-
 SHAPES = {
-    "Qwen2.5-0.5B": _qwen25(151936, 896, 4864, 24, 14, 2, 64, tied=True),
-    "Qwen2.5-1.5B": _qwen25(151936, 1536, 8960, 28, 12, 2, 128, tied=True),
-    "Qwen2.5-3B": _qwen25(151936, 2048, 11008, 36, 16, 2, 128, tied=True),
-    "Qwen2.5-7B": _qwen25(152064, 3584, 18944, 28, 28, 4, 128, tied=False),
-    "Qwen2.5-14B": _qwen25(152064, 5120, 13824, 48, 40, 8, 128, tied=False),
-    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
-    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
-    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
-    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
-    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "Qwen2.5-0.5B": Shape(151936, 896, 4864, 24, 14, 2, 64, tied=True, qkv_bias=True),
+    "Qwen2.5-1.5B": Shape(151936, 1536, 8960, 28, 12, 2, 128, tied=True, qkv_bias=True),
+    "Qwen2.5-3B": Shape(151936, 2048, 11008, 36, 16, 2, 128, tied=True, qkv_bias=True),
+    "Qwen2.5-7B": Shape(152064, 3584, 18944, 28, 28, 4, 128, tied=False, qkv_bias=True),
+    "Qwen2.5-14B": Shape(152064, 5120, 13824, 48, 40, 8, 128, tied=False, qkv_bias=True),
+    "Qwen3-0.6B": Shape(151936, 1024, 3072, 28, 16, 8, 128, tied=True, qk_norm=True),
+    "Qwen3-1.7B": Shape(151936, 2048, 6144, 28, 16, 8, 128, tied=True, qk_norm=True),
+    "Qwen3-4B": Shape(151936, 2560, 9728, 36, 32, 8, 128, tied=True, qk_norm=True),
+    "Qwen3-8B": Shape(151936, 4096, 12288, 36, 32, 8, 128, tied=False, qk_norm=True),
+    "Qwen3-14B": Shape(151936, 5120, 17408, 40, 40, 8, 128, tied=False, qk_norm=True),
     "Llama-3.2-3B": Shape(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
 }
 """By the name that Hugging Face names start with: no download needed."""
@@ -101,9 +93,9 @@ def shape_of(model: str | Path) -> Shape:
             return from_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
         except ValueError as error:
             raise UserError(f"{path}: cannot be read ({error})") from None
-    name = str(model).rpartition("/")[2]
+    name = str(model).rpartition("/")[2] + "-"
     for known, shape in SHAPES.items():
-        if name == known or name.startswith(f"{known}-"):
+        if name.startswith(f"{known}-"):
             return shape
     try:
         from transformers import AutoConfig
