@@ -47,7 +47,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face name or folder, or "quickstart": a small Qwen2 made on the spot (see `warmup`)."""
+    """Hugging Face name or folder, or "quickstart": a small Qwen3 made on the spot (see `warmup`)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     checkpointing: Literal["none", "selective", "full"] = "none"
