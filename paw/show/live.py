@@ -57,24 +57,21 @@ class LiveView:
         self.mode = mode if mode != "auto" else "live" if fits else "plain"
         self.total, self.step = total, start
         self._metrics: dict[str, Any] = {}
-        self._eval: tuple[int, dict[str, Any]] | None = None
+        self._eval: list[str] = []
         self._trend: dict[str, deque[float]] = {name: deque(maxlen=24) for name in ("reward/mean", "success/all")}
         self._seconds: deque[float] = deque(maxlen=10)
         self._began = self._last = time.monotonic()
         self._unicode = self.console.encoding.lower().startswith("utf")
-        self._live: Live | None = None
         self._phase = ""
+        self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=2)
 
     def __enter__(self) -> Self:
         if self.mode == "live":
-            self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=2)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
     def header(self, lines: Iterable[str]) -> None:
         """Lines said once, when training begins: recipe, model, device. The first update's time counts from here."""
@@ -106,13 +103,14 @@ class LiveView:
         if self._seconds:
             left = sum(self._seconds) / len(self._seconds) * (self.total - step)
             self._metrics |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
-        evaluation = {name.removeprefix("eval/"): v for name, v in self._metrics.items() if name.startswith("eval/")}
-        if evaluation:
-            self._eval = step, evaluation
+        names = [name for name in self._metrics if name.startswith("eval/success")]
+        if names:
+            shares = {name: name.removeprefix("eval/").removeprefix("success_") + " {:.1%}" for name in names}
+            self._eval = [*self._texts(shares), f"at update {step}"]
         for name, values in self._trend.items():
             if name in self._metrics:
                 values.append(self._metrics[name])
-        if self._live is not None:
+        if self._live.is_started:
             self._live.refresh()
         elif self.mode == "plain":
             done = f"step {self.step:>{len(str(self.total))}}/{self.total}"
@@ -120,7 +118,8 @@ class LiveView:
 
     def _texts(self, forms: dict[str, str]) -> list[str]:
         """The metrics that are there, each as its form writes it."""
-        return [form.format(self._metrics[name]) for name, form in forms.items() if name in self._metrics]
+        texts = [form.format(self._metrics[name]) for name, form in forms.items() if name in self._metrics]
+        return texts if self._unicode else [text.replace("λ", "lambda") for text in texts]
 
     def _frame(self) -> Group:
         elapsed = str(timedelta(seconds=int(time.monotonic() - self._began)))
@@ -135,28 +134,22 @@ class LiveView:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
-        for label, parts, style in self._rows():
+
+        def row(label: str, *parts: str, style: str = "") -> None:
             if any(parts):
                 table.add_row(label, Text("  ".join(filter(None, parts)), style=style))
-        return Group(bar, table)
 
-    def _rows(self) -> list[tuple[str, list[str], str]]:
-        by_kind = {n: n.removeprefix("success/") + " {:.0%}" for n in self._metrics if n.startswith("success/")}
-        by_kind.pop("success/all", None)
-        at, evaluation = self._eval or (0, {})
-        shares = [f"{n.removeprefix('success_')} {v:.1%}" for n, v in evaluation.items() if n.startswith("success")]
-        rows = {label: self._texts(forms) for label, forms in ROWS.items()}
-        if not self._unicode:
-            rows["world"] = [text.replace("λ", "lambda") for text in rows["world"]]
+        row("reward", *self._texts({"reward/mean": "{:<6.3g}"}), self._spark("reward/mean"), style="bold")
+        success = self._texts({"success/all": "{:<6.1%}"})
+        row("success", *success, self._spark("success/all", top=1.0), style="bold green")
+        kinds = [name for name in self._metrics if name.startswith("success/") and name != "success/all"]
+        row("by kind", *self._texts({name: name.removeprefix("success/") + " {:.0%}" for name in kinds}))
+        row("eval", *self._eval, style="cyan")
+        for label, forms in ROWS.items():
+            row(label, *self._texts(forms))
         trouble = {name: form for name, form in TROUBLE.items() if self._metrics.get(name)}
-        return [
-            ("reward", [*self._texts({"reward/mean": "{:<6.3g}"}), self._spark("reward/mean")], "bold"),
-            ("success", [*self._texts({"success/all": "{:<6.1%}"}), self._spark("success/all", top=1.0)], "bold green"),
-            ("by kind", self._texts(by_kind), ""),
-            ("eval", [*shares, f"at update {at}"] if evaluation else [], "cyan"),
-            *((label, texts, "") for label, texts in rows.items()),
-            ("trouble", self._texts(trouble), "yellow"),
-        ]
+        row("trouble", *self._texts(trouble), style="yellow")
+        return Group(bar, table)
 
     def _spark(self, name: str, top: float | None = None) -> str:
         """The last values as little bars, from 0 (or the lowest, if below) to `top` or the highest."""

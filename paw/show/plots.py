@@ -41,43 +41,29 @@ STYLE: Any = {
 styled = matplotlib.rc_context(STYLE)
 
 
-def smoothing_window(count: int) -> int:
-    """Updates in the moving mean of a curve of `count` updates."""
-    return max(1, min(20, count // 12))
-
-
-def smooth(values: Sequence[float], window: int) -> np.ndarray:
-    """Centred moving mean; at both ends over the part of the window that exists."""
-    kernel = np.ones(min(window, len(values)))
-    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
-
-
 @styled
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
     """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games.
 
     `kind` restricts it to one task type, as a chart without interval and legend. A wide one marks both ends.
     """
-    evaluation, training = f"eval/success_{kind}", f"success/{kind}"
-    if kind is None:
-        evaluation, training = "eval/success", "success/all"
+    whole, single, wide = kind is None, len(runs) == 1, size[0] > 5
+    evaluation, training = ("eval/success", "success/all") if whole else (f"eval/success_{kind}", f"success/{kind}")
     if not any(run.series(evaluation)[0] for run in runs):
         return None
     figure, axes = _axes(size)
-    single, wide = len(runs) == 1, size[0] > 5
     for index, run in enumerate(runs):
         colour, dash = _look(index)
         played = run.series(training)
         if single and played[0]:
-            window = smoothing_window(len(played[0]))
+            window = _window(played)
             label = f"training games ({window}-update mean)" if window > 1 else "training games"
-            thin = 0.2 if kind is None else 0.0
-            _smoothed(axes, played, 100, thin=thin, color=VERMILLION, linewidth=1.4, label=label)
+            _smoothed(axes, played, 100, thin=0.2 if whole else 0.0, color=VERMILLION, linewidth=1.4, label=label)
         steps, values = run.series(evaluation)
         if not steps:
             continue
-        low, high = (dict(zip(*run.series(f"eval/ci_{side}"), strict=True)) for side in ("low", "high"))
-        band = [step for step in steps if kind is None and step in low and step in high]
+        low, high = (run.metrics.get(f"eval/ci_{side}", {}) for side in ("low", "high"))
+        band = [step for step in steps if whole and step in low and step in high]
         low, high = ([100 * side[step] for step in band] for side in (low, high))
         axes.fill_between(band, low, high, color=colour, alpha=0.16 if len(runs) < 4 else 0.08, linewidth=0)
         label = _label(run.name) if not single else "unseen games, 95% interval" if band else "unseen games"
@@ -86,7 +72,7 @@ def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) 
         if single and wide:
             _mark_ends(axes, steps, shown, colour)
     axes.set(xlabel="Update", ylabel="Success rate (%)", ylim=(0, 100))
-    if kind is None:
+    if whole:
         _legend(axes, columns=3 if not single else 2 if wide else 1)
     return figure
 
@@ -129,8 +115,9 @@ def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bo
         colour, dash = _look(index)
         series = run.series(key)
         if series[0]:
-            look = {"color": colour, "linestyle": dash, "linewidth": 1.8, "marker": "o" if len(series[0]) == 1 else ""}
-            _smoothed(axes, series, factor, thin=0.25 if len(runs) == 1 else 0.0, label=_label(run.name), **look)
+            look = {"linestyle": dash, "linewidth": 1.8, "marker": "o" if len(series[0]) == 1 else ""}
+            thin = 0.25 if len(runs) == 1 else 0.0
+            _smoothed(axes, series, factor, thin=thin, color=colour, label=_label(run.name), **look)
     axes.set(xlabel="Update", ylabel=label)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if percent:
@@ -161,7 +148,6 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
             axes.bar(places, height, widths * 0.86, bottom, color=PHASES[phase], label=f"{phase} {share:.0%}")
             bottom += height
         axes.set(xlabel="Update", ylabel="Time (s per update)")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     else:
         left = np.zeros(len(runs))
         for phase in phases:
@@ -184,13 +170,11 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"<(metadata|style).*?</\1>", "", buffer.getvalue(), flags=re.DOTALL)
-    head, body = svg[svg.index("<svg") :].split(">", 1)
-    view = re.search(r'viewBox="[^"]*"', head)
-    assert view is not None
+    [(view, body)] = re.findall(r'<svg\s[^>]*(viewBox="[^"]*")[^>]*>(.*)', svg, re.DOTALL)
     body = re.sub(r'(\sid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
     for colour, variable in CSS_NAMES.items():
         body = body.replace(colour, f"var(--{variable})")
-    return f'<svg {view.group()} role="img" aria-label="{description}">{body}'
+    return f'<svg {view} role="img" aria-label="{description}">{body}'
 
 
 def _axes(size: Size) -> tuple[Figure, Axes]:
@@ -201,12 +185,19 @@ def _axes(size: Size) -> tuple[Figure, Axes]:
 
 
 def _smoothed(axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any) -> None:
-    """The moving mean times `factor` as a line; the values themselves under it, at the opacity `thin`."""
+    """The centred moving mean times `factor` as a line; the values themselves under it, at the opacity `thin`."""
     steps, values = series
-    window = smoothing_window(len(steps))
-    if window > 1 and thin:
+    kernel = np.ones(_window(series))
+    if len(kernel) > 1 and thin:
         axes.plot(steps, np.multiply(values, factor), color=color, linewidth=0.7, alpha=thin)
-    axes.plot(steps, factor * smooth(values, window), color=color, **line)
+    # At both ends the mean is over the part of the window that exists.
+    mean = np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+    axes.plot(steps, factor * mean, color=color, **line)
+
+
+def _window(series: Series) -> int:
+    """Updates in the moving mean of a curve."""
+    return max(1, min(20, len(series[0]) // 12))
 
 
 def _name_bars(axes: Axes, names: Sequence[str]) -> None:
@@ -220,11 +211,10 @@ def _name_bars(axes: Axes, names: Sequence[str]) -> None:
 
 def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> None:
     """Write the first value left of its point and the last one right of it, where no curve runs."""
-    for at in sorted({0, len(steps) - 1}):
-        right = at == len(steps) - 1
+    for at, (shift, align) in {0: (-7, "right"), len(steps) - 1: (7, "left")}.items():
         axes.annotate(
-            f"{shown[at]:.1f}%", (steps[at], shown[at]), (7 if right else -7, 0), textcoords="offset points",
-            color=colour, fontsize=10, fontweight="bold", va="center", ha="left" if right else "right",
+            f"{shown[at]:.1f}%", (steps[at], shown[at]), (shift, 0), textcoords="offset points",
+            color=colour, fontsize=10, fontweight="bold", va="center", ha=align,
         )  # fmt: skip
     span = max(steps[-1] - steps[0], 1)
     axes.set_xlim(steps[0] - 0.19 * span, steps[-1] + 0.17 * span)

@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +77,8 @@ LEADS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
-    out_help = "folder for report.html and plots/ (default: RUN_DIR; for several, comparison/ beside it)"
-    parser.add_argument("--out", type=Path, help=out_help)
+    default = "RUN_DIR; for several, comparison/ beside it"
+    parser.add_argument("--out", type=Path, help=f"folder for report.html and plots/ (default: {default})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,22 +105,21 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    single = len(runs) == 1
-    title = runs[0].name if single else f"{len(runs)} runs compared"
-    css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    version = esc(runs[0].info.get("paw", ""))
-    lead = f'<p class="lead">{esc(_what(runs[0]))}</p>' if single else ""
+    run, single = runs[0], len(runs) == 1
+    title = esc(run.name if single else f"{len(runs)} runs compared")
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    version = esc(run.info.get("paw", ""))
+    lead = f'<p class="lead">{esc(_what(run))}</p>' if single else ""
     return "".join([
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{esc(title)} · PaW</title><style>{css}</style></head><body><main>",
-        f'<header><p class="note">PaW {version} · run report</p><h1>{esc(title)}</h1>{lead}</header>',
-        _hero(runs[0]) if single else _comparison(runs),
+        f"<title>{title} · PaW</title><style>{css}</style></head><body><main>",
+        f'<header><p class="note">PaW {version} · run report</p><h1>{title}</h1>{lead}</header>',
+        _hero(run) if single else _comparison(runs),
         _figures(runs, plots_dir),
         _numbers(runs),
-        _episodes(runs[0]) if single else "",
-        _config(runs),
+        _episodes(run) + _config(run) if single else _differences(runs),
         "</main></body></html>\n",
     ])  # fmt: skip
 
@@ -160,24 +160,23 @@ def _hero(run: Run) -> str:
     steps, values = run.series("eval/success")
     change = '<p class="lead">No evaluation was logged.</p>'
     if steps:
-        ends = {"before": steps[0], "after": steps[-1]} if len(steps) > 1 else {"after": steps[-1]}
-        scores = '<span class="arrow">→</span>'.join(_score(run, step, look) for look, step in ends.items())
+        ends = {"before": 0, "after": -1} if len(steps) > 1 else {"after": -1}
+        parts = []
+        for look, at in ends.items():
+            when = f"after update {steps[at]}" if steps[at] else "before training"
+            interval = f"<span>{_interval(run, steps[at])}<br>{when}</span>"
+            parts.append(f'<div class="{look}"><b>{100 * values[at]:.1f}%</b>{interval}</div>')
         games, heat = run.last("eval/games"), run.config.get("eval.temperature")
         on = f"{games:g} unseen games" if games else "unseen games"
-        at = f" at temperature {heat:g}" if type(heat) in (int, float) else ""
+        warmth = f" at temperature {heat:g}" if type(heat) in (int, float) else ""
         points = f", {100 * (values[-1] - values[0]):+.1f} points" if len(steps) > 1 else ""
+        scores = '<span class="arrow">→</span>'.join(parts)
         change = (
-            f'<div class="change">{scores}</div><p class="lead">Success on {on}{at}{points}. '
+            f'<div class="change">{scores}</div><p class="lead">Success on {on}{warmth}{points}. '
             "In brackets the 95% Wilson interval of that one evaluation; other seeds may end elsewhere.</p>"
         )
     rows = "".join(f"<dt>{label}</dt><dd>{esc(value)}</dd>" for label, value in _facts(run).items())
     return f'<div class="hero card"><div>{change}</div><dl>{rows}</dl></div>'
-
-
-def _score(run: Run, step: int, look: str) -> str:
-    when = "before training" if step == 0 else f"after update {step}"
-    success = 100 * (run.at("eval/success", step) or 0)
-    return f'<div class="{look}"><b>{success:.1f}%</b><span>{_interval(run, step)}<br>{when}</span></div>'
 
 
 def _interval(run: Run, step: int) -> str:
@@ -217,16 +216,15 @@ def _comparison(runs: Sequence[Run]) -> str:
     from paw.show.plots import CSS_NAMES, PALETTE
 
     rows = ""
-    for index, run in enumerate(runs):
+    for colour, run in zip(cycle(PALETTE), runs, strict=False):
         steps, values = run.series("eval/success")
-        colour = CSS_NAMES[PALETTE[index % len(PALETTE)]]
         rows += _row(
-            f'<span class="key" style="background:var(--{colour})"></span>{esc(run.name)}<br>'
+            f'<span class="key" style="background:var(--{CSS_NAMES[colour]})"></span>{esc(run.name)}<br>'
             f'<span class="note">{esc(_what(run))}</span>',
             f"{100 * values[0]:.1f}%" if len(steps) > 1 else "–",
             f"<b>{100 * values[-1]:.1f}%</b> {_interval(run, steps[-1])}" if steps else "–",
             str(run.updates),
-            esc(_facts(run).get("Wall time", "–")),
+            _duration(run.info.get("wall_s")) or "–",
         )
     note = "Success on each run's unseen games. The intervals cover the games drawn, not other training seeds."
     table = _table(("Run", "Start", "End [95% interval]", "Updates", "Wall time"), rows)
@@ -252,7 +250,7 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
     kinds = ""
     for index, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds)):
         name = f"success_{index}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}"
-        if max(len(run.series(f"eval/success_{kind}")[0]) for run in runs) > 1:
+        if any(len(run.metrics.get(f"eval/success_{kind}", ())) > 1 for run in runs):
             kinds += card(name, esc(kind), plots.learning_curve(runs, (3.7, 2.2), kind=kind))
     lead = "Evaluations in blue, training games in orange." if len(runs) == 1 else "Evaluations of each run."
     page += _section("Task types", lead, kinds and f'<div class="grid">{kinds}</div>')
@@ -278,7 +276,7 @@ def _numbers(runs: Sequence[Run]) -> str:
     for section, metrics in SECTIONS.items():
         rows = ""
         for m in metrics:
-            if not any(run.series(m.key)[0] for run in runs):
+            if not any(m.key in run.metrics for run in runs):
                 continue
             if m.unit in ("n", "sum"):
                 cells = [*([""] if single else []), *(f"{_total(run, m):g} in all" for run in runs)]
@@ -311,11 +309,13 @@ def _episodes(run: Run) -> str:
     return _section("Episodes", lead, body)
 
 
-def _config(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        text = f"<summary>config.toml</summary><pre>{esc(runs[0].config_text)}</pre>"
-        details = f'<details class="card config">{text}</details>'
-        return _section("Configuration", "", details if runs[0].config_text else "")
+def _config(run: Run) -> str:
+    details = f"<summary>config.toml</summary><pre>{esc(run.config_text)}</pre>"
+    details = f'<details class="card config">{details}</details>'
+    return _section("Configuration", "", run.config_text and details)
+
+
+def _differences(runs: Sequence[Run]) -> str:
     rows = ""
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [run.config.get(key, "–") for run in runs]

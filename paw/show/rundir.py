@@ -19,8 +19,8 @@ class Run:
     """What one run left behind."""
 
     name: str
-    metrics: dict[str, Series]
-    """Finite numbers only; a step that was written twice (a resumed run) counts once, the later line."""
+    metrics: dict[str, dict[int, float]]
+    """Values by step, in increasing order. Finite numbers only; of a step written twice (a resumed run) the later."""
     samples: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
@@ -31,7 +31,8 @@ class Run:
     """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
 
     def series(self, key: str) -> Series:
-        return self.metrics.get(key, ([], []))
+        found = self.metrics.get(key, {})
+        return list(found), list(found.values())
 
     def first(self, key: str, count: int = 1) -> float | None:
         """Mean of the first `count` values, None without any."""
@@ -43,13 +44,12 @@ class Run:
 
     def at(self, key: str, step: int) -> float | None:
         """The value at one step, None where it was not logged."""
-        steps, values = self.series(key)
-        return values[steps.index(step)] if step in steps else None
+        return self.metrics.get(key, {}).get(step)
 
     @property
     def updates(self) -> int:
         """Updates done, as far as the metrics tell."""
-        return max((steps[-1] for steps, _ in self.metrics.values()), default=0)
+        return max(step for found in self.metrics.values() for step in found)
 
     @property
     def kinds(self) -> list[str]:
@@ -70,23 +70,21 @@ def load_run(run_dir: Path) -> Run:
     lines, unreadable = _json_lines(path)
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
-        if type(line.get("step")) is int:
-            by_step.setdefault(line["step"], {}).update(line)
-    metrics: dict[str, Series] = {}
-    for step in sorted(by_step):
-        for key, value in by_step[step].items():
-            if key != "step" and type(value) in (int, float) and math.isfinite(value):
-                steps, values = metrics.setdefault(key, ([], []))
-                steps.append(step)
-                values.append(float(value))
+        if type(step := line.pop("step", None)) is int:
+            by_step.setdefault(step, {}).update(line)
+    metrics: dict[str, dict[int, float]] = {}
+    for step, line in sorted(by_step.items()):
+        for key, value in line.items():
+            if type(value) in (int, float) and math.isfinite(value):
+                metrics.setdefault(key, {})[step] = float(value)
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
     config_text, tables = _text(run_dir / "config.toml"), {}
     with suppress(tomllib.TOMLDecodeError):
         tables = tomllib.loads(config_text)
-    sections = {name: table for name, table in tables.items() if isinstance(table, dict)}
-    config = {f"{name}.{key}": value for name, table in sections.items() for key, value in table.items()}
+    sections = ((name, table) for name, table in tables.items() if isinstance(table, dict))
+    config = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
     unreadable += unreadable_samples
     return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
 
@@ -111,11 +109,9 @@ def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    try:
+    with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else None
 
 
 def _mean(values: list[float]) -> float | None:
