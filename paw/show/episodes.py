@@ -7,7 +7,7 @@ import difflib
 import html
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 PER_END = 3
 """Episodes shown of the first and of the last sampled update."""
@@ -24,21 +24,17 @@ def esc(value: object) -> str:
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Up to `PER_END` episodes of the first sampled update and of the last, the same tasks in both where there are."""
     samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
-    if not samples:
-        return []
-    start, end = min(s["step"] for s in samples), max(s["step"] for s in samples)
-    early = [s for s in samples if s["step"] == start][:PER_END]
-    if start == end:
-        return early
+    steps = sorted(s["step"] for s in samples)
+    early = [s for s in samples if s["step"] == steps[0]][:PER_END]
+    late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
     tasks = {str(s.get("task")) for s in early}
-    late = sorted((s for s in samples if s["step"] == end), key=lambda s: str(s.get("task")) not in tasks)
-    return early + late[:PER_END]
+    return early + sorted(late, key=lambda s: str(s.get("task")) not in tasks)[:PER_END]
 
 
 def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = False) -> str:
     """One collapsible episode; long ones are cut after `EPISODE_BYTES` and say so."""
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
-    won = sample.get("won")
+    won, reward = sample.get("won"), sample.get("return")
     when = f"Update {sample['step']}" if sample["step"] else "Before training"
     outcome = "" if won is None else _badge("won", "good") if won else _badge("not won", "bad")
     total = sample["length"] if type(sample.get("length")) is int else len(turns)
@@ -51,7 +47,7 @@ def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = F
     return (
         f'<details class="episode"{" open" if is_open else ""}><summary><b>{when}</b>'
         f"<span>{esc(sample.get('kind', ''))}</span>{outcome}"
-        f'<span class="note">{total} turns · return {_number(sample.get("return"))}</span>'
+        f'<span class="note">{total} turns · return {f"{reward:g}" if _is_number(reward) else "–"}</span>'
         f'<span class="task">{esc(sample.get("task", ""))}</span></summary>{body}</details>'
     )
 
@@ -60,8 +56,7 @@ def _turn(turn: dict[str, Any], index: int, rho: float | None) -> str:
     badges = _badge("selected", "pick") if turn.get("selected") else ""
     if turn.get("valid") is False:
         badges += _badge("invalid", "bad")
-    entropy = turn.get("entropy")
-    if type(entropy) in (int, float):
+    if _is_number(entropy := turn.get("entropy")):
         badges += f'<span class="note">H {entropy:.2f} nats</span>'
     action, response = str(turn.get("action") or ""), str(turn.get("response") or "")
     parts = [f'<p class="action"><code>{esc(_clip(action)) or "–"}</code>{badges}</p>']
@@ -83,15 +78,14 @@ def _folded(title: str, text: object, *, is_open: bool = False) -> str:
 
 def _prediction(predicted: str, observation: str) -> str:
     """The model's greedy guess, words that differ from the real text marked."""
-    exact = predicted.strip() == observation.strip()
-    marked = esc(_clip(predicted)) if exact else ""
-    if not exact:
-        words, real = (re.findall(r"\s+|[^\s]+", _clip(text)) for text in (predicted, observation))
+    marked = badge = ""
+    if predicted.strip() == observation.strip():
+        marked, badge = esc(_clip(predicted)), _badge("exact", "good")
+    else:
+        words, real = (re.findall(r"\s+|\S+", _clip(text)) for text in (predicted, observation))
         for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
-            if low < high:
-                text = esc("".join(words[low:high]))
-                marked += text if tag == "equal" else f"<mark>{text}</mark>"
-    badge = _badge("exact", "good") if exact else ""
+            text = esc("".join(words[low:high]))
+            marked += f"<mark>{text}</mark>" if tag in ("replace", "delete") else text
     return f"<div><h4>Model's prediction {badge}</h4><pre>{marked or '–'}</pre></div>"
 
 
@@ -106,14 +100,12 @@ def _shaded(observation: str, turn: dict[str, Any], rho: float | None) -> str:
         if not observation.startswith(text, at):
             # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
             text = text.strip() or text
-            found = observation.find(text, at, at + len(text) + 16)
-            if found >= 0:
-                gap = observation[at:found]
-                out += gap if gap.isspace() else ""
-                at = found
-        if observation.startswith(text, at):
-            at += len(text)
-        if type(p) in (int, float) and 0 <= p <= 1:
+        found = observation.find(text, at, at + len(text) + 16)
+        if found >= 0:
+            gap = observation[at:found]
+            out += gap if gap.isspace() else ""
+            at = found + len(text)
+        if _is_number(p) and 0 <= p <= 1:
             kept = ' class="kept"' if rho is not None and p <= rho else ""
             out += f'<i{kept} style="--q:{1 - p:.2f}" title="p = {p:.3f}">{esc(text)}</i>'
         else:
@@ -125,8 +117,8 @@ def _badge(text: str, look: str) -> str:
     return f'<span class="badge {look}">{text}</span>'
 
 
-def _number(value: object) -> str:
-    return f"{value:g}" if type(value) in (int, float) else "–"
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float)
 
 
 def _clip(text: object) -> str:

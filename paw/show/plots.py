@@ -92,11 +92,10 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
         values = [read(f"eval/success_{kind}") for kind in kinds]
         places = np.arange(len(kinds)) + (index - (len(bars) - 1) / 2) * thickness
         shown = [100 * (value or 0) for value in values]
-        axes.barh(places, shown, height=thickness * 0.9, color=colour, label=label)
+        drawn = axes.barh(places, shown, height=thickness * 0.9, color=colour, label=label)
         if len(bars) * len(kinds) <= 24:
-            for place, width, value in zip(places, shown, values, strict=True):
-                text = "–" if value is None else f"{width:.0f}"
-                axes.text(width + 1.2, place, text, va="center", fontsize=8, color=INK)
+            texts = ["–" if value is None else f"{100 * value:.0f}" for value in values]
+            axes.bar_label(drawn, texts, padding=2, fontsize=8, color=INK)
     axes.set(xlabel="Success rate (%)", xlim=(0, 106))
     axes.set_xticks(range(0, 101, 25))
     _name_bars(axes, kinds)
