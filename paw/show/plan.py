@@ -259,9 +259,11 @@ class _Model:
         copied = 0.0
         if config.model.offload_activations:
             copied = 2 * self.kept() * config.optim.epochs * rows * (length + observation) / self.T / PCIE
+        wants_entropy = config.wm.enabled and config.wm.entropy == "full"  # which vLLM does not tell
+        scored = config.policy.old_logp == "trainer" or wants_entropy
         return {
             "rollout": rows * response / together * read / bandwidth + rows * prompt * body / rate,
-            "score": acting * (2 if config.policy.kl_coef else 1) / rate,
+            "score": acting * (scored + (config.policy.kl_coef > 0)) / rate,
             "update": config.optim.epochs * passes * learning / rate + copied,
             "step": steps * (2 * self.optimizer / PCIE if config.optim.offload else 0),
             "sync": self.c * s.parameters / PCIE,

@@ -138,6 +138,7 @@ def one_pass(
 @contextmanager
 def timed(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
     """Seconds: by the clock, and of processor time over all threads, which other programs disturb less."""
+    run.phase = phase
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     if run.policy.device.type == "cuda":
@@ -152,6 +153,7 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
     On CUDA the allocator's own peak, and samples of it every 5 ms. On a CPU every allocation and release of torch's
     allocator, from torch's profiler (which slows the pass), on top of the weights and the optimizer's state.
     """
+    run.phase = phase
     tokens: list[int] = []
     hook = run.policy.lm.get_decoder().register_forward_pre_hook(
         lambda _, __, options: tokens.append(options["input_ids"].numel()), with_kwargs=True
