@@ -31,10 +31,8 @@ def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *,
         print(json.dumps({"model": path, "source": source, "temperature": config.eval.temperature, **metrics}))
         return 0
     print(f"{path} on {source}, temperature {config.eval.temperature:g}")
-    print(
-        f"success {metrics['success']:.1%} of {metrics['games']:.0f} games "
-        f"(95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%})"
-    )
+    interval = f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}"
+    print(f"success {metrics['success']:.1%} of {metrics['games']:.0f} games ({interval})")
     for key in sorted(metrics):
         if key.startswith("success_"):
             print(f"  {key.removeprefix('success_'):<6} {metrics[key]:.1%}")
@@ -70,15 +68,12 @@ def _resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple
         config = load(recipe or run / "config.toml", overrides)
         exported = run / "hf" / "config.json"
         saved = [path.stat().st_mtime for path in (run / "checkpoints").glob("step_*")]
-        if not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0):  # killed after a resume
-            return config, str(export_run(run))
-        return config, str(run / "hf")
-    if recipe is not None:
-        config = load(recipe, overrides)
-        return config, start_model(None, config) if model == "quickstart" else model
-    if not (run / "paw.toml").is_file():
+        stale = not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0)  # killed after a resume
+        return config, str(export_run(run) if stale else run / "hf")
+    if recipe is None and not (run / "paw.toml").is_file():
         raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME")
-    return load(run / "paw.toml", overrides), model
+    config = load(recipe or run / "paw.toml", overrides)
+    return config, start_model(None, config) if recipe and model == "quickstart" else model
 
 
 @contextmanager

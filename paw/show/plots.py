@@ -49,13 +49,13 @@ def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) 
     """
     whole, single, wide = kind is None, len(runs) == 1, size[0] > 5
     evaluation, training = ("eval/success", "success/all") if whole else (f"eval/success_{kind}", f"success/{kind}")
-    if not any(run.series(evaluation)[0] for run in runs):
+    if not any(evaluation in run.metrics for run in runs):
         return None
     figure, axes = _axes(size)
     for index, run in enumerate(runs):
         colour, dash = _look(index)
-        played = run.series(training)
-        if single and played[0]:
+        if single and training in run.metrics:
+            played = run.series(training)
             window = _window(played)
             label = f"training games ({window}-update mean)" if window > 1 else "training games"
             _smoothed(axes, played, 100, thin=0.2 if whole else 0.0, color=VERMILLION, linewidth=1.4, label=label)
@@ -106,17 +106,16 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 @styled
 def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False) -> Figure | None:
     """One metric over the updates: each value thin, the moving mean thick; the mean alone for several runs."""
-    if not any(run.series(key)[0] for run in runs):
+    if not any(key in run.metrics for run in runs):
         return None
     figure, axes = _axes(size)
     factor = 100 if percent else 1
     for index, run in enumerate(runs):
         colour, dash = _look(index)
-        series = run.series(key)
-        if series[0]:
-            look = {"linestyle": dash, "linewidth": 1.8, "marker": "o" if len(series[0]) == 1 else ""}
+        if key in run.metrics:
+            look = {"linestyle": dash, "linewidth": 1.8, "marker": "o" if len(run.metrics[key]) == 1 else ""}
             thin = 0.25 if len(runs) == 1 else 0.0
-            _smoothed(axes, series, factor, thin=thin, color=colour, label=_label(run.name), **look)
+            _smoothed(axes, run.series(key), factor, thin=thin, color=colour, label=_label(run.name), **look)
     axes.set(xlabel="Update", ylabel=label)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if percent:
@@ -130,7 +129,7 @@ def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bo
 @styled
 def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
     """Seconds an update by phase: over the updates for one run (means of up to 40 bins), the whole run for several."""
-    phases = [phase for phase in PHASES if any(run.series(f"time/{phase}")[0] for run in runs)]
+    phases = [phase for phase in PHASES if any(f"time/{phase}" in run.metrics for run in runs)]
     if not phases:
         return None
     figure, axes = _axes(size)

@@ -227,8 +227,8 @@ def _comparison(runs: Sequence[Run]) -> str:
             _duration(run.info.get("wall_s")) or "–",
         )
     note = "Success on each run's unseen games. The intervals cover the games drawn, not other training seeds."
-    table = _table(("Run", "Start", "End [95% interval]", "Updates", "Wall time"), rows)
-    return f'<p class="lead">{note}</p>{table}'
+    head = ("Run", "Start", "End [95% interval]", "Updates", "Wall time")
+    return f'<p class="lead">{note}</p>{_table(head, rows)}'
 
 
 def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
@@ -259,8 +259,8 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
         for m in filter(lambda m: m.chart, SECTIONS[section]):
             unit = f" ({m.unit})" if m.unit else ""
             figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
-            first, last = runs[0].first(m.key, TAIL), runs[0].last(m.key, TAIL)
-            aside = f"{_value(first, m.unit)} → {_value(last, m.unit)}" if len(runs) == 1 else ""
+            ends = (_value(mean(m.key, TAIL), m.unit) for mean in (runs[0].first, runs[0].last))
+            aside = " → ".join(ends) if len(runs) == 1 else ""
             cards += card(m.key.replace("/", "_"), m.label, figure, aside=aside, note=m.note)
         page += _section(section, lead, cards and f'<div class="grid">{cards}</div>')
     return page
@@ -294,9 +294,8 @@ def _episodes(run: Run) -> str:
     picked = pick_episodes(run.samples)
     if not picked:
         return ""
-    rho = run.config.get("wm.rho")
     masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
-    rho = rho if isinstance(rho, int | float) and masked else None
+    rho = run.config.get("wm.rho") if masked else None
     scale = "".join(f'<i style="--q:{1 - p:.2f}">p {p:g}</i>' for p in (1.0, 0.75, 0.5, 0.25, 0.0))
     kept = "" if rho is None else f", underlined at p ≤ ρ = {rho:g}, where the world-model loss acts"
     lead = (
@@ -310,9 +309,8 @@ def _episodes(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    details = f"<summary>config.toml</summary><pre>{esc(run.config_text)}</pre>"
-    details = f'<details class="card config">{details}</details>'
-    return _section("Configuration", "", run.config_text and details)
+    text = f"<summary>config.toml</summary><pre>{esc(run.config_text)}</pre>"
+    return _section("Configuration", "", run.config_text and f'<details class="card config">{text}</details>')
 
 
 def _differences(runs: Sequence[Run]) -> str:
