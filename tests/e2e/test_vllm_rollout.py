@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from paw.experience.engines.base import Request
 from paw.experience.rollout import Rollouts
@@ -23,7 +24,9 @@ BLOCK = 32  # of the prefix cache on a CPU
 
 @pytest.fixture(scope="module")
 def setup():
-    """(engine, what gives it its weights and an empty prefix cache, chat)."""
+    """(engine, what gives it its weights and an empty prefix cache, chat); in one thread, where sums have one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     engine, lm = bench.make_engine("quickstart", "float32", gpu=False)
 
     def sync():
@@ -31,6 +34,7 @@ def setup():
 
     yield engine, sync, simulation.make_chat(WORDS)
     engine.close()
+    torch.set_num_threads(threads)
 
 
 def play(setup, suite, *, lock_step=False, everybody=False, envs=32, group=8):

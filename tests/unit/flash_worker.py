@@ -1,4 +1,4 @@
-"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE FOLDER."""
+"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE,... FOLDER."""
 
 import copy
 import sys
@@ -126,4 +126,5 @@ def shards(folder):
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    for case in sys.argv[1].split(","):
+        globals()[case](Path(sys.argv[2]))

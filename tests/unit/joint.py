@@ -80,7 +80,12 @@ def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_obse
     """(loss, gradient) of a mini-batch as the trainer makes them: micro-batches through the fused head."""
     total = 0.0
     batches = micro_batches(
-        minibatch, budget=budget, with_observation=with_observation, device=policy.device, skip=skip
+        minibatch,
+        budget=budget,
+        with_observation=with_observation,
+        device=policy.device,
+        quadratic=policy.quadratic,
+        skip=skip,
     )
     for batch in batches:
         coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows)

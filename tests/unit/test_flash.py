@@ -30,9 +30,12 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["offload", "resume", "bits"])
-def test_on_interpreted_kernels(case, tmp_path):
-    run(case, tmp_path)
+@pytest.mark.parametrize("cases", ["offload,resume", "bits"])
+def test_on_interpreted_kernels(cases, tmp_path):
+    pytest.importorskip("flashoptim")
+    child = start(cases, tmp_path, {})
+    _, error = child.communicate(timeout=300)
+    assert child.returncode == 0, error[-3000:]
 
 
 @pytest.mark.slow
@@ -45,14 +48,7 @@ def test_two_ranks(tmp_path):
         assert rank.returncode == 0, error[-3000:]
 
 
-def run(case, folder):
-    pytest.importorskip("flashoptim")
-    child = start(case, folder, {})
-    _, error = child.communicate(timeout=300)
-    assert child.returncode == 0, error[-3000:]
-
-
-def start(case, folder, variables):
-    command = [sys.executable, str(WORKER), case, str(folder)]
+def start(cases, folder, variables):
+    command = [sys.executable, str(WORKER), cases, str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, **pipes)
