@@ -1,6 +1,7 @@
 """AdamW and the learning-rate schedule of the configuration."""
 
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,15 +19,16 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
     if config.name == "adamw":
         fused = all(parameter.is_cuda for parameter in trained)  # foreach keeps 4 more bytes a parameter meanwhile
         return torch.optim.AdamW(trained, fused=fused, foreach=not fused, **options)
+    if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise UserError("optim.name = 'flash-adamw': it needs a GPU; or use --optim.name adamw")
     try:
         from paw.learner.flash import FlashAdamW
-
-        return FlashAdamW(trained, master_bits=config.master_bits, offload=config.offload, **options)
     except ImportError as error:
-        hint = f"it needs flashoptim ({error}); run: pip install 'paw-trainer[flash]'"
-    except NotImplementedError:
-        hint = "it needs a GPU"
-    raise UserError(f"optim.name = 'flash-adamw': {hint}, or use --optim.name adamw")
+        raise UserError(
+            f"optim.name = 'flash-adamw': it needs flashoptim ({error}); run: pip install 'paw-trainer[flash]', or use"
+            " --optim.name adamw"
+        ) from None
+    return FlashAdamW(trained, master_bits=config.master_bits, offload=config.offload, **options)
 
 
 def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:
