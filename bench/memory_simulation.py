@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -36,6 +36,7 @@ from paw.learner.distributed import Ranks
 from paw.learner.model import DTYPES, Policy, weights_dtype
 from paw.learner.optim import make_optimizer
 from paw.show.plan import GIB
+from paw.show.recorded import hf_config
 from paw.show.shapes import Shape
 from paw.signal import loss as losses
 from paw.types import Row
@@ -133,19 +134,8 @@ class Peaks:
 
 def make_policy(config: Config, shape: Shape, *, attention: str, head_backend: str = "torch") -> Policy:
     """The policy of a configuration, without data."""
-    sizes: dict[str, Any] = dict(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        tie_word_embeddings=shape.tied,
-    )
-    settings = Qwen3Config(**sizes) if shape.qk_norm else Qwen2Config(**sizes)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(settings, dtype=weights_dtype(config))
+        lm = AutoModelForCausalLM.from_config(hf_config(shape), dtype=weights_dtype(config))
         policy = Policy(
             lm,
             dtype=config.model.dtype,

@@ -4,6 +4,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.learner import quickstart
 from paw.run import Run
-from paw.show.shapes import shape_of
+from paw.show.shapes import Shape, shape_of
 from paw.signal.rows import to_rows
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -95,21 +96,25 @@ def random_model(config: Config, folder: Path) -> str:
     if config.model.path == "quickstart":
         lm = quickstart.build_model(tokenizer, config.warmup)
     else:
-        shape = shape_of(config.model.path)
-        settings = AutoConfig.for_model(
-            "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama",
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_size,
-            tie_word_embeddings=shape.tied,
-        )
+        settings = hf_config(shape_of(config.model.path))
         lm = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     quickstart.save(lm, tokenizer, folder)
     return str(folder)
+
+
+def hf_config(shape: Shape) -> Any:
+    """The Hugging Face configuration of a model of that shape."""
+    return AutoConfig.for_model(
+        "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama",
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        tie_word_embeddings=shape.tied,
+    )
 
 
 def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
