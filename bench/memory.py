@@ -21,7 +21,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.memory_simulation import measured, simulate
-from paw.config import Config, validate
+from paw.config import Config
+from paw.recipe import validate
 from paw.show.plan import GIB, USABLE, plan
 from paw.show.shapes import SHAPES, Shape
 

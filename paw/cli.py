@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from paw import __version__
-from paw.config import Config, dump, load, nearest
+from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.experience.envs import make_suite
 from paw.experience.envs.alfworld import data
 from paw.experiment import command as experiment
 from paw.ignored import ignored
+from paw.recipe import dump, load, nearest
 from paw.show import doctor, fit, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from operator import attrgetter
 
-from paw.config import Config, known_keys
+from paw.config import Config
+from paw.recipe import known_keys
 
 RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
     ("wm.alpha wm.rho wm.loss wm.q wm.weight wm.entropy wm.scale wm.balance wm.ratio wm.grad_norms wm.dedup wm.horizon "

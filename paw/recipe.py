@@ -1,14 +1,21 @@
-"""Recipe files: where the packaged ones lie, and the tables of one with those of the recipes it is built on.
+"""From a recipe and the command line to a Config.
 
+A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line overrides one key.
 `base = "alfworld-grpo"` above the first table (a packaged recipe, or a path relative to the file) takes over that
-recipe; the tables below override single keys of it.
+recipe; the tables below override single keys of it. An unknown key is an error that names the nearest known one;
+`paw.ignored` finds settings without effect. No torch here.
 """
 
 import difflib
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import tomli_w
+from pydantic import ValidationError
+
+from paw.config import Config
 from paw.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -16,6 +23,91 @@ RECIPES = Path(__file__).parent / "recipes"
 
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load(recipe: str | Path, overrides: dict[str, str] | None = None) -> Config:
+    """Read a recipe by name or path, apply `{"a.b": "value"}` overrides, validate.
+
+    Raises UserError for an unknown or circular recipe, malformed TOML, an unknown key or a value out of range.
+    """
+    tree, origins = read_recipe(str(recipe))
+    for key, text in (overrides or {}).items():
+        _set(tree, key, text)
+        origins[key] = "command line"
+    return validate(tree, origin=str(recipe), origins=origins)
+
+
+def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
+    """Build a Config from nested dicts; the first problem becomes a one-line UserError.
+
+    It names where the key comes from by `origins`, or `origin`; of several keys at once, the command line's.
+    """
+
+    def where(key: str, message: str = "") -> str:
+        found = [by for known, by in (origins or {}).items() if f"{key}.".startswith(f"{known}.") or known in message]
+        return "command line" if "command line" in found else (found or [origin])[-1]
+
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = error.errors()
+        key = _dotted(problems[0]["loc"])
+        if problems[0]["type"] == "extra_forbidden":
+            raise UserError(f"{where(key)}: unknown key '{key}'{nearest(key)}") from None
+        if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
+            key = next((known for known in known_keys() if known.startswith(f"{key}.")), key)
+            raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
+        reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
+        message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
+        value = f"{key} = {problems[0]['input']!r}: " if key else ""
+        raise UserError(f"{where(key, message)}: {value}{message}") from None
+
+
+def dump(config: Config) -> str:
+    """The whole resolved configuration as TOML; `load` of it gives the same Config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def known_keys() -> dict[str, Any]:
+    """Every dotted key of a configuration, and its type."""
+    return {
+        f"{section}.{leaf}": field.annotation
+        for section, table in Config.model_fields.items()
+        for leaf, field in getattr(table.annotation, "model_fields", {}).items()
+    }
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """Where an error is, without the tags pydantic adds for the alternatives of a union."""
+    return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
+
+
+def nearest(key: str) -> str:
+    """Text that suggests the nearest known key, or "". A right name in the wrong section comes before a similar one."""
+    keys = list(known_keys())
+    namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _set(tree: dict[str, Any], key: str, text: str) -> None:
+    """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
+    kinds = known_keys()
+    if key not in kinds:
+        raise UserError(f"command line: unknown key '--{key}'{nearest(key)}")
+    section, leaf = key.split(".")
+    value: Any = text  # a bare word is a string
+    with suppress(tomllib.TOMLDecodeError):
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    if text.lower() == "none" and type(None) in get_args(kinds[key]):
+        value = None
+    elif kinds[key] in (str, Path) and not isinstance(value, str):
+        value = text  # a name that looks like a number or a date
+    table = tree.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UserError(f"command line: --{key} does not fit the recipe's {section} = {table!r}, which is no table")
+    table[leaf] = value
 
 
 def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:

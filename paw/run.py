@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from paw import __version__
-from paw.config import Config, dump, load
+from paw.config import Config
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
@@ -46,6 +46,7 @@ from paw.learner.model import (
 from paw.learner.optim import make_optimizer
 from paw.learner.patches import apply_liger, compile_layers, import_liger
 from paw.learner.sync import full_parameters
+from paw.recipe import dump, load
 from paw.show.evaluate import success_metrics
 from paw.show.fit import check_machine
 from paw.show.live import LiveView

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paw.config import Config, load
+from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.experiment.arms import Overrides
+from paw.recipe import load
 from paw.show.rundir import Run, load_run
 
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}

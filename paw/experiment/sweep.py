@@ -2,12 +2,12 @@
 
 import argparse
 
-from paw.config import load
 from paw.errors import UserError
 from paw.experiment import study
 from paw.experiment.arms import Overrides
 from paw.experiment.compare import measure_all, summarise
 from paw.experiment.tables import markdown, points, write
+from paw.recipe import load
 
 KEYS = ("alpha", "rho")
 

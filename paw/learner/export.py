@@ -9,11 +9,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paw import __version__
-from paw.config import Config, dump, load
+from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.learner.lora import add_adapters
 from paw.learner.model import Policy, load_policy, load_tokenizer, weights_dtype
 from paw.learner.sync import full_parameters
+from paw.recipe import dump, load
 from paw.show.rundir import read_info
 from paw.trust import checkpoint
 

@@ -15,8 +15,9 @@ import tomli_w
 from rich.console import Console
 from rich.table import Column, Table
 
-from paw.config import Config, known_keys, load, validate
+from paw.config import Config
 from paw.errors import UserError
+from paw.recipe import known_keys, load, validate
 from paw.show.plan import GIB, MFU, USABLE, Plan, plan
 from paw.show.shapes import Shape, shape_of
 

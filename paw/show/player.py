@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from paw.config import Config, load
+from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
@@ -16,6 +16,7 @@ from paw.experience.rollout import Rollouts
 from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
+from paw.recipe import load
 from paw.show.evaluate import success_metrics
 
 

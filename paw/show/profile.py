@@ -21,10 +21,11 @@ import torch
 from rich.console import Console
 from torch.profiler import record_function
 
-from paw.config import Config, load
+from paw.config import Config
 from paw.errors import UserError
 from paw.experience.rollout import Rollouts
 from paw.learner.sync import push_weights
+from paw.recipe import load
 from paw.run import Run, open_run
 from paw.show.fit import changed
 from paw.show.overhead import STAGES, Record, chart, pick, table, write_csv

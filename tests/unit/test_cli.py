@@ -8,8 +8,7 @@ import tomllib
 import pytest
 
 from paw import __version__, cli
-from paw.config import dump, load
-from paw.recipe import recipe_names
+from paw.recipe import dump, load, recipe_names
 
 COMMANDS = ["train", "eval", "rollout", "profile", "plan", "play", "report", "export", "warmup", "data", "doctor"]
 COMMANDS += ["experiment"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import Config, dump, known_keys, load, validate
+from paw.config import Config
 from paw.errors import UserError
-from paw.recipe import RECIPES, recipe_names
+from paw.recipe import RECIPES, dump, known_keys, load, recipe_names, validate
 
 MODEL = '[model]\npath = "some/model"\n'
 
@@ -218,7 +218,7 @@ def test_a_configuration_does_not_change():
 
 
 def test_configuration_needs_no_torch():
-    code = "import sys, paw.config; paw.config.load('quickstart'); sys.exit('torch' in sys.modules)"
+    code = "import sys, paw.recipe; paw.recipe.load('quickstart'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

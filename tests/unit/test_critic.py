@@ -11,13 +11,13 @@ import torch
 from joint import gradients, make_row, relative
 from test_update import make_config, run_updates, start  # noqa: F401
 
-from paw.config import load
 from paw.errors import UserError
 from paw.experience.rollout import Rollouts
 from paw.learner.critic import Critic, load_critic, value_loss
 from paw.learner.distributed import Ranks
 from paw.learner.model import load_policy
 from paw.learner.sync import push_weights
+from paw.recipe import load
 from paw.run import open_run
 from paw.signal.advantage import gae, whiten
 from paw.train import update

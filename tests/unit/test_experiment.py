@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from paw import cli
-from paw.config import dump, load
 from paw.errors import UserError
 from paw.experiment import dynamics, study
 from paw.experiment.arms import ARMS, parse_arms
 from paw.experiment.compare import measure, summarise
 from paw.experiment.stats import area, interval, paired, student, verdict
+from paw.recipe import dump, load
 from paw.show.rundir import load_run
 
 # --- statistics -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 import torch
 from joint import dense, gradients, make_rows, packed, relative, tiny_policy
 
-from paw.config import validate
 from paw.learner.distributed import Ranks
 from paw.learner.gradients import Gradients
+from paw.recipe import validate
 from paw.signal.loss import Objective
 
 OBJECTIVE = Objective(rho=0.05, entropy_coef=0.01)

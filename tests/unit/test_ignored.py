@@ -3,9 +3,8 @@
 import pytest
 
 from paw import cli
-from paw.config import known_keys, load
 from paw.ignored import RULES, ignored
-from paw.recipe import recipe_names
+from paw.recipe import known_keys, load, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -6,13 +6,14 @@ import pytest
 import torch
 from joint import FAMILIES, make_lm, make_rows, packed, relative, tiny_policy
 
-from paw.config import Config, LoraConfig, ModelConfig, RunConfig, dump
+from paw.config import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Request
 from paw.experience.engines.transformers import TransformersEngine
 from paw.learner.lora import adapters_off, add_adapters, check_targets, import_peft
 from paw.learner.model import DTYPES, Policy
 from paw.learner.sync import full_parameters, push_weights, sampler_mismatch
+from paw.recipe import dump
 from paw.signal.loss import Objective, score
 from paw.train import train
 

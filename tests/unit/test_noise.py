@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.config import load
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experiment import noise
 from paw.experiment.noise import Token, find_rule, household, measure, noisy, table, webshop
+from paw.recipe import load
 from paw.types import Outcome, Turn
 
 PROMPT = "see:\nYou arrive at shelf 1. On the shelf 1, you see a mug 1.\ncan:\ntake mug 1 from shelf 1"

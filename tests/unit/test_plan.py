@@ -6,8 +6,8 @@ import json
 import pytest
 
 from paw import cli
-from paw.config import load
 from paw.errors import UserError
+from paw.recipe import load
 from paw.show.fit import LADDER, changed, check_fits, fit, get
 from paw.show.plan import HEAD_BUFFER, plan
 from paw.show.shapes import SHAPES, from_config, shape_of

@@ -14,13 +14,13 @@ import torch
 from toyworld import ENV, make_tokenizer, practised_model
 
 from paw import cli
-from paw.config import dump, validate
 from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
 from paw.learner.sync import push_weights
+from paw.recipe import dump, validate
 from paw.run import open_run
 from paw.show import shapes
 from paw.show.overhead import STAGES, overhead, pick, table

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import known_keys, load
-from paw.recipe import RECIPES, recipe_names
+from paw.recipe import RECIPES, known_keys, load, recipe_names
 from paw.show.fit import check_fits, get
 from paw.show.shapes import shape_of
 

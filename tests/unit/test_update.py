@@ -8,13 +8,14 @@ import pytest
 import torch
 from toyworld import ENV, make_suite, make_tokenizer, practised_model
 
-from paw.config import Config, validate
+from paw.config import Config
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
 from paw.learner.sync import push_weights
+from paw.recipe import validate
 from paw.run import open_run
 from paw.signal.packing import alike_batches
 from paw.train import update
