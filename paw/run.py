@@ -94,7 +94,7 @@ class Run:
         if self.ranks.first:
             _prepare(self.directory, config, resume=resume)
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
-        self.suite = make_suite(config.env, config.rwml)
+        self.suite = make_suite(config)
         if config.wm.enabled and config.wm.weight == "adaptive":
             check_reward_max(self.suite, config.env.name)
         self.suite.train_tasks(0, 1, config.run.seed)

@@ -186,7 +186,7 @@ def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -
     config, path = resolve(model, recipe, overrides | given)
     if config.env.name != "next_state":
         raise UserError(f"--recipe {recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
-    suite = make_suite(config.env, config.rwml)
+    suite = make_suite(config)
     assert isinstance(suite, NextStateSuite)
 
     def sample(share: float) -> list[Task]:

@@ -34,6 +34,8 @@ class Outcome:
     """The action that was played, after projection from the response."""
     valid: bool
     """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its row."""
+    score: float | None = None
+    """The environment's own score of the episode so far, in [0, 1], where it has one (WebShop)."""
 
 
 @dataclass

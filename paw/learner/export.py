@@ -100,4 +100,4 @@ def start_model(run: Path | None, config: Config, report: Callable[[str], None] 
     from paw.experience.envs import make_suite
     from paw.learner.warmup import ensure_warm_model
 
-    return str(ensure_warm_model(config, make_suite(config.env, config.rwml), report).resolve())
+    return str(ensure_warm_model(config, make_suite(config), report).resolve())

@@ -20,11 +20,15 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 
 
 def success_metrics(groups: list[Group]) -> dict[str, float]:
-    """Of the episodes: success, its interval, games, return, steps, share of valid actions, and success_<kind>."""
+    """Of the episodes: success, its interval, games, return, steps, share of valid actions, and success_<kind>.
+
+    Also the mean score of their last turns, where the environment scores them.
+    """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for episode in episodes for turn in episode.turns]
     n, won = len(episodes), sum(episode.won for episode in episodes)
     low, high = wilson(won, n)
+    scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
     by_kind: dict[str, list[bool]] = {}
     for episode in episodes:
         by_kind.setdefault(episode.task.kind, []).append(episode.won)
@@ -36,5 +40,6 @@ def success_metrics(groups: list[Group]) -> dict[str, float]:
         "return": sum(e.episode_return for e in episodes) / max(1, n),
         "steps": len(turns) / max(1, n),
         "valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
+        **({"score": sum(scores) / len(scores)} if scores else {}),
         **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
     }

@@ -80,7 +80,7 @@ def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[
 @contextmanager
 def open_player(config: Config, path: str) -> Iterator[Rollouts]:
     """Plays the games of the configuration with the model of that path."""
-    suite = make_suite(config.env, config.rwml)
+    suite = make_suite(config)
     chat = Chat(load_tokenizer(path))
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:

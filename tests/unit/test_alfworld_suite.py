@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import EnvConfig
+from paw.config import Config, EnvConfig, ModelConfig
 from paw.errors import UserError
 from paw.experience.envs import make_suite
 from paw.experience.envs.alfworld import data, generator, index
@@ -320,7 +320,7 @@ def test_data_generates_a_folder_to_train_on(tmp_path: Path, capsys):
     assert lines[0].startswith("train           12 games (")
     assert lines[1].startswith("valid_unseen     1 games (")
     assert lines[-1] == f"use them with --env.data {out}"
-    games = make_suite(EnvConfig(data=out))
+    games = make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(data=out)))
     contents = [
         {_content(task.payload) for task in tasks}
         for tasks in (games.train_tasks(0, 12, 0), games.eval_tasks("valid_unseen", 0, 0))

@@ -238,7 +238,7 @@ def test_a_recipe_overrides_keys_of_its_base(tmp_path):
     family(tmp_path, young='base = "sub/middle.toml"\n[wm]\nalpha = 0.5\n')
     config = load(tmp_path / "young.toml", {"wm.rho": "0.3"})
     assert (config.optim.lr, config.optim.epochs, config.wm.rho, config.wm.alpha) == (2e-3, 2, 0.3, 0.5)
-    assert config == load_text(dump(config)) and "base" not in dump(config)
+    assert config == load_text(dump(config)) and "\nbase" not in dump(config)
 
 
 def test_a_recipe_on_a_packaged_one(recipe):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paw import cli
-from paw.config import EnvConfig
+from paw.config import Config, EnvConfig, ModelConfig
 from paw.errors import UserError
 from paw.experience.envs import make_suite
 from paw.experience.envs.custom import check_reward_max
@@ -30,13 +30,13 @@ def write(tmp_path):
 
 def problem(name, config=None) -> str:
     with pytest.raises(UserError) as caught:
-        check_reward_max(make_suite(config or EnvConfig(name=name)), name)
+        check_reward_max(make_suite(Config(model=ModelConfig(path="-"), env=config or EnvConfig(name=name))), name)
     assert str(caught.value).startswith(f"env.name = '{name}'") and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_example_plays():
-    suite = make_suite(EnvConfig(name=NAME, max_turns=7, invalid_penalty=0.5))
+    suite = make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(name=NAME, max_turns=7, invalid_penalty=0.5)))
     check_reward_max(suite, NAME)
     assert suite.invalid_penalty == 0.5
     assert suite.train_tasks(1, 2, seed=3) == suite.train_tasks(0, 4, seed=3)[2:]

@@ -17,6 +17,14 @@ LAZY = {  # library -> extra that installs it
     "textworld": "alfworld",
     "peft": "lora",
     "liger_kernel": "liger",
+    "rapidfuzz": "webshop",
+    "bm25s": "search",
+    "faiss": "search",
+    "fastapi": "search",
+    "uvicorn": "search",
+    "httpx": "search",
+    "pyarrow": "search",
+    "openai": "agents",
 }
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 IO_MODULES = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "logging"}

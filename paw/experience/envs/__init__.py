@@ -1,25 +1,32 @@
 """Environments: text in, text out. `make_suite` is the one way in."""
 
-from paw.config import EnvConfig, RwmlConfig
-from paw.errors import UserError
+from paw.config import Config
 from paw.experience.envs.base import Suite
 
 
-def make_suite(config: EnvConfig, rwml: RwmlConfig | None = None) -> Suite:
-    """The suite that `env.name` names (next_state reads `rwml`). UserError if its data or its back end is missing."""
-    if config.name == "next_state":
-        from paw.experience.envs.next_state import NextStateSuite
+def make_suite(config: Config) -> Suite:
+    """The suite that `env.name` names. UserError if its data, its back end or a package it needs is missing."""
+    match config.env.name:
+        case "alfworld":
+            from paw.experience.envs.alfworld.suite import AlfworldSuite
 
-        return NextStateSuite(config, rwml or RwmlConfig())
-    if ".py:" in config.name:
-        from paw.experience.envs.custom import load_suite
+            return AlfworldSuite(config.env)
+        case "webshop":
+            from paw.experience.envs.webshop.suite import WebshopSuite
 
-        return load_suite(config)
-    if config.name != "alfworld":
-        raise UserError(
-            f"env.name = '{config.name}' is not in this version yet; there are 'alfworld', 'next_state' and "
-            "FILE.py:Class for one of your own (docs/environments.md)"
-        )
-    from paw.experience.envs.alfworld.suite import AlfworldSuite
+            return WebshopSuite(config.env, config.webshop)
+        case "search":
+            from paw.experience.envs.search.suite import SearchSuite
 
-    return AlfworldSuite(config)
+            return SearchSuite(config)
+        case "tau2":
+            from paw.experience.envs.tau2 import Tau2Suite
+
+            return Tau2Suite(config.env, config.tau2)
+        case "next_state":
+            from paw.experience.envs.next_state import NextStateSuite
+
+            return NextStateSuite(config.env, config.rwml)
+    from paw.experience.envs.custom import load_suite
+
+    return load_suite(config.env)

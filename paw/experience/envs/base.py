@@ -41,6 +41,19 @@ class Environment(Protocol):
     def close(self) -> None: ...
 
 
+class Playable(Environment, Protocol):
+    """What agents with prompts of their own (ReAct, Reflexion, Search-R1) need besides; training does not."""
+
+    task: str
+    """The current task in words."""
+    admissible: list[str]
+    """Actions that do something now, bare, without tags; [] where any text may be one."""
+
+    def answer(self, action: str) -> str:
+        """A well-formed response that plays the bare `action`."""
+        ...
+
+
 class Suite(Protocol):
     """A configured environment: its tasks and how to play them."""
 

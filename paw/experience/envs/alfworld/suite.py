@@ -138,6 +138,7 @@ class AlfworldSuite:
 class AlfworldEnv:
     """One episode at a time, in this process (native) or in a child of its own (textworld)."""
 
+    task: str
     admissible: list[str]
     """The commands that do something now, sorted, "help" among them."""
 
@@ -160,14 +161,14 @@ class AlfworldEnv:
         else:
             self._household = self._worker
             self._text = self._start(self._worker)
-        self._task = task_text(self._text)
+        self.task = task_text(self._text)
         self._past: list[tuple[str, str]] = []
         self.admissible = self._household.admissible
         self._done = False
         return self._text
 
     def prompt(self) -> str:
-        return self.style.prompt(View(self._task, self._past, self._text, self.admissible))
+        return self.style.prompt(View(self.task, self._past, self._text, self.admissible))
 
     def anchor(self) -> str:
         return self._text
@@ -200,6 +201,9 @@ class AlfworldEnv:
 
     def choices(self) -> list[str]:
         return [self.style.answer(action) for action in self.admissible if action != "help"]
+
+    def answer(self, action: str) -> str:
+        return self.style.answer(action)
 
     def close(self) -> None:
         if self._worker is not None:
