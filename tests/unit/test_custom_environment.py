@@ -91,11 +91,6 @@ def test_training_refuses_it_before_anything_is_loaded(write, capsys, tmp_path, 
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 
 
-@pytest.mark.parametrize("name", ["webshop", "search"])
-def test_environments_to_come_say_so(name):
-    assert "is not in this version yet" in problem(name)
-
-
 def test_an_unknown_environment_is_refused(capsys):
     assert cli.main(["train", "quickstart", "--dry-run", "--env.name", "webshp"]) == 2
     error = capsys.readouterr().err
