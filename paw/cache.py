@@ -1,0 +1,39 @@
+"""What is made once and kept: a folder each, under $PAW_CACHE."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from paw.errors import UserError
+
+
+def cache_dir() -> Path:
+    """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
+    if "PAW_CACHE" in os.environ:
+        return Path(os.environ["PAW_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
+
+
+def stamp(file: Path) -> str:
+    """A name for this state of a file: of where it lies, its size and when it was last written."""
+    about = file.stat()
+    return hashlib.sha256(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+
+
+def cached(name: str, fill: Callable[[Path], object]) -> Path:
+    """Folder `name` of the cache, filled by `fill(unfinished folder)` unless it is there. Whole or not there at all."""
+    folder = cache_dir() / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
+        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
+            fill(Path(made))
+            Path(made).rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was first
+            raise UserError(f"cannot write {folder}: {error.strerror}; set PAW_CACHE") from None
+    return folder
