@@ -5,10 +5,11 @@ first and last lines and the blank after "tags." included. `CompactStyle` says t
 a tiny model with a vocabulary of whole phrases can learn it in minutes; there the answer is the bare action.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from paw.experience.envs.tags import history_text, tagged_action, tagged_answer
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
 TASK = "Your task is to: "
@@ -42,7 +43,6 @@ THINK = (
 )
 NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
 
-CJK = re.compile("[\u4e00-\u9fff]")
 UNPARSED = 30
 """Characters from the end of an answer without action tags that are played in its place."""
 
@@ -92,15 +92,11 @@ class PaperStyle:
             return FIRST_TURN.format(observation=view.observation, admissible=admissible, instruction=instruction)
         taken = len(view.past)
         shown = min(self.history, taken)
-        lines = [
-            f"[Observation {taken - shown + i}: '{observation}', Action {taken - shown + i}: '{action}']"
-            for i, (observation, action) in enumerate(view.past[taken - shown :], start=1)
-        ]
         return LATER_TURN.format(
             task=view.task,
             taken=taken,
             shown=shown,
-            history="\n".join(lines),
+            history=history_text(view.past, shown),
             step=taken + 1,
             observation=view.observation,
             admissible=admissible,
@@ -108,19 +104,11 @@ class PaperStyle:
         )
 
     def project(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
-        """The text between the first <action> and the first </action>, lower-cased; whether it is admissible does not
-        matter for validity. <think> is looked for as written, <action> in any case (reference: alfworld_projection).
-        """
-        text = response.lower()
-        start, end = text.find("<action>"), text.find("</action>")
-        if start == -1 or end == -1:
-            return text[-UNPARSED:], False
-        thought = not self.think or ("<think>" in response and "</think>" in response)
-        return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
+        """See `tagged_action`; whether the action is admissible does not matter for validity."""
+        return tagged_action(response, think=self.think, unparsed=UNPARSED)
 
     def answer(self, action: str) -> str:
-        thought = f"<think>I should {action}.</think>" if self.think else ""
-        return f"{thought}<action>{action}</action>"
+        return tagged_answer(action, think=self.think)
 
 
 class CompactStyle:
