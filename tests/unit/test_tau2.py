@@ -1,0 +1,243 @@
+"""tau2-bench through its gymnasium interface, played with a stand-in of that (`tau2_stand_in`)."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toyworld import make_chat
+
+from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
+from paw.errors import UserError
+from paw.experience.engines.base import Completion
+from paw.experience.envs import make_suite
+from paw.experience.envs.next_state import ask, read_triplets, write_triplets
+from paw.experience.envs.worker import EnvironmentFailure
+from paw.experience.rollout import Rollouts
+from paw.rwml import cut
+
+STAND_IN = Path(__file__).with_name("tau2_stand_in")
+THOUGHT = "<think>Let me see.</think>"
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """A path with a package `tau2` of its own; the stand-in is the last on it."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    yield monkeypatch.syspath_prepend
+    for name in [name for name in sys.modules if name == "tau2" or name.startswith("tau2.")]:
+        del sys.modules[name]
+
+
+def config_of(**changes):
+    env = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes.pop("env", {})}
+    return Config.model_validate({"model": ModelConfig(path="-"), "env": env, **changes})
+
+
+def start(task=0, **changes):
+    suite = make_suite(config_of(**changes))
+    environment = suite.make()
+    environment.reset(suite.eval_tasks("test", 0, 0)[task])
+    return environment
+
+
+def call(name, **arguments):
+    return f"{THOUGHT}<action>{json.dumps({'name': name, 'arguments': arguments})}</action>"
+
+
+def test_splits_are_seeded_and_apart():
+    suite = make_suite(config_of())
+    train = [task.id for step in range(3) for task in suite.train_tasks(step, 4, seed=1)]
+    assert sorted(train[:8]) == [f"retail/{i}" for i in range(8)]  # each once an epoch
+    assert [t.id for t in suite.train_tasks(2, 4, seed=1)] == train[8:]
+    assert [t.id for t in suite.eval_tasks("test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
+    assert suite.eval_tasks("test", 6, 3) == suite.eval_tasks("test", 6, 3) != suite.eval_tasks("test", 6, 4)
+    assert suite.may_block and suite.reward_max == 10.0
+    assert (
+        suite.fingerprint()
+        == make_suite(config_of()).fingerprint()
+        != make_suite(config_of(env={"train_split": "test"}))
+    )
+    assert suite.fingerprint().startswith("tau2 1.0.1 retail ")
+
+
+def test_a_conversation_is_won():
+    environment = start()
+    prompt = environment.prompt()
+    assert "Cancel orders on request.\n\n# Tools" in prompt and prompt.count('{"name": "') == 4 - 1
+    assert prompt.partition("# Conversation\n")[2].startswith("user: Hi, please cancel order 8.\n\nNow")
+    assert environment.anchor() == environment.task == "user: Hi, please cancel order 8."
+    outcome = environment.step(call("cancel", order="8", requestor="user"))
+    assert (outcome.observation, outcome.reward, outcome.done, outcome.valid) == (
+        'tool: {"order": "8"}',
+        0.0,
+        False,
+        True,
+    )
+    assert environment.prompt().count("assistant: ") == 1
+    outcome = environment.step(environment.answer("It is cancelled."))
+    assert (outcome.action, outcome.reward, outcome.won, outcome.score) == ("It is cancelled.", 10.0, True, 1.0)
+    assert outcome.done and outcome.observation == "user: Thank you. ###STOP###"
+    with pytest.raises(AssertionError):
+        environment.step("")
+
+
+def test_the_end_of_the_turns_ends_the_conversation():
+    environment = start()
+    gym = environment._gym
+    outcomes = [environment.step(environment.answer("Which order?")) for _ in range(4)]
+    assert [o.done for o in outcomes] == [False, False, False, True]
+    assert (outcomes[-1].won, outcomes[-1].reward) == (False, 0.0)
+    assert outcomes[-1].observation == "user: As I said,\nthe order."
+    deadline = time.monotonic() + 5
+    while len(gym.actions) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread tells it
+    assert len(gym.actions) == 5 and json.loads(gym.actions[-1])["name"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        ("", "within <action>"),
+        ("<action>Hello", "within <action>"),
+        (f"{THOUGHT}<action> </action>", "within <action>"),
+        ("<action>Hello</action>", "within <think>"),
+        (f'{THOUGHT}<action>{{"name": "find"</action>', "in JSON"),
+        (f"{THOUGHT}<action>{'{' * 9000}</action>", "in JSON"),
+        (f"{THOUGHT}<action>{{{'[' * 100_000}</action>", "in JSON"),
+        (f'{THOUGHT}<action>{{"name": "find"}}</action>', '"arguments"'),
+        (call("find", order="8").replace("find", "drop_tables"), "no tool 'drop_tables'"),
+    ],
+)
+def test_a_malformed_action_reaches_nobody(response, problem):
+    environment = start()
+    gym = environment._gym
+    outcome = environment.step(response)
+    assert (outcome.valid, outcome.done, gym.actions) == (False, False, [])
+    assert outcome.observation.startswith("Invalid action: ") and problem in outcome.observation
+    assert outcome.observation in environment.prompt()
+
+
+def test_without_thoughts():
+    environment = start(env={"think": False})
+    assert "<think>" not in environment.prompt()
+    assert environment.step("<action>Hello</action>").valid
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ("raises", "RuntimeError: It is not the agent's turn"),
+        ("crashes", "the simulation of tau2 broke: error"),
+        ("unreachable", "broke: infrastructure_error"),
+        ("slow", "no answer within 0.05 s"),
+    ],
+)
+def test_what_breaks_in_a_step_is_a_failure(user, message):
+    environment = start(tau2={"user_model": user}, env={"step_timeout_s": 0.05})
+    with pytest.raises(EnvironmentFailure, match=message):
+        environment.step(environment.answer("Hello"))
+    environment.close()
+
+
+def test_what_breaks_at_the_start_is_a_failure():
+    with pytest.raises(EnvironmentFailure, match=r"retail/8 ended before it began: does down answer\?"):
+        start(tau2={"user_model": "down"})
+    suite = make_suite(config_of())
+    with pytest.raises(EnvironmentFailure, match="not enough values to unpack"):
+        suite.make().reset(suite._task("99"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tau2": {"domain": "bank"}}, "tau2.domain = 'bank': tau2-bench has mock, retail"),
+        ({"env": {"eval_split": "valid_unseen"}}, "no split 'valid_unseen' to play; .* can be train, test"),
+        ({"env": {"train_split": "full"}}, "'full' to play"),
+        ({"tau2": {"domain": "mock"}}, "'mock' has no split 'train' to play; .* can be base"),
+    ],
+)
+def test_a_domain_or_split_that_is_not_there(changes, message):
+    with pytest.raises(UserError, match=message):
+        make_suite(config_of(**changes))
+
+
+def test_a_domain_without_splits_has_one():
+    suite = make_suite(config_of(tau2={"domain": "mock"}, env={"train_split": "base", "eval_split": "base"}))
+    assert len(suite.eval_tasks("base", 0, 0)) == 3
+
+
+def test_no_tau2(monkeypatch):
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(STAND_IN)])
+    with pytest.raises(
+        UserError, match=r"needs tau2-bench of Sierra Research.*git clone .* && pip install -e"
+    ) as error:
+        make_suite(config_of())
+    assert ("this is 3.11" in str(error.value)) == (sys.version_info < (3, 12))
+
+
+def test_another_tau2(path, tmp_path):
+    (tmp_path / "tau2").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('never to be imported')")
+    path(tmp_path)
+    with pytest.raises(UserError, match=r"unrelated chemistry program\. pip uninstall tau2, then git clone"):
+        make_suite(config_of())
+    (tmp_path / "tau2" / "gym").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("import gymnasium_that_is_missing")
+    with pytest.raises(UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"):
+        make_suite(config_of())
+
+
+class Script:
+    """An engine whose model looks an order up, cancels it and says so; without <action> in the very first turn."""
+
+    version, continuous = 0, True
+
+    def __init__(self, chat):
+        self.chat, self.queue = chat, []
+
+    def submit(self, request):
+        self.queue.append(request)
+
+    @property
+    def pending(self):
+        return len(self.queue)
+
+    def step(self):
+        done, self.queue = self.queue, []
+        return [Completion(r.key, ids, [-1.0] * len(ids), None) for r in done for ids in [self._answer(r)]]
+
+    def _answer(self, request):
+        prompt = self.chat.decode(request.prompt_ids)
+        order = prompt.partition("cancel order ")[2].partition(".")[0]
+        turn = prompt.count("\nassistant: ")
+        answers = [THOUGHT, call("find", order=order), call("cancel", order=order), f"{THOUGHT}<action>Done.</action>"]
+        return self.chat.response_ids(answers[turn])
+
+
+def play(**changes):
+    config = config_of(rollout=RolloutConfig(max_prompt_tokens=4096), **changes)
+    suite, chat = make_suite(config), make_chat()
+    tasks = suite.train_tasks(0, 2, 0)
+    return Rollouts(suite, Script(chat), chat, config).play(tasks, group_size=2, temperature=1.0, seed=0, stream="t")
+
+
+def test_rollouts_become_triplets_of_next_states(tmp_path):
+    groups, stats = play()
+    assert not stats.failures and [len(group.trajectories) for group in groups] == [2, 2]
+    assert all(e.won and e.episode_return == 10.0 and len(e.turns) == 4 for g in groups for e in g.trajectories)
+    triplets = cut(groups, dedup=True)
+    assert len(triplets) == 2 * 3  # without the malformed one, each conversation once
+    assert [t.next_state for t in triplets[1:3]] == [triplets[0].next_state, "user: Thank you. ###STOP###"]
+    write_triplets(tmp_path / "triplets.jsonl", triplets)
+    assert read_triplets(tmp_path / "triplets.jsonl") == triplets
+    triplets_config = config_of(
+        env={"name": "next_state", "eval_split": "held_out"}, rwml=RwmlConfig(), wm={"enabled": False}
+    )
+    assert triplets[2].action == "Done." and "Done." in ask(triplets[2], triplets_config.env)
+
+
+def test_a_broken_service_costs_its_episodes_alone():
+    groups, stats = play(tau2={"user_model": "unreachable"})
+    assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]
