@@ -1,0 +1,102 @@
+"""The shop's stock: products, the goals made from them and the search over them. One is shared by all sessions.
+
+Differences from the reference: prices and price limits are drawn from a generator seeded as its shuffle of the goals is,
+with 233; its search commands for debugging ("<r>", "<a>", ...) are words; a description or bullets of null are empty.
+"""
+
+import functools
+import hashlib
+import json
+import random
+from pathlib import Path
+
+from paw.config import WebshopConfig
+from paw.errors import UserError
+from paw.experience.envs.webshop import files, generator, nouns
+from paw.experience.envs.webshop.goals import human_goals, synthetic_goals
+from paw.experience.envs.webshop.types import Goal, Product
+from paw.experience.retrieval.bm25 import Bm25
+
+SEED = 233
+HITS = 50
+HUMAN = "items_human_ins.json"
+
+
+class Catalogue:
+    """Read-only. UserError if bm25s or PyStemmer is missing."""
+
+    products: list[Product]
+    by_asin: dict[str, Product]
+    """Keys lower-case."""
+    goals: list[Goal]
+    """Shuffled: `n_test` to test with, then those to train on."""
+    digest: str
+    """Hash of the files, or of what was generated."""
+    nouns: str
+    """How nouns are found: "spacy" or "rules"."""
+
+    def __init__(self, products: list[Product], goals: list[Goal], digest: str, nouns: str) -> None:
+        self.products, self.goals, self.digest, self.nouns = products, goals, digest, nouns
+        self.by_asin = {product.asin.lower(): product for product in products}
+        self._index = Bm25(map(_text, products))
+
+    @property
+    def n_test(self) -> int:
+        """500 as in the reference, a quarter of fewer than 1,000."""
+        return 500 if len(self.goals) >= 1000 else len(self.goals) // 4 or 1
+
+    def search(self, query: str) -> list[Product]:
+        """The 50 best products for the lower-cased words, best first; fewer where fewer share a word with them."""
+        (hits,) = self._index.top([query.lower()], HITS)
+        return [self.products[at] for at, _ in hits]
+
+
+def load(folder: Path, config: WebshopConfig) -> Catalogue:
+    """The user's copy of WebShop's files, of the size that webshop.catalogue names.
+
+    Raises:
+        UserError: a file is missing, broken or lacks something; or there are fewer than 2 goals.
+    """
+    suffix = "_1000" if config.catalogue == "small" else ""
+    items, entries = folder / f"items_shuffle{suffix}.json", folder / f"items_ins_v2{suffix}.json"
+    written = [folder / HUMAN] if config.goals == "human" else []
+    for path in (items, entries, *written):
+        if not path.is_file():
+            raise UserError(
+                f"{path} is missing (env.data with webshop.catalogue = '{config.catalogue}', webshop.goals = "
+                f"'{config.goals}'); copy WebShop's data files there, or leave env.data out to play a generated shop"
+            )
+    digest = hashlib.sha256()
+    attributes = files.read_object(entries, digest)
+    instructions = [files.read_object(path, digest) for path in written]
+    return _stock(files.read_array(items, digest), attributes, instructions, config, digest, items, entries)
+
+
+@functools.cache
+def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
+    """The generated shop of webshop.products products; one for all suites of a process."""
+    records = generator.records(config.products, seed)
+    digest = hashlib.sha256(json.dumps(records).encode())
+    return _stock(iter(records[0]), records[1], records[2:], config, digest, "generated products", "generated goals")
+
+
+def _stock(items, entries, instructions, config, digest, source, goal_source) -> Catalogue:
+    kind, rng = nouns.choose(config.nouns), random.Random(SEED)
+    products = list(files.clean(items, entries, rng, str(source)))
+    if config.goals == "human":
+        goals = list(human_goals(products, instructions[0], rng, HUMAN))
+    else:
+        goals = list(synthetic_goals(products, entries, rng, str(goal_source)))
+    if len(goals) < 2:
+        raise UserError(
+            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{config.goals}'; at least "
+            "2 are needed, one to test with"
+        )
+    random.Random(SEED).shuffle(goals)
+    return Catalogue(products, goals, digest.hexdigest(), kind)
+
+
+def _text(product: Product) -> str:
+    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
+    first = product.bullets[0] if product.bullets else ""
+    return f"{product.title} {product.description} {first} {options}".lower()

@@ -1,0 +1,167 @@
+"""WebShop's JSON files, and products cleaned as the reference's `load_products` does (web_agent_site/engine/engine.py).
+
+The full products file has 5 GB: it is decoded product by product, and only what the shop shows is kept.
+"""
+
+import codecs
+import json
+import random
+import re
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Protocol
+
+from paw.errors import UserError
+from paw.experience.envs.webshop.types import Product
+
+CHUNK = 1 << 20
+LARGEST = 1 << 24
+"""Characters of one product; a longer one is broken JSON."""
+SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def read_array(path: Path, digest: Digest) -> Iterator[Any]:
+    """The elements of a JSON array, one at a time; all bytes of the file go to `digest`.
+
+    Raises:
+        UserError: the file is broken or cut short; names its line.
+    """
+    decoder, scan = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
+    text, at, line, count, expected = "", 0, 1, 0, "["
+    with path.open("rb") as file:
+        while True:
+            at = SPACE.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]  (it always matches)
+            reason, place, more = f"'{text[at : at + 1]}' where one of '{expected}' belongs", at, at == len(text)
+            if not more and expected == "value" and not (text[at] == "]" and not count):
+                try:
+                    value, at = scan(text, at)
+                except json.JSONDecodeError as error:
+                    reason, place, more = error.msg, error.pos, len(text) - at < LARGEST
+                else:
+                    yield value
+                    count, expected = count + 1, ",]"
+                    continue
+            elif not more and (text[at] in expected or expected == "value"):
+                if text[at] == "]":
+                    digest.update(file.read())
+                    return
+                at, expected = at + 1, "value"
+                continue
+            chunk = file.read(CHUNK) if more else b""
+            if not chunk:
+                line += text.count("\n", 0, place)
+                reason = reason if place < len(text) else "the file ends"
+                raise UserError(
+                    f"{path}, line {line}: broken JSON in product {count + 1} ({reason}); download it again"
+                )
+            digest.update(chunk)
+            line += text.count("\n", 0, at)
+            text, at = text[at:] + _decode(decoder, chunk, path), 0
+
+
+def read_object(path: Path, digest: Digest) -> dict[str, Any]:
+    """A JSON object. UserError if the file is broken or holds something else."""
+    data = path.read_bytes()
+    digest.update(data)
+    try:
+        value = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: broken JSON ({error.msg}); download it again") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no UTF-8 at byte {error.start}; download it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object with products' asins as keys")
+    return value
+
+
+def clean(records: Iterator[Any], entries: dict[str, Any], rng: random.Random, source: str) -> Iterator[Product]:
+    """Products as the shop shows them. Skips what the reference skips: no asin, a long one, one seen before.
+
+    Args:
+        records: elements of the products file.
+        entries: asin -> {"attributes", ...}, the attributes file.
+        rng: draws prices within a range, in the order of the products.
+        source: what an error names besides number and asin.
+
+    Raises:
+        UserError: a product lacks a key or has something else under it.
+    """
+    seen: set[str] = set()
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise UserError(f"{source}, product {number}: {record!r:.60} is not an object")
+        asin = need(record, "asin", f"{source}, product {number}")
+        if asin == "nan" or len(asin) > 10 or asin in seen:
+            continue
+        seen.add(asin)
+        where = f"{source}, product {number} ({asin})"
+        title = need(record, "name", where)
+        bullets = record.get("small_description")
+        prices = _prices(record.get("pricing"), where)
+        entry = entries.get(asin, {})
+        yield Product(
+            asin=asin,
+            title=title,
+            category=need(record, "category", where),
+            query=need(record, "query", where).lower().strip(),
+            product_category=need(record, "product_category", where),
+            description=need(record, "full_description", where, nullable=True),
+            bullets=texts(bullets if isinstance(bullets, list) else [bullets or ""], "small_description", where),
+            attributes=texts(entry.get("attributes", []), "attributes", f"attributes of {asin}"),
+            options=_options(record, where),
+            price_text=" to ".join(f"${price}" for price in prices),
+            price=prices[0] if len(prices) == 1 else rng.uniform(*prices),
+        )
+
+
+def need(record: dict[str, Any], key: str, where: str, *, nullable: bool = False) -> str:
+    """The text under `key`. UserError if it is missing or no text."""
+    if key not in record:
+        raise UserError(f"{where} has no '{key}'")
+    if nullable and record[key] is None:
+        return ""
+    if not isinstance(record[key], str):
+        raise UserError(f"{where}: '{key}' is {record[key]!r:.60}, not a text")
+    return record[key]
+
+
+def texts(values: Any, key: str, where: str) -> tuple[str, ...]:
+    """`values` if it is a list of texts, else UserError."""
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise UserError(f"{where}: '{key}' is {values!r:.60}, not a list of texts")
+    return tuple(values)
+
+
+def _prices(pricing: Any, where: str) -> list[float]:
+    """ "$12.99" or "$10.00 - $20.00"; without any, 100 dollars."""
+    if not pricing:
+        return [100.0]
+    try:
+        return [float(Decimal(re.sub(r"[^\d.]", "", part))) for part in pricing.split("$")[1:3] or [""]]
+    except (AttributeError, InvalidOperation):
+        raise UserError(f"{where}: 'pricing' is {pricing!r:.60}, not like '$12.99'") from None
+
+
+def _options(record: dict[str, Any], where: str) -> dict[str, tuple[str, ...]]:
+    if "customization_options" not in record:
+        raise UserError(f"{where} has no 'customization_options' (empty for a product without options)")
+    try:
+        return {
+            name.lower(): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+            for name, values in (record["customization_options"] or {}).items()
+            if values is not None
+        }
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"{where}: 'customization_options' is not like {{name: [{{'value': text}}, ...]}}") from None
+
+
+def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path) -> str:
+    try:
+        return decoder.decode(chunk)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no UTF-8 ({error.reason}); download it again") from None
