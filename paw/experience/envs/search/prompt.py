@@ -1,0 +1,173 @@
+"""What the agent reads and how its answer becomes an action: pure text, no retrieval.
+
+`PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent, prompts/search.py and
+SearchMemory) sends it. `CompactStyle` says the same in a few short lines for a tiny model with a vocabulary of whole
+phrases; there the answer is a line "search NAME" or "answer NAME".
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+FIRST_TURN = """
+You are an expert agent tasked with answering the given question step-by-step.
+Your question: {question}
+
+{instruction}
+"""
+
+LATER_TURN = """
+You are an expert agent tasked with answering the given question step-by-step.
+Your question: {question}
+
+Prior to this step, you have already taken {taken} step(s). Below is the interaction history where <search> </search> \
+wrapped your past search queries and <information> </information> wrapped the corresponding search results returned \
+by the external search engine. History:
+{history}
+
+{instruction}
+"""
+
+# The blank before the line break is the reference's.
+THINK = (
+    "You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags. \n"
+    "After completing your reasoning, choose only one of the following actions (do not perform both):\n"
+)
+NO_THINK = "Choose only one of the following actions (do not perform both):\n"
+INSTRUCTION = (
+    "Now it's your turn to respond for the current step.\n{think}"
+    "(1) If you find you lack some knowledge, you can call a search engine to get more external information using "
+    "format: <search> your query </search>.\n"
+    "(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> "
+    "</answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>."
+)
+
+BLOCKS = [(verb, re.compile(rf"<{verb}>(.*?)</{verb}>", re.I | re.S)) for verb in ("search", "answer")]
+TAG = re.compile("<(search|answer)>", re.I)
+LINE = re.compile(r"(search|answer) (\S[^\n]*)")
+BARE = re.compile(r"(search|answer)\[(.*)\]", re.S)
+
+
+class Action(NamedTuple):
+    verb: str
+    """ "search", "answer", or "" where the response holds neither."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.verb}[{self.text}]" if self.verb else ""
+
+    @classmethod
+    def parse(cls, bare: str) -> "Action":
+        """The inverse of `str`; whatever is none of ours is no action."""
+        found = BARE.fullmatch(bare.strip())
+        return cls(found[1], found[2].strip()) if found else cls("", "")
+
+
+class Style(Protocol):
+    shown: int
+    """Observations of earlier turns that a prompt holds."""
+
+    def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
+        """The user message of a turn after `past`, (action, observation) of every earlier one."""
+        ...
+
+    def project(self, response: str) -> tuple[Action, bool]:
+        """(action to play, whether the response was well-formed)."""
+        ...
+
+    def answer(self, action: Action) -> str:
+        """A well-formed response that plays `action`."""
+        ...
+
+    def observation(self, documents: Sequence[str]) -> str:
+        """What a search that found `documents` (their contents) returns."""
+        ...
+
+
+class PaperStyle:
+    """Figure 9 of the paper. With `history` 0 later turns look like the first, as in the reference."""
+
+    def __init__(self, *, history: int = 4, think: bool = True) -> None:
+        self.shown = history
+        self.think = think
+        self._instruction = INSTRUCTION.format(think=THINK if think else NO_THINK)
+
+    def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
+        if not (past and self.shown):
+            return FIRST_TURN.format(question=question, instruction=self._instruction)
+        taken = len(past)
+        first = max(0, taken - self.shown)
+        steps = [
+            f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past[first:], start=first + 1)
+        ]
+        return LATER_TURN.format(
+            question=question, taken=taken, history="\n".join(steps), instruction=self._instruction
+        )
+
+    def project(self, response: str) -> tuple[Action, bool]:
+        """The first <search> block, the text cut after it, else the first <answer> block; invalid if neither, both or
+        a repeated one is opened anywhere (reference: search_projection, which does not look for a thought either).
+        """
+        closing = next((tag for tag in ("</search>", "</answer>") if tag in response), "")
+        played = response.partition(closing)[0] + closing if closing else response
+        valid = len(TAG.findall(response)) == 1
+        for verb, block in BLOCKS:
+            if found := block.search(played):
+                return Action(verb, found[1].strip()), valid
+        return Action("", ""), False
+
+    def answer(self, action: Action) -> str:
+        thought = f"<think>I should {action.verb} {action.text}.</think>" if self.think else ""
+        return f"{thought}{_tagged(action)}"
+
+    def observation(self, documents: Sequence[str]) -> str:
+        """As verl-agent's search tool returns it: JSON, in which non-ASCII characters are escaped."""
+        result = "".join(f"Doc {i}: {contents.strip()}\n" for i, contents in enumerate(documents, start=1))
+        return f"<information>{json.dumps({'result': result})}</information>"
+
+
+class CompactStyle:
+    r"""The question, the actions so far, the documents found last without their titles.
+
+    >>> print(CompactStyle().prompt("Who?", [(Action("search", "town 12"), "town 12 lies on river 13.")]))
+    task: Who?
+    did:
+    search town 12
+    see:
+    town 12 lies on river 13.
+    """
+
+    shown = 1
+
+    def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
+        lines = [f"task: {question}"]
+        if past:
+            lines += ["did:", *(f"{action.verb} {action.text}".strip() for action, _ in past), "see:", past[-1][1]]
+        return "\n".join(lines)
+
+    def project(self, response: str) -> tuple[Action, bool]:
+        """One line, "search NAME" or "answer NAME"; anything else is invalid."""
+        found = LINE.fullmatch(response.strip())
+        return (Action(found[1], found[2]), True) if found else (Action("", ""), False)
+
+    def answer(self, action: Action) -> str:
+        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        return f"\n{action.verb} {action.text}"
+
+    def observation(self, documents: Sequence[str]) -> str:
+        return "\n".join(" ".join((text or title).split()) for title, _, text in (d.partition("\n") for d in documents))
+
+
+def title(contents: str) -> str:
+    """Of a document "\"Title\"\ntext"."""
+    return contents.partition("\n")[0].strip('"')
+
+
+def _tagged(action: Action) -> str:
+    return f"<{action.verb}>{action.text}</{action.verb}>" if action.verb else ""
+
+
+def make_style(style: str, *, history: int, think: bool) -> Style:
+    """The style named by `env.style`: "paper" or "compact" (`history` and `think` are the paper style's)."""
+    return PaperStyle(history=history, think=think) if style == "paper" else CompactStyle()

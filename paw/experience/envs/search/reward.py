@@ -1,0 +1,37 @@
+"""Exact match after SQuAD's normalisation, as Search-R1 scores an answer (verl/utils/reward_score/qa_em.py).
+
+Differences from it and from verl-agent's copy:
+- Only what the agent itself answered counts. The references look for the last <answer> in everything said in the
+  episode, retrieved documents and search queries included.
+- An answer of articles and punctuation alone ("The The") is compared as it is written. There, normalisation leaves
+  nothing, so that the empty answer would be right.
+"""
+
+import re
+import string
+from collections.abc import Iterable
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def normalize(text: str) -> str:
+    """Lower case, without ASCII punctuation and English articles, single blanks.
+
+    >>> normalize("The  Beatles' A-side!")
+    'beatles aside'
+    """
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def exact_match(answer: str, golden: Iterable[str]) -> bool:
+    """Whether `answer` equals any golden answer.
+
+    >>> exact_match(" the Nile.", ["River Nile", "Nile"])
+    True
+    """
+    return _comparable(answer) in map(_comparable, golden)
+
+
+def _comparable(text: str) -> str:
+    return normalize(text) or text.strip().lower()
