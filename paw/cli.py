@@ -1,5 +1,5 @@
-"""The command line: `paw train | eval | rollout | profile | plan | rwml | play | report | export | warmup | data |
-doctor`.
+"""The command line: `paw train | eval | rollout | profile | plan | rwml | play | report | serve | export | warmup |
+data | doctor`.
 
 Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
 on stderr and exit code 2.
@@ -111,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     add_module("play", "play a game in the terminal and see what the agent sees", play)
     add_module("report", "write report.html and plots of one run, or of several to compare", report)
 
+    sub = add("serve", "serve a corpus: a retriever behind HTTP", _serve)
+    sub.add_argument("what", choices=["retriever"])
+    sub.add_argument("--corpus", metavar="FILE", help="JSON lines {id, contents} (default: the generated world)")
+    sub.add_argument("--retriever", help="bm25 or dense (default: bm25)")
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    sub.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+
     sub = add("export", "write a checkpoint of a run in Hugging Face format", _export, overrides=False)
     sub.add_argument("run", type=Path, help="run directory")
     sub.add_argument("--checkpoint", help="folder name, such as step_000050 (default: the newest that verifies)")
@@ -181,6 +188,14 @@ def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.stage == "filter":
         return rwml.filter_easy(*start, out=options.out)
     return rwml.supervise(*start, share=options.share, out=options.out)
+
+
+def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from paw.experience.retrieval.server import serve
+
+    given = {f"search.{name}": getattr(options, name) for name in ("corpus", "retriever")}
+    config = load("search-grpo", overrides | {key: value for key, value in given.items() if value is not None})
+    return serve(config, host=options.host, port=options.port)
 
 
 def _export(options: argparse.Namespace, _: dict[str, str]) -> int:

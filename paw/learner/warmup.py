@@ -8,9 +8,7 @@ starts with the entropy that RL needs to explore.
 import hashlib
 import itertools
 import json
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from paw.cache import cache_dir, cached
 from paw.config import Config
-from paw.errors import UserError
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.envs.base import Suite
@@ -49,30 +47,15 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
         "games": suite.fingerprint(),
     }
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_dir() / f"quickstart-{digest}"
-    if (folder / "warmup.json").is_file():
-        report(f"warm-up: cached in {folder}")
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
-        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
-            unfinished = Path(made)
-            summary = _warm_up(config, suite, unfinished, report)
-            (unfinished / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-            unfinished.rename(folder)
-    except OSError as error:
-        if (folder / "warmup.json").is_file():  # another run finished the same warm-up first
-            return folder
-        raise UserError(f"cannot write the warm-up model to {folder}: {error.strerror}; set PAW_CACHE") from None
-    return folder
+    name = f"quickstart-{digest}"
+    if (cache_dir() / name).is_dir():
+        report(f"warm-up: cached in {cache_dir() / name}")
 
+    def fill(folder: Path) -> None:
+        summary = _warm_up(config, suite, folder, report)
+        (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
-def cache_dir() -> Path:
-    """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
-    if "PAW_CACHE" in os.environ:
-        return Path(os.environ["PAW_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
+    return cached(name, fill)
 
 
 class Demonstration(NamedTuple):

@@ -97,9 +97,6 @@ class Bm25Retriever:
         else:
             self._index = self._build()
 
-    def __len__(self) -> int:
-        return len(self._documents)
-
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         found = self._index.top(queries, topk)
         return [[Hit(*self._documents[at], score) for at, score in hits] for hits in found]
