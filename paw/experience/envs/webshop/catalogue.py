@@ -1,7 +1,7 @@
 """The shop's stock: products, the goals made from them and the search over them. One is shared by all sessions.
 
-Differences from the reference: prices and price limits are drawn from a generator seeded as its shuffle of the goals is,
-with 233; its search commands for debugging ("<r>", "<a>", ...) are words; a description or bullets of null are empty.
+Differences from the reference: prices and price limits are drawn from a generator seeded with 233, as its shuffle of
+goals is; its search commands for debugging ("<r>", "<a>", ...) are words; a description or bullets of null are empty.
 """
 
 import functools
@@ -89,8 +89,8 @@ def _stock(items, entries, instructions, config, digest, source, goal_source) ->
         goals = list(synthetic_goals(products, entries, rng, str(goal_source)))
     if len(goals) < 2:
         raise UserError(
-            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{config.goals}'; at least "
-            "2 are needed, one to test with"
+            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{config.goals}'; "
+            "at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)
     return Catalogue(products, goals, digest.hexdigest(), kind)

@@ -18,7 +18,7 @@ from paw.experience.envs.webshop.types import Product
 CHUNK = 1 << 20
 LARGEST = 1 << 24
 """Characters of one product; a longer one is broken JSON."""
-SPACE = re.compile(r"[ \t\n\r]*")
+OPENING, BETWEEN = re.compile(r"\s*\["), re.compile(r"[\s,]*")
 
 
 class Digest(Protocol):
@@ -29,39 +29,34 @@ def read_array(path: Path, digest: Digest) -> Iterator[Any]:
     """The elements of a JSON array, one at a time; all bytes of the file go to `digest`.
 
     Raises:
-        UserError: the file is broken or cut short; names its line.
+        UserError: the file holds no array, is broken or cut short; names its line.
     """
-    decoder, scan = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
-    text, at, line, count, expected = "", 0, 1, 0, "["
+    decode, scan = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
+    text, at, line, count, between = "", 0, 1, 0, OPENING
     with path.open("rb") as file:
         while True:
-            at = SPACE.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]  (it always matches)
-            reason, place, more = f"'{text[at : at + 1]}' where one of '{expected}' belongs", at, at == len(text)
-            if not more and expected == "value" and not (text[at] == "]" and not count):
-                try:
-                    value, at = scan(text, at)
-                except json.JSONDecodeError as error:
-                    reason, place, more = error.msg, error.pos, len(text) - at < LARGEST
-                else:
-                    yield value
-                    count, expected = count + 1, ",]"
-                    continue
-            elif not more and (text[at] in expected or expected == "value"):
-                if text[at] == "]":
+            try:
+                if (gap := between.match(text, at)) is None:
+                    raise json.JSONDecodeError("no array", text, at)
+                at, between = gap.end(), BETWEEN
+                if text[at : at + 1] == "]":
                     digest.update(file.read())
                     return
-                at, expected = at + 1, "value"
-                continue
-            chunk = file.read(CHUNK) if more else b""
-            if not chunk:
-                line += text.count("\n", 0, place)
-                reason = reason if place < len(text) else "the file ends"
-                raise UserError(
-                    f"{path}, line {line}: broken JSON in product {count + 1} ({reason}); download it again"
-                )
-            digest.update(chunk)
-            line += text.count("\n", 0, at)
-            text, at = text[at:] + _decode(decoder, chunk, path), 0
+                value, at = scan(text, at)
+            except json.JSONDecodeError as error:
+                chunk = file.read(CHUNK) if len(text) - at < LARGEST else b""
+                line += text.count("\n", 0, at if chunk else error.pos)
+                if not chunk:
+                    problem = f"broken or cut short in product {count + 1} ({error.msg})"
+                    raise UserError(f"{path}, line {line}: {problem}; download it again") from None
+                digest.update(chunk)
+                try:
+                    text, at = text[at:] + decode(chunk), 0
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{path}, line {line} or later: no UTF-8; download it again") from None
+            else:
+                yield value
+                count += 1
 
 
 def read_object(path: Path, digest: Digest) -> dict[str, Any]:
@@ -71,9 +66,9 @@ def read_object(path: Path, digest: Digest) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: broken JSON ({error.msg}); download it again") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: no UTF-8 at byte {error.start}; download it again") from None
+        raise UserError(f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: no UTF-8; download it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object with products' asins as keys")
     return value
@@ -104,6 +99,8 @@ def clean(records: Iterator[Any], entries: dict[str, Any], rng: random.Random, s
         bullets = record.get("small_description")
         prices = _prices(record.get("pricing"), where)
         entry = entries.get(asin, {})
+        if not isinstance(entry, dict):
+            raise UserError(f"attributes of {asin}: {entry!r:.60} is not an object")
         yield Product(
             asin=asin,
             title=title,
@@ -158,10 +155,3 @@ def _options(record: dict[str, Any], where: str) -> dict[str, tuple[str, ...]]:
         }
     except (AttributeError, KeyError, TypeError):
         raise UserError(f"{where}: 'customization_options' is not like {{name: [{{'value': text}}, ...]}}") from None
-
-
-def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path) -> str:
-    try:
-        return decoder.decode(chunk)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: no UTF-8 ({error.reason}); download it again") from None

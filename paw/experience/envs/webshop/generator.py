@@ -18,7 +18,7 @@ _ENDS = "a ex ia ico in ium o on ora us"
 _LINES = "Aero Bloom Classic Daily Essential Harbor Luxe Meadow Nova Origin Prime Summit Terra Urban Vista"
 SYLLABLES, ENDS, LINES = _SYLLABLES.split(), _ENDS.split(), _LINES.split()
 CODES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-DEARER = (45.0, 90.0)
+DEARER = (50.0, 90.0)
 """A variant's surcharge: above every price limit that its family's first can draw."""
 BULLETS = (
     "{a}: our {noun} is made for {use}, and every batch is checked before it leaves the workshop.",
@@ -55,7 +55,8 @@ def records(
     human: dict[str, list[dict[str, Any]]] = {}
     while len(items) < products:
         for made in _family(rng, WARES[len(items) % len(WARES)])[: products - len(items)]:
-            asin = "B0" + "".join(rng.choices(CODES, k=8))
+            while (asin := "B0" + "".join(rng.choices(CODES, k=8))) in entries:
+                pass
             items.append({"asin": asin, **made["item"]})
             entries[asin] = made["entry"]
             if rng.random() < 0.6:

@@ -1,7 +1,7 @@
 """The nouns of a product title, which tell its type: spaCy's tagger, or a small filter where its model is missing.
 
-The reference counts tokens that en_core_web_sm tags NOUN or PROPN. In a title that is nearly every word that is not a
-number, a function word or a plain adjective, and that is what the filter keeps.
+The reference counts tokens that en_core_web_sm tags NOUN or PROPN. Titles are capitalised, so that the tagger takes
+most adjectives for names: numbers and function words are what is left out, and what the filter leaves out.
 """
 
 import functools
@@ -11,18 +11,14 @@ import re
 from paw.errors import UserError
 
 MODEL = "en_core_web_sm"
-WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
-ENDINGS = ("able", "ible", "less", "ful", "ous", "ly", "ish", "proof", "free")
-_OTHERS = """
-    a an the and or of for with without in on at by to from as up out off over under into per plus non no not all any
-    every each this that these those your our their its his her my you it we is are be can has have use used using made
-    make makes fits includes including included comes keep get new old big small large extra long short high low thick
-    thin wide narrow deep light heavy soft hard hot cold cool warm dry wet clean fresh pure raw real rich mild bold dark
-    bright clear flat round full half double single dual multi mini super ultra great good best better nice fine easy
-    simple quick fast slow strong gentle smooth safe healthy natural organic vegan classic modern vintage traditional
-    contemporary professional portable compatible universal electric digital automatic wireless only very more most
+WORD = re.compile(r"\b\d*[^\W\d_]\w*")
+"""A word, with or without digits: "cord", "2pcs", "ht830v"."""
+_FUNCTION = """
+    a an the and or nor but of for with without in on at by to from as up out over under into onto per than via no not
+    all any every each both this that these those your our their its his her my you it we they i is are be was can will
+    has have s only very more most so
 """
-OTHERS = frozenset(_OTHERS.split())
+FUNCTION = frozenset(_FUNCTION.split())
 
 
 def choose(wanted: str) -> str:
@@ -44,8 +40,7 @@ def nouns(title: str, kind: str) -> tuple[str, ...]:
     """Lower-cased nouns of `title` in order, repeats kept, as `kind` ("spacy" or "rules") finds them."""
     if kind == "spacy":
         return tuple(word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN"))
-    words = (word.lower() for word in WORD.findall(title))
-    return tuple(word for word in words if len(word) > 1 and word not in OTHERS and not word.endswith(ENDINGS))
+    return tuple(word for word in WORD.findall(title.lower()) if word not in FUNCTION)
 
 
 @functools.cache

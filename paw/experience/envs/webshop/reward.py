@@ -2,7 +2,7 @@
 
     r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| + |options| + 1)
 
-Two texts match if their token set ratio, rounded, is above 85 (thefuzz there, rapidfuzz here: the same number). Differences:
+Two texts match if their token set ratio, rounded, is above 85 (thefuzz there, rapidfuzz here). Differences:
 - A synthetic goal's option is compared by its value, as a human goal's is there. The reference prints the pair (name,
   value) and leaves it as it is unless the value is a base colour exactly: with "standard" chosen for "standard", the
   chosen side alone becomes "tan", and the goal cannot be met.
@@ -32,7 +32,7 @@ _COLOURS = """
     camo cheetah christmas dark elephant heather leopard light multicolor rainbow skull tiger
 """
 COLOURS = sorted(_COLOURS.split())
-"""Base colours and patterns. The words are those of the reference's normalize.py: scores would not compare otherwise."""
+"""Base colours and patterns: the words that the reference's normalize.py knows, or scores would not compare."""
 
 
 @dataclass(frozen=True, slots=True)

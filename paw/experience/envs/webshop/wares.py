@@ -37,8 +37,8 @@ class Ware:
 OPTIONS = {
     "color": (
         "color",
-        "black, white, navy blue, light grey, dark green, wine red, rose pink, khaki, burgundy, lavender, mustard yellow, "
-        "teal, coffee brown, ivory, orange, silver",
+        "black, white, navy blue, light grey, dark green, wine red, rose pink, khaki, burgundy, lavender, "
+        "mustard yellow, teal, coffee brown, ivory, orange, silver",
     ),
     "finish": (
         "color",
