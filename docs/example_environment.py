@@ -18,54 +18,51 @@ class Guess:
         self.config, self.invalid_penalty = config, config.invalid_penalty
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        return self._tasks(f"train/{seed}", step * count, count)
+        return [new_task(f"train/{seed}/{i}") for i in range(step * count, (step + 1) * count)]
 
     def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        return self._tasks(f"{split}/{seed}", 0, count or 100)
+        return [new_task(f"{split}/{seed}/{i}") for i in range(count or 100)]
 
     def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        return self._tasks(f"warmup/{seed}", start, count)
-
-    def _tasks(self, stream: str, start: int, count: int) -> list[Task]:
-        ids = [f"{stream}/{i}" for i in range(start, start + count)]
-        return [Task(id, "guess", payload=random.Random(id).randint(1, 99)) for id in ids]
+        return [new_task(f"warmup/{seed}/{i}") for i in range(start, start + count)]
 
     def make(self) -> "Game":
-        return Game(self.config)
+        return Game(self.config.max_turns)
 
     def fingerprint(self) -> str:
         return "guess 1 to 99"
 
 
+def new_task(id: str) -> Task:
+    return Task(id, "guess", payload=random.Random(id).randint(1, 99))
+
+
 class Game:
     """One episode at a time."""
 
-    def __init__(self, config: EnvConfig):
-        self.config = config
+    def __init__(self, max_turns: int):
+        self.max_turns = max_turns
 
     def reset(self, task: Task) -> str:
-        self.secret, self.low, self.high, self.turns = task.payload, 1, 99, 0
-        self.text = "I think of a number."
-        return self.text
+        self.secret, self.low, self.high, self.turns, self.done = task.payload, 1, 99, 0, False
+        return "I think of a number."
 
     def prompt(self) -> str:
-        return f"{self.text} It is from {self.low} to {self.high}. Your guess?"
+        return f"I think of a number from {self.low} to {self.high}. Your guess?"
 
     def anchor(self) -> str:
         return self.prompt()
 
     def step(self, response: str) -> Outcome:
-        found = re.search(r"\d{1,2}", response)
+        assert not self.done, "step() after the end"
+        found = re.search(r"[0-9]{1,2}", response)
         guess = int(found[0]) if found else 0
-        won = guess == self.secret
-        self.text = "That is it." if won else f"It is {'more' if guess < self.secret else 'less'} than {guess}."
-        if guess < self.secret:
-            self.low = max(self.low, guess + 1)
-        else:
-            self.high = min(self.high, guess - 1)
+        won, more = guess == self.secret, guess < self.secret
+        self.low, self.high = (max(self.low, guess + 1), self.high) if more else (self.low, min(self.high, guess - 1))
         self.turns += 1
-        done = won or self.turns == self.config.max_turns
-        return Outcome(self.text, float(won), done, won, action=str(guess), valid=found is not None)
+        self.done = won or self.turns >= self.max_turns
+        text = "That is it." if won else f"It is {'more' if more else 'less'} than {guess}."
+        return Outcome(text, float(won), self.done, won, action=str(guess), valid=found is not None)
 
     def expert(self) -> str:
         return str((self.low + self.high) // 2)

@@ -15,7 +15,7 @@ from typing import NoReturn
 from paw import __version__
 from paw.config import Config
 from paw.errors import UserError, to_stderr
-from paw.experience.envs import make_suite
+from paw.experience.envs import check, make_suite
 from paw.experience.envs.alfworld import data
 from paw.experiment import command as experiment
 from paw.ignored import ignored
@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("warmup", "make the quickstart model of a recipe (cached)", _warmup)
     sub.add_argument("recipe", nargs="?", default="quickstart")
 
+    check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", check.run))
     add_module("data", "download, index or generate games", data)
     add("doctor", "say what is installed, what is missing and how to get it", lambda *_: doctor.run(), overrides=False)
     return parser

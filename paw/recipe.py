@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from paw.config import Config
-from paw.errors import UserError
+from paw.errors import UserError, to_stderr
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -35,6 +35,31 @@ def load(recipe: str | Path, overrides: dict[str, str] | None = None) -> Config:
         _set(tree, key, text)
         origins[key] = "command line"
     return validate(tree, origin=str(recipe), origins=origins)
+
+
+def load_played(recipe: str | None, overrides: dict[str, str]) -> Config:
+    """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
+
+    An environment without such a recipe gets the defaults. Raises UserError as `load` does, or if nothing is named.
+    """
+    name = overrides.get("env.name")
+    if recipe is None and name is None:
+        raise UserError("say what is played with --recipe NAME or --env NAME")
+    if recipe is None and f"{name}-grpo" in recipe_names():
+        recipe = f"{name}-grpo"
+        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
+    if recipe is not None:
+        return load(recipe, overrides)
+    tree: dict[str, Any] = {"model": {"path": "-"}}
+    for key, text in overrides.items():
+        _set(tree, key, text)
+    return validate(tree, origin="command line")
+
+
+def for_environment(name: str, overrides: dict[str, str]) -> Config:
+    """The configuration of an environment, by env.name: that of its recipe, but with games made on the spot."""
+    recipe = f"{name}-grpo" if f"{name}-grpo" in recipe_names() else "alfworld-grpo"
+    return load(recipe, {"env.name": name, "env.data": "none", **overrides})
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:

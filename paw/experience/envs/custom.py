@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,11 +18,7 @@ def load_suite(config: EnvConfig) -> Suite:
     Raises:
         UserError: there is no such file or class, or the suite or its environments lack a member of their protocol.
     """
-    place, _, name = config.name.rpartition(":")
-    made = getattr(import_file(place, f"env.name = '{config.name}'"), name, None)
-    if not isinstance(made, type):
-        raise UserError(f"env.name = '{config.name}': the file has no class '{name}'")
-    suite = made(config)
+    suite = find_class(config.name)(config)
     if not hasattr(suite, "reward_max"):
         suite.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
     _check(suite, Suite, config.name)
@@ -29,6 +26,26 @@ def load_suite(config: EnvConfig) -> Suite:
     _check(environment, Environment, config.name)
     environment.close()
     return suite
+
+
+def is_own(name: str) -> bool:
+    """Whether an env.name is a file of the user's."""
+    return ":" in name
+
+
+def find_class(name: str) -> Callable[[EnvConfig], Suite]:
+    """The class that `name`, "FILE.py:Class", names; UserError where there is none."""
+    place, _, wanted = name.rpartition(":")
+    made = getattr(import_file(place, f"env.name = '{name}'"), wanted, None)
+    if not isinstance(made, type):
+        raise UserError(f"env.name = '{name}': the file has no class '{wanted}'")
+    return made
+
+
+def missing(made: object, protocol: type) -> list[str]:
+    """Members of the protocol that `made` lacks."""
+    members = {*protocol.__annotations__, *(key for key in vars(protocol) if not key.startswith("_"))}
+    return sorted(member for member in members if not hasattr(made, member))
 
 
 def check_reward_max(suite: Suite, name: str) -> None:
@@ -57,10 +74,8 @@ def import_file(file: str, origin: str) -> ModuleType:
 
 
 def _check(made: object, protocol: type, name: str) -> None:
-    members = {*protocol.__annotations__, *(key for key in vars(protocol) if not key.startswith("_"))}
-    missing = sorted(member for member in members if not hasattr(made, member))
-    if missing:
+    if lacks := missing(made, protocol):
         raise UserError(
-            f"env.name = '{name}': {type(made).__name__} lacks {', '.join(missing)}; "
+            f"env.name = '{name}': {type(made).__name__} lacks {', '.join(lacks)}; "
             f"see {protocol.__name__} in paw/experience/envs/base.py"
         )
