@@ -23,6 +23,15 @@ from paw.recipe import dump, load, nearest
 from paw.show import doctor, fit, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
+SHORT = {
+    "--agent": "--agent.kind",
+    "--env": "--env.name",
+    "--endpoint": "--endpoint.url",
+    "--model": "--endpoint.model",
+}
+SHORT_FORMS = (
+    "an agent plays: --agent KIND --env NAME --endpoint URL --model NAME (short for " + " ".join(SHORT.values()) + ")"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,9 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluation = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
     rollout = add("rollout", "play episodes and write every turn as JSON lines", _rollout)
     for sub in (evaluation, rollout):
-        sub.add_argument("model", help="run directory, model folder or Hugging Face name")
+        nargs = "?" if sub is evaluation else None  # an endpoint may play
+        sub.add_argument("model", nargs=nargs, help="run directory, model folder or Hugging Face name")
         sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
+    evaluation.epilog = f"{SHORT_FORMS}; {OVERRIDES}"
     evaluation.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluation.add_argument("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
     rollout.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
     rollout.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
 
@@ -159,9 +171,9 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from paw.show.player import evaluate_model
+    from paw.agents.evaluate import evaluate
 
-    return evaluate_model(options.model, options.recipe, overrides, as_json=options.json)
+    return evaluate(options.model, options.recipe, overrides, out=options.out, as_json=options.json)
 
 
 def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -237,12 +249,14 @@ def _unknown(word: str, *, overrides: bool) -> str:
 
 
 def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Take `--a.b value` and `--a.b=value` out of the command line: (the other words, overrides)."""
+    """Take `--a.b value` and `--a.b=value` out of the command line, short forms too: (the other words, overrides)."""
     others: list[str] = []
     overrides: dict[str, str] = {}
     rest = iter(words)
+    own_model = words[:1] in (["rwml"], ["plan"])
     for word in rest:
         key, equals, value = word.partition("=")
+        key = key if key == "--model" and own_model else SHORT.get(key, key)
         if not key.startswith("--") or "." not in key:
             others.append(word)
             continue

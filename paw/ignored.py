@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
      lambda c: c.rollout.engine == "vllm"),
     ("env.difficulty", "generated games: no env.data", lambda c: not c.env.data or c.model.path == "quickstart"),
     ("env.think", "env.style = 'paper'", lambda c: c.env.style == "paper"),
+    ("agent. endpoint.", "paw eval", lambda c: False),
     ("env.step_timeout_s", "env.backend = 'textworld'", lambda c: c.env.backend == "textworld"),
 )  # fmt: skip
 """Keys, or the start of their names; what they need, in words; whether that is given."""

@@ -16,13 +16,12 @@ from paw.experience.rollout import Rollouts
 from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
-from paw.recipe import load
+from paw.recipe import load, load_played
 from paw.show.evaluate import success_metrics
 
 
-def evaluate_model(model: str, recipe: str | None, overrides: dict[str, str], *, as_json: bool) -> int:
+def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals."""
-    config, path = resolve(model, recipe, overrides)
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)
@@ -72,7 +71,9 @@ def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[
         stale = not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0)  # killed after a resume
         return config, str(export_run(run) if stale else run / "hf")
     if recipe is None and not (run / "paw.toml").is_file():
-        raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME")
+        if "env.name" not in overrides:
+            raise UserError(f"{model} is not a run directory; say what it plays with --recipe NAME or --env NAME")
+        return load_played(None, overrides), model
     config = load(recipe or run / "paw.toml", overrides)
     return config, start_model(None, config) if recipe and model == "quickstart" else model
 

@@ -1,0 +1,206 @@
+"""An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and whatever else speaks /chat/completions.
+
+Requests that fail in passing (408, 409, 429, 5xx, broken connections, bodies that are cut or no answer) are sent again
+after growing pauses, or after what Retry-After asks for. A parameter that a server refuses by name is left out from
+then on, max_tokens becoming max_completion_tokens; so models that fix their temperature or know no seed can play.
+
+To go on with an answer that has begun, the request ends in an assistant message with `continue_final_message` (vLLM,
+SGLang). A server that refuses that gets the beginning as part of the user's message instead.
+"""
+
+import email.utils
+import json
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlparse
+
+from paw.agents.models import ContextFull, Reply, cut_at
+from paw.config import EndpointConfig
+from paw.errors import UserError, to_stderr
+
+RETRIED = {408, 409, 429}
+LONGEST_PAUSE_S = 60.0
+CHECK_S = 10.0
+CONTINUE = "continue_final_message"
+OPTIONAL = ("seed", "stop", "temperature", "max_tokens")
+CONTEXT = re.compile(r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I)
+RESTATED = "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:\n{start}"
+
+
+class EndpointError(Exception):
+    """A request failed for good. The message names the URL."""
+
+
+class Limiter:
+    """Spaces requests evenly, at most so many and so many tokens a minute; 0 is no limit. Thread-safe."""
+
+    def __init__(
+        self,
+        requests_per_minute: int,
+        tokens_per_minute: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._request_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._token_s = 60.0 / tokens_per_minute if tokens_per_minute else 0.0
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._requests_free = self._tokens_free = 0.0
+
+    def admit(self, tokens: int) -> None:
+        """Wait until a request of about so many tokens may leave."""
+        with self._lock:
+            now = self._clock()
+            at = max(now, self._requests_free, self._tokens_free)
+            self._requests_free = at + self._request_s
+            self._tokens_free = at + tokens * self._token_s
+        if at > now:
+            self._sleep(at - now)
+
+    def settle(self, tokens: int) -> None:
+        """It took so many tokens more than admitted (fewer: negative)."""
+        with self._lock:
+            self._tokens_free += tokens * self._token_s
+
+
+class Endpoint:
+    """A chat model behind a URL; `section` is the configuration's table, for messages.
+
+    Raises:
+        UserError: the openai package or the model's name is missing.
+    """
+
+    def __init__(
+        self, config: EndpointConfig, *, section: str = "endpoint", sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        try:
+            import openai
+        except ImportError:
+            raise UserError(f"{section}.url needs the openai package; run: pip install 'paw-trainer[agents]'") from None
+        if config.url is None or config.model is None:
+            missing = "url" if config.url is None else "model"
+            raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")
+        self.config, self._section, self._openai, self._sleep = config, section, openai, sleep
+        self.url = config.url.rstrip("/") + ("/v1" if urlparse(config.url).path in ("", "/") else "")
+        key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
+        self._client: Any = openai.OpenAI(base_url=self.url, api_key=key, timeout=config.timeout_s, max_retries=0)
+        self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute, sleep=sleep)
+        self._refused: set[str] = set()
+
+    def check(self) -> None:
+        """UserError where nobody answers at the URL, or not with this key. A server without /models passes."""
+        try:
+            self._client.with_options(timeout=min(CHECK_S, self.config.timeout_s)).models.list()
+        except self._openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
+        except self._openai.APIStatusError as error:
+            self._raise_mistake(error)
+        except Exception:
+            return
+
+    def complete(
+        self, prompt: str, *, start: str = "", stop: Sequence[str] = (), temperature: float, max_tokens: int, seed: int
+    ) -> Reply:
+        """As ChatModel.complete. Raises EndpointError after all retries, UserError for a wrong key or model name."""
+        expected = len(prompt + start) // 4 + max_tokens
+        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+        if stop:
+            options["stop"] = list(stop)
+        failures = 0
+        while True:
+            request = self._request(prompt, start, options)
+            self._limiter.admit(expected)
+            try:
+                answer = self._client.chat.completions.with_raw_response.create(**request)
+                reply = _reply(answer.text, stop)
+            except self._openai.APIStatusError as error:
+                self._limiter.settle(-expected)
+                if error.status_code in (400, 413, 422) and self._adapt(error, request):
+                    continue
+                self._raise_mistake(error)
+                problem, pause = f"{error.status_code} {_line(error.message)}", _retry_after(error.response.headers)
+                if error.status_code not in RETRIED and error.status_code < 500:
+                    raise EndpointError(f"{self.url}: {problem}") from None
+            except Exception as error:  # no connection, too slow, broken off, or no answer at all in the body
+                problem, pause = _line(f"{error} {error.__cause__ or ''}"), 0.0
+            else:
+                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
+                return reply
+            failures += 1
+            if failures > self.config.retries:
+                raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
+            growing = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * random.Random(f"{seed}/{failures}").uniform(0.5, 1.0)
+            self._sleep(max(growing, pause))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _request(self, prompt: str, start: str, options: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in options.items() if key not in self._refused}
+        if "max_tokens" in self._refused:
+            kept["max_completion_tokens"] = options["max_tokens"]
+        if start and CONTINUE in self._refused:
+            prompt, start = RESTATED.format(prompt=prompt, start=start), ""
+        messages = [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}]
+        if start:
+            messages.append({"role": "assistant", "content": start.encode("utf-8", "replace").decode()})
+            kept["extra_body"] = {CONTINUE: True, "add_generation_prompt": False}
+        return {"model": self.config.model, "messages": messages, **kept}
+
+    def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
+        """Leave out from now on what the server would not take; whether there was such a thing in the request."""
+        message = _line(error.message)
+        if CONTEXT.search(f"{error.code} {message}"):
+            raise ContextFull(f"{self.url}: {message}") from None
+        named = (key for key in OPTIONAL if key in request and (error.param == key or f"'{key}'" in message))
+        refused = next(named, CONTINUE if "extra_body" in request else None)
+        if refused and refused not in self._refused:
+            self._refused.add(refused)
+            to_stderr(f"{self.url} does not take {refused}: doing without it ({message})")
+        return refused is not None
+
+    def _raise_mistake(self, error: Any) -> None:
+        """UserError for what only the user can mend."""
+        if error.status_code in (401, 403):
+            state = "holds a key that it does not take" if os.environ.get(self.config.key_env) else "is not set"
+            raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
+        if error.status_code == 404:
+            try:
+                served = [model.id for model in self._client.models.list()]
+            except Exception:
+                raise UserError(f"{self.url}: 404, there is no chat endpoint here; check the address") from None
+            known = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
+            raise UserError(f"{self.url}: no model '{self.config.model}'; it serves: {known}") from None
+
+
+def _reply(text: str, stop: Sequence[str]) -> Reply:
+    """The first choice of a chat completion's JSON. Raises ValueError where there is none."""
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        content, usage = choice["message"].get("content") or "", body.get("usage") or {}
+        if not isinstance(content, str):
+            raise TypeError
+        counts = [int(usage.get(f"{side}_tokens") or 0) for side in ("prompt", "completion")]
+        return Reply(cut_at(content, stop)[0], *counts, cut=choice.get("finish_reason") == "length")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"malformed answer: {_line(text) or 'an empty body'}") from None
+
+
+def _retry_after(headers: Any) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date, an hour at most; 0 without a readable one."""
+    value = headers.get("retry-after", "")
+    date = email.utils.parsedate_to_datetime(value) if email.utils.parsedate(value) else None
+    seconds = float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else date.timestamp() - time.time() if date else 0.0
+    return min(max(0.0, seconds), 3600.0)
+
+
+def _line(text: str, limit: int = 200) -> str:
+    return " ".join(text.split())[:limit]

@@ -1,0 +1,229 @@
+"""`paw eval --agent`, `--endpoint`: held-out tasks played by an agent, each written down as soon as it has ended.
+
+DIR/settings.json says what is evaluated, DIR/episodes.jsonl holds one finished episode a line, results.json and
+results.md follow from those. The same command again plays what is missing: episodes that could not be played (the
+endpoint or the environment failed), and those that an interruption kept from ending.
+"""
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from paw.agents import results
+from paw.agents.agents import Agent, Episode, make_agent
+from paw.agents.models import ChatModel, ContextFull
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.experience.envs import make_suite
+from paw.experience.envs.base import Suite
+from paw.recipe import load_played
+from paw.types import Task
+
+LOCAL_THREADS = 64
+SETTINGS = ("env", "webshop", "search", "tau2", "agent", "eval")
+FURTHER = {"rollout": ("max_prompt_tokens", "max_response_tokens"), "simulator": ("model", "noise_start")}
+"""Sections and keys that decide the outcome. Where and how fast an endpoint answers does not."""
+
+
+def evaluate(
+    model: str | None, recipe: str | None, overrides: dict[str, str], *, out: Path | None, as_json: bool
+) -> int:
+    """Play `eval.games` tasks with a local `model` (run directory, folder, name) or the endpoint of the configuration.
+
+    Returns 1 where episodes could not be played, else 0.
+    """
+    if model is None:
+        config = load_played(recipe, overrides)
+        if config.endpoint.url is None:
+            raise UserError("say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME")
+        return _evaluate(config, None, out, as_json)
+    from paw.show.player import evaluate_model, resolve
+
+    config, path = resolve(model, recipe, overrides)
+    if config.endpoint.url is not None:
+        raise UserError(f"{model} and endpoint.url = '{config.endpoint.url}': one model plays, leave one of them out")
+    if config.agent.kind == "plain" and out is None:
+        return evaluate_model(config, path, as_json=as_json)
+    return _evaluate(config, path, out, as_json)
+
+
+def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool) -> int:
+    if config.agent.kind == "zerosearch":
+        config = config.model_copy(update={"search": config.search.model_copy(update={"retriever": "zerosearch"})})
+    name = path or str(config.endpoint.model)
+    label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.kind}-{name}").strip("-")
+    folder = out or config.run.dir / label
+    with ExitStack() as stack:
+        if path is None:
+            from paw.agents.endpoint import Endpoint
+
+            chat_model: Any = stack.enter_context(closing(Endpoint(config.endpoint)))
+            chat_model.check()
+            suite, workers = make_suite(config), config.endpoint.concurrency
+        else:
+            from paw.agents.models import Local
+            from paw.show.player import open_player
+
+            rollouts = stack.enter_context(open_player(config, path))
+            limit = config.rollout.max_prompt_tokens
+            chat_model = stack.enter_context(closing(Local(rollouts.engine, rollouts.chat, max_prompt_tokens=limit)))
+            suite, workers = rollouts.suite, LOCAL_THREADS
+        agent = make_agent(config, suite)
+        tasks = suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
+        about = _open(folder, {"model": name, "games": suite.fingerprint(), **_settings(config)})
+        player = {"place": 0, "agent": config.agent.kind, "model": name, "seed": config.eval.seed}
+        lines = _read(folder / "episodes.jsonl")
+        todo = [place for place in range(len(tasks)) if lines.get(place, {"failure": True})["failure"] is not None]
+        if lines:
+            to_stderr(f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}")
+
+        def play(place: int, environment: Any) -> dict[str, Any]:
+            return player | _play(agent, tasks[place], environment, chat_model, config, place)
+
+        started = time.monotonic()
+        try:
+            with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
+                for line in _in_threads(todo, play, suite, workers):
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    lines[line["place"]] = line
+                    results.progress(lines, len(tasks))
+        except KeyboardInterrupt:
+            to_stderr(f"\nstopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
+            raise
+        if truncated := getattr(chat_model, "truncated", 0):
+            to_stderr(f"{truncated} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
+    summary = results.summarise(list(lines.values()), about, config.endpoint, time.monotonic() - started)
+    table = results.table(summary)
+    (folder / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(table, encoding="utf-8")
+    print(json.dumps(summary) if as_json else f"{table}\n{folder}")
+    failures = [line["failure"] for line in lines.values() if line["failure"] is not None]
+    if failures:
+        to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
+    return 1 if failures else 0
+
+
+def _play(agent: Agent, task: Task, environment: Any, model: ChatModel, config: Config, place: int) -> dict[str, Any]:
+    """The line of one episode. Whatever the environment or the endpoint raises is its failure, not a loss."""
+    episode = Episode(task, environment, model, config, place)
+    started, failure, context_full = time.monotonic(), None, False
+    try:
+        agent.play(episode)
+    except ContextFull:
+        context_full = True
+    except UserError:
+        raise
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    outcome, prices = episode.outcome, config.endpoint
+    won = episode.won and not context_full
+    cost = (episode.prompt_tokens * prices.input_price + episode.completion_tokens * prices.output_price) / 1e6
+    return {
+        "place": place,
+        "task": task.id,
+        "kind": task.kind,
+        "success": won,
+        "score": outcome.score if outcome and outcome.score is not None else None,
+        "steps": sum(turn["trial"] == episode.trials for turn in episode.turns),
+        "trials": episode.trials,
+        "plans": episode.plans,
+        "turns": episode.turns,
+        "calls": episode.calls,
+        "prompt_tokens": episode.prompt_tokens,
+        "completion_tokens": episode.completion_tokens,
+        "cost": cost,
+        "seconds": round(time.monotonic() - started, 3),
+        "context_full": context_full,
+        "failure": failure,
+    }
+
+
+def _in_threads(
+    places: list[int], play: Callable[[int, Any], dict[str, Any]], suite: Suite, workers: int
+) -> Iterator[dict[str, Any]]:
+    """What `play` returns for every place, as they end; each thread keeps one environment while that is whole.
+
+    The threads are daemons: after Ctrl-C nothing waits for a request under way.
+    """
+    waiting: SimpleQueue[int] = SimpleQueue()
+    ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
+    for place in places:
+        waiting.put(place)
+
+    def work() -> None:
+        environment = None
+        try:
+            while True:
+                place = waiting.get_nowait()
+                environment = environment or suite.make()
+                line = play(place, environment)
+                if line["failure"] is not None:
+                    environment.close()
+                    environment = None
+                ended.put(line)
+        except Empty:
+            if environment:
+                environment.close()
+        except BaseException as error:
+            ended.put(error)
+
+    for _ in range(min(workers, len(places))):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in places:
+        line = ended.get()
+        if isinstance(line, BaseException):
+            raise line
+        yield line
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    tree = config.model_dump(mode="json")
+    sections = {**{section: tree[section] for section in SETTINGS}}
+    sections |= {section: {key: tree[section][key] for key in keys} for section, keys in FURTHER.items()}
+    return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
+
+
+def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make the folder of an evaluation, or see that it holds this one. UserError where it holds another."""
+    path = folder / "settings.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out {folder}: {path.name}: {error}") from None
+    for key in itertools.chain(settings, found):
+        if (old := found.get(key)) != (new := settings.get(key)):
+            raise UserError(
+                f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}; name another folder with --out"
+            )
+    return settings
+
+
+def _read(path: Path) -> dict[int, dict[str, Any]]:
+    """The episodes of a file by their places, the last of each. A last line without its end is cut off the file."""
+    if not path.exists():
+        return {}
+    whole, _, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        to_stderr(f"{path}: the last line is incomplete, its episode is played again")
+        with path.open("r+b") as file:
+            file.truncate(len(whole) + 1 if whole else 0)
+    lines = {}
+    for number, text in enumerate(whole.splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            lines[line["place"]] = line
+            line["failure"]
+        except (ValueError, LookupError, TypeError):
+            raise UserError(f"{path}:{number}: this is no episode; mend the line or remove it") from None
+    return lines

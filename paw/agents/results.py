@@ -1,0 +1,104 @@
+"""What an evaluation came to: rows as in the paper's tables, intervals, tokens, dollars, time."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from paw.config import EndpointConfig
+from paw.errors import to_stderr
+from paw.show.evaluate import wilson
+
+COLUMNS = {
+    "alfworld": {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"},
+    "search": {
+        "nq": "NQ",
+        "triviaqa": "TriviaQA",
+        "popqa": "PopQA",
+        "hotpotqa": "HotpotQA",
+        "2wikimultihopqa": "2Wiki",
+        "musique": "MuSiQue",
+        "bamboogle": "Bamboogle",
+    },
+}
+"""Task kinds in the order of the paper's tables, and their headings there."""
+
+
+def summarise(
+    lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
+) -> dict[str, Any]:
+    """Of the episodes that were played: success with its 95 % Wilson interval, overall and by kind, and what it took.
+
+    `wall_s` is the time of this run alone, `seconds` the sum over all episodes, in parallel as they were.
+    """
+    played = [line for line in lines if line["failure"] is None]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for line in played:
+        kinds.setdefault(line["kind"], []).append(line)
+    turns = [turn for line in played for turn in line["turns"]]
+    return {
+        "environment": about["env.name"],
+        "agent": about["agent.kind"],
+        "model": about["model"],
+        "games": about["games"],
+        "temperature": about["eval.temperature"],
+        **_success(played),
+        "average": sum(_success(some)["success"] for some in kinds.values()) / max(1, len(kinds)),
+        "kinds": {kind: _success(kinds[kind]) for kind in sorted(kinds)},
+        "steps": sum(line["steps"] for line in played) / max(1, len(played)),
+        "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
+        "context_full": sum(line["context_full"] for line in played),
+        "not_played": len(lines) - len(played),
+        **{key: sum(line[key] for line in lines) for key in ("calls", "prompt_tokens", "completion_tokens", "cost")},
+        "priced": bool(prices.input_price or prices.output_price),
+        "seconds": round(sum(line["seconds"] for line in lines), 1),
+        "wall_s": round(wall_s, 1),
+    }
+
+
+def _success(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    won, scores = sum(line["success"] for line in lines), [line["score"] for line in lines if line["score"] is not None]
+    low, high = wilson(won, len(lines))
+    found = {"episodes": len(lines), "success": won / max(1, len(lines)), "ci_low": low, "ci_high": high}
+    return {**found, **({"score": sum(scores) / len(scores)} if scores else {})}
+
+
+def table(summary: dict[str, Any]) -> str:
+    """A Markdown table with one row, in the columns of the paper's tables, and the rest in words below it."""
+    kinds, environment = summary["kinds"], summary["environment"]
+    if environment == "webshop":
+        cells = {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
+    else:
+        named = {kind: name for kind, name in COLUMNS.get(environment, {}).items() if kind in kinds}
+        order = [*named, *(kind for kind in kinds if kind not in named)]
+        cells = {named.get(kind, kind): kinds[kind]["success"] for kind in order}
+        cells |= {"Avg.": summary["average"]} if environment == "search" else {"All": summary["success"]}
+    rows = [
+        ["Model", "Agent", *cells],
+        ["---"] * (2 + len(cells)),
+        [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())],
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    interval = f"95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%}"
+    lines += ["", f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of"]
+    lines[-1] += f" {summary['episodes']} episodes ({interval})"
+    cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
+    lines.append(
+        f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; {summary['calls']} "
+        f"calls, {summary['prompt_tokens']} prompt and {summary['completion_tokens']} completion tokens{cost}; "
+        f"{summary['seconds']:.0f} s of episodes, {summary['wall_s']:.0f} s by the clock in this run"
+    )
+    if summary["context_full"]:
+        lines.append(f"{summary['context_full']} episodes were lost because the model's context was full")
+    if summary["not_played"]:
+        lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
+    return "\n".join(lines) + "\n"
+
+
+def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
+    """On stderr: after every episode at a terminal, else after every tenth of them."""
+    played = [line for line in lines.values() if line["failure"] is None]
+    text = f"{len(lines)}/{total} episodes, {sum(line['success'] for line in played)} won"
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if len(lines) == total else "", file=sys.stderr, flush=True)
+    elif len(lines) == total or len(lines) % max(1, total // 10) == 0:
+        to_stderr(text)

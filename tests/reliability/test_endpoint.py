@@ -1,0 +1,360 @@
+"""An endpoint that misbehaves: a real HTTP server on loopback whose answers a test scripts, one by one."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from paw import cli
+from paw.agents.endpoint import Endpoint, EndpointError
+from paw.agents.models import ContextFull, Reply
+from paw.config import EndpointConfig
+from paw.errors import UserError
+
+pytest.importorskip("openai")
+SAMPLING = {"temperature": 0.4, "max_tokens": 16, "seed": 7}
+
+
+def completion(text="<think>x</think><action>look</action>", *, finish="stop", prompt=11, answer=5):
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": prompt, "completion_tokens": answer}
+    return {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+
+
+def refusal(message, **more):
+    return {"error": {"message": message, "type": "invalid_request_error", **more}}
+
+
+@pytest.fixture
+def server():
+    """`server.script` holds answers to come, (status, body, headers) or a function of the handler; then `default`."""
+    state = SimpleNamespace(script=[], default=(200, completion(), {}), requests=[], models=["m", "n"], keys=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            state.keys.append(self.headers["Authorization"])
+            models = state.models
+            if isinstance(models, int):
+                return self.answer(models, refusal("no"), {})
+            self.answer(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}, {})
+
+        def do_POST(self):
+            state.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            given = state.script.pop(0) if state.script else state.default
+            if callable(given):
+                return given(self)
+            self.answer(*given)
+
+        def answer(self, status, body, headers, *, cut=0):
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for key, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            self.wfile.write(data[: len(data) - cut])
+            self.close_connection = self.close_connection or cut > 0
+
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
+    state.url = f"http://127.0.0.1:{httpd.server_port}"
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+
+
+@pytest.fixture
+def ask(server, request):
+    """(function that asks once, the pauses it made); pauses pass at once."""
+    pauses = []
+
+    def ask(prompt="hello", **options):
+        config = EndpointConfig(url=server.url, model="m", **options.pop("config", {"retries": 3, "timeout_s": 5}))
+        endpoint = options.pop("endpoint", None) or Endpoint(config, sleep=pauses.append)
+        return endpoint.complete(prompt, **SAMPLING, **options)
+
+    return ask, pauses
+
+
+def slow(handler):
+    time.sleep(1.5)
+
+
+def close(handler):
+    handler.close_connection = True
+    handler.connection.close()
+
+
+def cut(handler):
+    handler.answer(200, completion(), {}, cut=20)
+
+
+PASSING = {
+    "429": (429, refusal("slow down"), {}),
+    "500": (500, b"oops", {}),
+    "503": (503, refusal("overloaded"), {}),
+    "408": (408, b"", {}),
+    "closed": close,
+    "cut": cut,
+    "no JSON": (200, b'{"choices": [', {}),
+    "a page": (200, b"<html>welcome</html>", {"Content-Type": "text/html"}),
+    "no choices": (200, {**completion(), "choices": []}, {}),
+    "no object": (200, b"[1, 2]", {}),
+    "null": (200, b"null", {}),
+    "no text": (200, completion(text=[{"type": "image"}]), {}),
+}
+
+
+def test_an_answer(server, ask, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    reply = ask[0]("hello", stop=["</action>"])
+    assert reply == Reply("<think>x</think><action>look", 11, 5, cut=False)
+    (sent,) = server.requests
+    assert sent == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0.4,
+        "max_tokens": 16,
+        "seed": 7,
+        "stop": ["</action>"],
+    }
+
+
+@pytest.mark.parametrize("problem", PASSING)
+def test_what_passes_is_tried_again_after_growing_pauses(server, ask, problem):
+    server.script = [PASSING[problem]] * 3
+    ask, pauses = ask
+    assert ask().text.endswith("<action>look</action>")
+    assert len(server.requests) == 4
+    assert 0.5 <= pauses[0] <= 1.0 <= pauses[1] <= 2.0 <= pauses[2] <= 4.0
+
+
+@pytest.mark.parametrize("problem", PASSING)
+def test_what_does_not_pass_names_the_url(server, ask, problem):
+    server.default = PASSING[problem]
+    with pytest.raises(EndpointError, match=rf"^{server.url}/v1: .+ \(tried 4 times\)$") as caught:
+        ask[0]()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_slow_answer_is_given_up(server, ask):
+    server.script = [slow]
+    started = time.monotonic()
+    assert ask[0](config={"retries": 1, "timeout_s": 0.2}).completion_tokens == 5
+    assert time.monotonic() - started < 1.4
+
+
+@pytest.mark.parametrize(
+    ("value", "pause"), [("7", 7.0), ("12.5", 12.5), ("99999", 3600.0), ("soon", 1.0), ("-5", 1.0)]
+)
+def test_retry_after_is_honoured(server, ask, value, pause):
+    server.script = [(429, refusal("slow down"), {"Retry-After": value})]
+    ask, pauses = ask
+    ask()
+    assert pauses == [pause] if pause > 1 else 0.5 <= pauses[0] <= 1.0
+
+
+def test_retry_after_may_be_a_date(server, ask):
+    from email.utils import formatdate
+
+    server.script = [(503, b"", {"Retry-After": formatdate(time.time() + 30, usegmt=True)})]
+    ask, pauses = ask
+    ask()
+    assert 27 <= pauses[0] <= 31
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("key", ["", "wrong"])
+def test_a_wrong_key_names_its_variable(server, ask, monkeypatch, status, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    server.default, server.models = (status, refusal("who are you"), {}), status
+    with pytest.raises(UserError, match="OPENAI_API_KEY " + ("holds a key" if key else "is not set")):
+        ask[0]()
+    with pytest.raises(UserError, match="OPENAI_API_KEY"):
+        Endpoint(EndpointConfig(url=server.url, model="m")).check()
+    assert len(server.requests) == 1
+
+
+def test_an_unknown_model_names_those_there_are(server, ask):
+    server.default = (404, refusal("The model `m` does not exist."), {})
+    with pytest.raises(UserError, match=f"{server.url}/v1: no model 'm'; it serves: m, n$"):
+        ask[0]()
+    server.models = 404
+    with pytest.raises(UserError, match="no chat endpoint here"):
+        ask[0]()
+
+
+def test_a_wrong_request_is_not_repeated(server, ask):
+    server.default = (400, refusal("messages: too funny"), {})
+    with pytest.raises(EndpointError, match=r"400 .*too funny"):
+        ask[0]()
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refusal("This model's maximum context length is 4096 tokens, 'max_tokens' is too large", param="max_tokens"),
+        refusal("Too long", code="context_length_exceeded"),
+    ],
+)
+def test_a_full_context_is_told_apart(server, ask, error):
+    server.default = (400, error, {})
+    with pytest.raises(ContextFull):
+        ask[0]()
+    assert len(server.requests) == 1
+
+
+def test_refused_parameters_are_left_out_from_then_on(server, ask, capfd):
+    endpoint = Endpoint(EndpointConfig(url=server.url, model="m"))
+    server.script = [
+        (400, refusal("Use 'max_completion_tokens' instead.", param="max_tokens", code="unsupported_parameter"), {}),
+        (400, refusal("Unsupported value: 'temperature' does not support 0.4", code="unsupported_value"), {}),
+    ]
+    for _ in range(2):
+        ask[0](endpoint=endpoint)
+    assert [sorted(request) for request in server.requests[2:]] == [
+        ["max_completion_tokens", "messages", "model", "seed"]
+    ] * 2
+    assert server.requests[-1]["max_completion_tokens"] == 16
+    assert capfd.readouterr().err.count("does not take") == 2
+
+
+def test_an_answer_goes_on_or_is_restated(server, ask):
+    endpoint = Endpoint(EndpointConfig(url=server.url, model="m"))
+    ask[0]("why?", start="<think>Be", endpoint=endpoint)
+    assert server.requests[-1]["messages"][1:] == [{"role": "assistant", "content": "<think>Be"}]
+    assert server.requests[-1]["continue_final_message"] and not server.requests[-1]["add_generation_prompt"]
+    server.script = [(400, refusal("Unknown parameter: 'continue_final_message'."), {})]
+    for _ in range(2):
+        ask[0]("why?", start="<think>Be", endpoint=endpoint)
+    assert len(server.requests) == 4
+    for request in server.requests[2:]:
+        (message,) = request["messages"]
+        assert message["content"].startswith("why?\n") and message["content"].endswith("\n<think>Be")
+        assert "continue_final_message" not in request
+
+
+def test_text_that_is_no_unicode_is_sent(server, ask):
+    ask[0]("a \ud800 b")
+    assert server.requests[0]["messages"][0]["content"] == "a ? b"
+
+
+def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
+    words = ["--env", "alfworld", "--env.data", "none", "--endpoint", "http://127.0.0.1:9", "--model", "m"]
+    assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 2
+    err = capfd.readouterr().err.splitlines()
+    assert err[-1].startswith("paw: endpoint.url = 'http://127.0.0.1:9': no answer (") and len(err) == 2
+    assert not (tmp_path / "out").exists()
+
+
+# --- paw eval against it ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evaluate(server, tmp_path, capfd):
+    """Runs `paw eval` of six short games against the server; returns (exit code, standard error, results)."""
+
+    def run(*words, agent="plain", code=0):
+        given = {
+            "agent": agent, "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 3,
+            "endpoint": server.url, "model": "m", "endpoint.retries": 1, "eval.games": 6, "out": tmp_path / "out",
+        }  # fmt: skip
+        capfd.readouterr()
+        found = cli.main(["eval", *(part for k, v in given.items() for part in (f"--{k}", str(v))), *words])
+        err = capfd.readouterr().err
+        assert found == code, err
+        results = tmp_path / "out" / "results.json"
+        return err, json.loads(results.read_text()) if results.exists() else {}
+
+    return run
+
+
+def episodes(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_and_its_files(server, evaluate, tmp_path):
+    err, results = evaluate("--endpoint.input_price", "2", "--endpoint.output_price", "10")
+    assert "settings of the recipe alfworld-grpo" in err
+    lines = episodes(tmp_path)
+    assert sorted(line["place"] for line in lines) == [0, 1, 2, 3, 4, 5]
+    assert len(server.requests) == results["calls"] == 18
+    assert (results["prompt_tokens"], results["completion_tokens"]) == (198, 90)
+    assert results["cost"] == pytest.approx((198 * 2 + 90 * 10) / 1e6)
+    assert {line["failure"] for line in lines} == {None} and {line["steps"] for line in lines} == {3}
+    assert [turn["action"] for turn in lines[0]["turns"]] == ["look"] * 3
+    assert lines[0]["turns"][0]["observation"].startswith("You are in the middle of a room.")
+    assert len({json.dumps(request["messages"]) + str(request["seed"]) for request in server.requests}) == 18
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert (
+        "| m | plain |" in table and "| All |" in table and "$0.00" in table and "success 0.0% of 6 episodes" in table
+    )
+
+
+def test_the_same_command_again_plays_nothing(server, evaluate):
+    _, first = evaluate()
+    server.requests.clear()
+    err, second = evaluate()
+    assert "6 of 6 episodes are there, playing 0" in err
+    assert not server.requests
+    assert {**first, "wall_s": 0} == {**second, "wall_s": 0}
+
+
+def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
+    evaluate()
+    path = tmp_path / "out" / "episodes.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:100])
+    server.requests.clear()
+    err, results = evaluate()
+    assert "the last line is incomplete" in err and "3 of 6 episodes are there, playing 3" in err
+    assert len(server.requests) == 9 and results["episodes"] == 6
+    assert path.read_bytes().startswith(b"".join(lines[:3]) + b'{"place"')
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [(["--eval.seed", "5"], "eval.seed"), (["--agent", "react"], "agent.kind"), (["--model", "n"], "model")],
+)
+def test_another_evaluation_is_refused(evaluate, words, key):
+    evaluate()
+    err, _ = evaluate(*words, code=2)
+    assert f"holds an evaluation with {key} = " in err.splitlines()[-1]
+
+
+def test_a_foreign_line_is_named(evaluate, tmp_path):
+    evaluate()
+    path = tmp_path / "out" / "episodes.jsonl"
+    path.write_text("{}\n" + path.read_text())
+    err, _ = evaluate(code=2)
+    assert f"{path}:1: this is no episode" in err
+
+
+def test_an_endpoint_that_fails_costs_no_success(server, evaluate, tmp_path):
+    server.script = [(400, refusal("no such luck"), {})] * 2
+    err, results = evaluate(code=1)
+    assert "2 episodes could not be played" in err and server.url in err
+    assert (results["episodes"], results["not_played"]) == (4, 2)
+    server.requests.clear()
+    err, results = evaluate()
+    assert "4 of 6 episodes are there, playing 2" in err
+    assert (results["episodes"], results["not_played"], len(server.requests)) == (6, 0, 6)
+
+
+def test_a_full_context_is_a_loss(server, evaluate):
+    server.default = (400, refusal("too long", code="context_length_exceeded"), {})
+    _, results = evaluate()
+    assert (results["episodes"], results["context_full"], results["success"]) == (6, 6, 0.0)
+
+
+def test_a_users_mistake_stops_it(server, evaluate):
+    server.default = (404, refusal("no"), {})
+    err, results = evaluate(code=2)
+    assert err.splitlines()[-1].endswith("no model 'm'; it serves: m, n") and results == {}
