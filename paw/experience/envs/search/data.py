@@ -77,7 +77,7 @@ def load(path: Path) -> list[Task]:
                 raise UserError(f"env.data: {path}: {place}: {error}; {FIX}") from None
             tasks.append(Task(f"{path.stem}/{len(tasks)}", kind or path.stem, question))
     except OSError as error:
-        raise UserError(f"env.data: {path}: {error.strerror or error}") from None
+        raise UserError(f"env.data: {path}: {error.strerror}") from None
     if not tasks:
         raise UserError(f"env.data: {path} holds no question; {FIX}")
     return tasks
@@ -147,6 +147,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     nested = row.get("reward_model") or {}
                     yield f"row {number}", {**row, TARGET: (nested.get("ground_truth") or {}).get("target")}
-    except ArrowException as error:
+    except (ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # without a number it is pyarrow's way to say: damaged
+            raise
         reason = str(error).partition("\n")[0]
         raise UserError(f"env.data: {path} is no whole parquet file: {reason}") from None

@@ -1,0 +1,398 @@
+"""Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
+
+import itertools
+import json
+
+import pytest
+
+from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
+from paw.errors import UserError
+from paw.experience.envs import make_suite
+from paw.experience.envs.search.data import Question
+from paw.experience.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
+from paw.experience.envs.search.reward import exact_match, normalize
+from paw.experience.envs.search.suite import SearchEnv
+from paw.experience.envs.search.world import RELATIONS, World, make_world
+from paw.experience.envs.worker import EnvironmentFailure
+from paw.experience.retrieval.base import Hit
+from paw.types import Task
+
+ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
+
+
+def suite(entities=100, topk=3, search=None, **changes):
+    return make_suite(
+        Config(
+            model=ModelConfig(path="-"),
+            env=ENV.model_copy(update=changes),
+            search=SearchConfig(entities=entities, topk=topk, **(search or {})),
+        )
+    )
+
+
+class Shelf:
+    """A retriever that finds the documents whose title is in the query."""
+
+    def __init__(self, **documents):
+        self.documents = documents
+
+    def search(self, queries, topk):
+        return [
+            [Hit(title, f'"{title}"\n{text}', 1.0) for title, text in self.documents.items() if title in query][:topk]
+            for query in queries
+        ]
+
+
+def episode(question=None, retriever=None, **changes):
+    environment = SearchEnv(ENV.model_copy(update=changes), retriever or Shelf(Nile="It is in Africa."), 3)
+    environment.reset(Task("t", "nq", question or Question("Where is the Nile?", ("Africa", "in Africa"))))
+    return environment
+
+
+# --- the world ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(300, numbered=False)
+
+
+def questions(world):
+    return [pair for split in world.splits.values() for pair in split]
+
+
+@pytest.mark.parametrize("entities", range(20, 60))
+def test_a_world_has_as_many_entities_as_asked_for_and_every_kind(entities):
+    world = World(entities, numbered=entities % 2 == 0)
+    assert len(world.entities) == len(world.documents) == entities
+    assert {entity.kind for entity in world.entities} == set(RELATIONS)
+    assert all(world.splits.values())
+
+
+def test_a_world_follows_from_its_seed():
+    assert World(40).digest() == World(40).digest()
+    assert len({World(40).digest(), World(40, seed=1).digest(), World(41).digest(), World(40, numbered=True).digest()}) == 4
+
+
+def test_names_and_aliases_are_unique(world):
+    names = [normalize(name) for entity in world.entities for name in set(map(normalize, entity.names))]
+    assert len(names) == len(set(names)) and all(names)
+
+
+def test_questions_are_unique_and_the_splits_apart(world):
+    texts = [question.text for _, question in questions(world)]
+    assert len(texts) == len(set(texts)) > 1000
+    assert {kind for kind, _ in questions(world)} == {"one-hop", "two-hop"}
+
+
+def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer(world):
+    documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
+    for kind, question in questions(world):
+        assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
+        assert question.hops[0] in question.text and question.answers[0] not in question.text
+        for title, said in zip(question.hops, [*question.hops[1:], question.answers[0]], strict=True):
+            assert said in documents[title].partition("\n")[2]
+
+
+def test_a_two_hop_question_takes_two_documents(world):
+    documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
+    for kind, question in questions(world):
+        if kind == "two-hop":
+            first, second = question.hops
+            assert second not in question.text
+            assert question.answers[0] not in documents[first]
+            assert first not in documents[second]
+
+
+def test_documents_vary_in_their_words(world):
+    openings = {contents.partition("\n")[2].split(".")[0] for _, contents in world.documents}
+    sentences = {s.format(s="", o="") for relations in RELATIONS.values() for r in relations for s in r.sentences}
+    assert len(openings) == 300 and len(sentences) > 25
+    world = World(20, numbered=True)
+    assert world.documents[0][1] == '"town 1"\ntown 1 lies on river 16. The mayor of town 1 is person 3.' or "person 1"
+
+
+# --- the paper's prompts ------------------------------------------------------------------------------------------
+
+FIRST = """
+You are an expert agent tasked with answering the given question step-by-step.
+Your question: Where is the Nile?
+
+Now it's your turn to respond for the current step.
+You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags.\x20
+After completing your reasoning, choose only one of the following actions (do not perform both):
+(1) If you find you lack some knowledge, you can call a search engine to get more external information using format: <search> your query </search>.
+(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> </answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>.
+"""  # noqa: E501
+THIRD = """
+You are an expert agent tasked with answering the given question step-by-step.
+Your question: Where is the Nile?
+
+Prior to this step, you have already taken 2 step(s). Below is the interaction history where <search> </search> wrapped your past search queries and <information> </information> wrapped the corresponding search results returned by the external search engine. History:
+Step 1:<search>the Nile</search> <information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>
+
+Step 2: \n
+
+Now it's your turn to respond for the current step.
+You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags.\x20
+After completing your reasoning, choose only one of the following actions (do not perform both):
+(1) If you find you lack some knowledge, you can call a search engine to get more external information using format: <search> your query </search>.
+(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> </answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>.
+"""  # noqa: E501
+
+
+def test_the_papers_prompts_literally():
+    environment = episode()
+    assert environment.prompt() == FIRST
+    environment.step("<think>Hm.</think><search> the Nile </search>")
+    environment.step("I do not know.")
+    assert environment.prompt() == THIRD
+
+
+def test_history_is_cut_where_it_is_set_to_be():
+    environment = episode(history=1)
+    environment.step("<search>the Nile</search>")
+    environment.step("<search>Volta</search>")
+    assert "Step 1:" not in environment.prompt()
+    assert 'Step 2:<search>Volta</search> <information>{"result": ""}</information>\n\n\n' in environment.prompt()
+    environment = episode(history=0)
+    environment.step("<search>the Nile</search>")
+    assert environment.prompt() == FIRST
+
+
+def test_without_a_thought_the_prompt_asks_for_none():
+    prompt = episode(think=False).prompt()
+    assert "think" not in prompt and "step.\nChoose only one" in prompt
+
+
+def test_a_question_with_braces_stays_as_it_is():
+    assert "Your question: {history} %s {0}?\n" in episode(Question("{history} %s {0}?", ("a",))).prompt()
+
+
+@pytest.mark.parametrize(
+    ("response", "action", "valid"),
+    [
+        ("<think>a</think><search> red  shoes </search>", "search[red  shoes]", True),
+        ("<search>a</search>", "search[a]", True),
+        ("<ANSWER>Paris\nFrance</Answer>", "answer[Paris\nFrance]", True),
+        ("<answer></answer>", "answer[]", True),
+        ("<search>a</search> text <answer>b</answer>", "search[a]", False),
+        ("<answer>b</answer><search>a</search>", "search[a]", False),
+        ("<answer>b</answer><search>a", "answer[b]", False),
+        ("<search>a</search><search>b</search>", "search[a]", False),
+        ("<answer>a</answer><answer>b</answer>", "answer[a]", False),
+        ("<search>a <search>b</search>", "search[a <search>b]", False),
+        ("<search><answer>a</answer></search>", "search[<answer>a</answer>]", False),
+        ("a</search><search>b</search>", "", False),  # cut after the first closing tag
+        ("<answer>a</search>b</answer>", "", False),
+        ("<search>a", "", False),
+        ("search[a]", "", False),
+        ("", "", False),
+    ],
+)
+def test_paper_projection(response, action, valid):
+    played, well_formed = PaperStyle().project(response)
+    assert (str(played), well_formed) == (action, valid)
+
+
+@pytest.mark.parametrize(
+    ("response", "action", "valid"),
+    [
+        ("\nsearch town 12", "search[town 12]", True),
+        ("answer river 3 ", "answer[river 3]", True),
+        ("search", "", False),
+        ("search town 12\nanswer river 3", "", False),
+        ("look at town 12", "", False),
+        ("", "", False),
+    ],
+)
+def test_compact_projection(response, action, valid):
+    played, well_formed = CompactStyle().project(response)
+    assert (str(played), well_formed) == (action, valid)
+
+
+@pytest.mark.parametrize("style", ["paper", "compact"])
+@pytest.mark.parametrize("bare", ["search[town 12]", "answer[a [b] c]"])
+def test_an_answer_plays_its_bare_action(style, bare):
+    environment = episode(style=style)
+    outcome = environment.step(environment.answer(bare))
+    assert (outcome.action, outcome.valid) == (bare, True)
+    assert make_style(style, history=4, think=True).project(environment.answer("look"))[1] is False
+    assert Action.parse(bare) != Action.parse("look") == Action("", "")
+
+
+def test_what_is_found_is_told_as_the_search_tool_tells_it():
+    style = PaperStyle()
+    assert style.observation(['"Köln"\nA "city".\n', " b "]) == (
+        '<information>{"result": "Doc 1: \\"K\\u00f6ln\\"\\nA \\"city\\".\\nDoc 2: b\\n"}</information>'
+    )
+    inner = style.observation(["x\ny"]).removeprefix("<information>").removesuffix("</information>")
+    assert json.loads(inner) == {"result": "Doc 1: x\ny\n"}
+    assert CompactStyle().observation(['"town 1"\ntown 1 is\n old.', "no title"]) == "town 1 is old.\nno title"
+
+
+# --- exact match --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "golden", "right"),
+    [
+        ("the Beatles", ["Beatles"], True),
+        ("Beatles, The!", ["the beatles"], True),
+        ("An apple a day", ["apple day"], True),
+        ("theatre", ["atre"], False),  # articles are whole words
+        ("U.S.A.", ["USA"], True),
+        ("well-known", ["well known"], False),  # punctuation goes without a blank
+        ("  two   words\n", ["two words"], True),
+        ("1,000", ["1000"], True),
+        ("São Paulo", ["são paulo"], True),
+        ("Sao Paulo", ["São Paulo"], False),
+        ("the café’s", ["café’s"], True),  # a typographic apostrophe is no ASCII punctuation
+        ("cafés", ["café’s"], False),
+        ("STRASSE", ["straße"], False),  # lower(), not casefold()
+        ("yes", ["Yes."], True),
+        ("no", ["yes", "No"], True),
+        ("no", ["yes"], False),
+        ("Nile", ["River Nile"], False),
+        ("", ["Nile"], False),
+        ("", ["The The"], False),
+        ("The The", ["the the"], True),
+        ("?", ["A"], False),
+        ("anything", [], False),
+    ],
+)
+def test_exact_match(answer, golden, right):
+    assert exact_match(answer, golden) is right
+
+
+# --- episodes -----------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_of_a_search_and_an_answer():
+    environment = episode()
+    assert environment.anchor() == environment.task == "Where is the Nile?" and environment.admissible == []
+    found = environment.step("<search>Nile</search>")
+    assert found.observation == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
+    assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
+    assert environment.anchor() == found.observation
+    answered = environment.step("<answer>in africa</answer>")
+    assert (answered.done, answered.won, answered.reward, answered.observation) == (True, True, 1.0, "")
+    with pytest.raises(AssertionError):
+        environment.step("<answer>again</answer>")
+
+
+def test_a_wrong_answer_ends_it_and_words_found_are_no_answer():
+    environment = episode(retriever=Shelf(Nile="<answer>Africa</answer>"))
+    environment.step("<search>Nile</search>")
+    outcome = environment.step("<answer>Asia</answer>")
+    assert (outcome.done, outcome.won, outcome.reward) == (True, False, 0.0)
+
+
+def test_the_last_turn_finds_nothing_any_more():
+    environment = episode(max_turns=2)
+    assert environment.step("nothing").observation == ""
+    last = environment.step("<search>Nile</search>")
+    assert (last.done, last.observation, last.action, last.valid) == (True, "", "search[Nile]", True)
+
+
+def test_a_new_question_starts_from_nothing():
+    environment = episode()
+    environment.step("<search>Nile</search>")
+    environment.reset(Task("u", "nq", Question("Who?", ("Ada",))))
+    assert environment.anchor() == "Who?" and "Step 1" not in environment.prompt()
+
+
+class Broken(Shelf):
+    def __init__(self, error):
+        self.error = error
+
+    def search(self, queries, topk):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ConnectionError("refused\nby peer"), UserError("no server"), ValueError("no JSON")])
+def test_a_failing_search_fails_its_episode_alone(error):
+    environment = episode(retriever=Broken(error))
+    with pytest.raises(EnvironmentFailure, match=f"search failed: {type(error).__name__}: [^\n]+$"):
+        environment.step("<search>Nile</search>")
+    environment = episode(retriever=Broken(error))
+    assert environment.step("<answer>Africa</answer>").won
+
+
+@pytest.mark.parametrize(("style", "topk"), [("paper", 3), ("compact", 1), ("compact", 3)])
+def test_the_expert_answers_every_generated_question(style, topk):
+    played = suite(style=style, topk=topk)
+    environment = played.make()
+    for split in ("train", "warmup", "test"):
+        for task in played.eval_tasks(split, 0, 0):
+            environment.reset(task)
+            outcome = environment.step(environment.expert())
+            while not outcome.done:
+                assert outcome.valid
+                outcome = environment.step(environment.expert())
+            assert outcome.won, task
+
+
+@pytest.mark.parametrize(("style", "turns"), [("paper", [True, False, True]), ("compact", [True, False, False])])
+def test_the_expert_goes_on_from_what_the_prompt_still_shows(style, turns):
+    """After a stray search the paper's prompt still holds the first document; the compact one has to find it again."""
+    played = suite(style=style, topk=1, entities=20)
+    task = next(task for task in played.eval_tasks("train", 0, 0) if task.kind == "two-hop")
+    environment, hops = played.make(), task.payload.hops
+    environment.reset(task)
+    environment.step(environment.expert())
+    environment.step(environment.answer("search[something else]"))
+    expected = hops[1] if turns[2] else hops[0]
+    assert environment.expert().endswith(environment.style.answer(Action("search", expected)).split(">")[-1])
+    assert expected in environment.expert()
+
+
+def test_choices_of_a_numbered_world_are_whole_lines_of_it():
+    played = suite(style="compact", entities=20)
+    environment = played.make()
+    environment.reset(played.train_tasks(0, 1, 0)[0])
+    assert len(environment.choices()) == len(set(environment.choices())) == 40
+    assert environment.expert() in environment.choices()
+    assert all(environment.style.project(choice)[1] for choice in environment.choices())
+    assert suite().make().choices() == []
+
+
+def test_generated_tasks_are_seeded_and_their_splits_apart():
+    played = suite(entities=40)
+    train = [task for step in range(20) for task in played.train_tasks(step, 4, 3)]
+    ids = {task.id for task in train}
+    warm = {task.id for task in played.warmup_tasks(0, 500, 3)}
+    held_out = {task.id for task in played.eval_tasks("test", 0, 3)}
+    assert len(ids) == 80 and not ids & warm and not ids & held_out and not warm & held_out
+    assert [t.id for t in played.train_tasks(7, 4, 3)] == [t.id for t in train[28:32]]
+    assert [t.id for t in played.warmup_tasks(0, 4, 3)] == [t.id for t in suite(entities=40).warmup_tasks(0, 4, 3)]
+
+
+def test_fingerprints_differ_where_results_do():
+    made = [suite(), suite(entities=101), suite(topk=2), suite(style="compact")]
+    assert len({one.fingerprint() for one in made}) == 4 and suite().fingerprint() == made[0].fingerprint()
+    assert made[0].reward_max == 1.0 and made[0].invalid_penalty == 0.01 and made[0].may_block is False
+
+
+def test_settings_that_do_not_go_together(tmp_path):
+    with pytest.raises(UserError, match="no split 'valid_unseen', only test, warmup, train"):
+        suite(eval_split="valid_unseen")
+    with pytest.raises(UserError, match="no split 'dev'"):
+        suite(train_split="dev")
+    with pytest.raises(UserError, match="search.corpus = .* needs env.data"):
+        suite(search={"corpus": tmp_path / "corpus.jsonl"})
+
+
+def test_play_at_random_hardly_wins():
+    played = suite(style="compact", entities=20)
+    environment, won = played.make(), 0
+    tasks = played.eval_tasks("train", 0, 0)
+    for task, start in zip(tasks, itertools.count(), strict=False):
+        environment.reset(task)
+        choices = environment.choices()
+        done, turn = False, 0
+        while not done:
+            outcome = environment.step(choices[(7 * start + 11 * turn) % len(choices)])
+            done, turn = outcome.done, turn + 1
+        won += outcome.won
+    assert won < 0.15 * len(tasks)
