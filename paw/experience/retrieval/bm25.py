@@ -58,7 +58,8 @@ class Bm25:
                     ids[word] = -1 if stop else stems.setdefault(self._stemmer.stemWord(word), len(stems))
             rows.append([found for word in words if (found := ids[word]) >= 0])
         index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-        index.index((rows, stems or {"": 0}), create_empty_token=False, show_progress=False)
+        with np.errstate(invalid="ignore"):  # 0 / 0 where no text has a word
+            index.index((rows, stems or {"": 0}), create_empty_token=False, show_progress=False)
         return index
 
     def save(self, folder: Path) -> None:

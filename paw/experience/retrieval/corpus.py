@@ -76,7 +76,7 @@ def _parse(line: bytes) -> tuple[str, str]:
     """(id, contents) of one line. ValueError that says what is wrong with it."""
     try:
         document = json.loads(line)
-    except ValueError:  # a UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
         raise ValueError("not JSON") from None
     if not isinstance(document, dict):
         raise ValueError('not an object {"id", "contents"}')
@@ -85,6 +85,10 @@ def _parse(line: bytes) -> tuple[str, str]:
         raise ValueError('"id" is missing, or neither text nor a whole number')
     if not isinstance(contents, str) or not contents.strip():
         raise ValueError('"contents" is missing, empty or not text')
+    try:
+        contents.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise ValueError("not Unicode") from None
     return str(name), contents
 
 

@@ -55,7 +55,7 @@ class RemoteRetriever:
             except self._httpx.TimeoutException:
                 reason = f"no answer within search.timeout_s = {self._client.timeout.read:g}"
                 break
-            except self._httpx.HTTPError as error:
+            except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
                 reason = str(error) or type(error).__name__
                 continue
             if answer.status_code == 200:

