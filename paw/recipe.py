@@ -56,12 +56,6 @@ def load_played(recipe: str | None, overrides: dict[str, str]) -> Config:
     return validate(tree, origin="command line")
 
 
-def for_environment(name: str, overrides: dict[str, str]) -> Config:
-    """The configuration of an environment, by env.name: that of its recipe, but with games made on the spot."""
-    recipe = f"{name}-grpo" if f"{name}-grpo" in recipe_names() else "alfworld-grpo"
-    return load(recipe, {"env.name": name, "env.data": "none", **overrides})
-
-
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
     """Build a Config from nested dicts; the first problem becomes a one-line UserError.
 

@@ -24,7 +24,6 @@ from paw.experience.envs.replay import (
     Episode,
     Subject,
     answers_of,
-    choices_of,
     compare,
     differ,
     expert_of,
@@ -32,7 +31,7 @@ from paw.experience.envs.replay import (
     repeat,
     short,
 )
-from paw.recipe import for_environment
+from paw.recipe import load_played
 from paw.types import Outcome, Task
 
 BASE = "paw/experience/envs/base.py"
@@ -224,14 +223,12 @@ def after_the_end(s: Subject) -> str:
 def well_formed_answers(s: Subject) -> str:
     environment = s.make()
     environment.reset(s.tasks[0])
-    answers = {f"{text!r} of choices()": text for text in choices_of(environment)[:20]}
-    answers |= {f"answer({action!r})": text for action, text in answers_of(environment).items()}
-    if (text := expert_of(environment)) is not None:
-        answers[f"{text!r} of expert()"] = text
-    for name, text in answers.items():
+    expert = expert_of(environment)
+    answers = answers_of(environment)[:20] + ([expert] if expert is not None else [])
+    for text in answers:
         environment.reset(s.tasks[0])
         if not environment.step(text).valid:
-            raise Broken(f"{name} is not valid to step(); let them agree on the format")
+            raise Broken(f"{text!r}, of expert(), choices() or answer(), is not valid to step(); let them agree")
     return f"{len(answers)} tried" if answers else "none offered"
 
 
@@ -255,7 +252,7 @@ VITAL = RULES[:5]
 def check(subject: Subject) -> list[Finding]:
     """What was found, rule by rule. UserError: what the environment itself tells its user to mend."""
     findings = []
-    with closing(subject.opened):
+    with closing(subject):
         for rule in RULES:
             name = rule.__name__.replace("_", " ")
             try:
@@ -272,12 +269,13 @@ def check(subject: Subject) -> list[Finding]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="play a few episodes and say which rules hold")
     parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
+    parser.add_argument("--recipe", help="settings to check it with (default: NAME-grpo, or the defaults)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print what was found; returns 1 where a rule does not hold."""
-    config = for_environment(args.env, overrides)
+    config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **overrides})
     own = find_class(args.env) if is_own(args.env) else None
     subject = Subject((lambda: own(config.env)) if own else (lambda: make_suite(config)), config.env)
     findings = check(subject)

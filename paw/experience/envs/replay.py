@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,7 @@ class Subject:
     def __init__(self, make_suite: Callable[[], Suite], env: EnvConfig) -> None:
         self.make_suite, self.env = make_suite, env
         self.steps, self.seconds = 0, 0.0
-        self.opened = ExitStack()
+        self.opened: list[Environment] = []
 
     @cached_property
     def suite(self) -> Suite:
@@ -67,9 +67,13 @@ class Subject:
         return [self.play(self.make(), task, player) for task, player in zip(self.tasks, players, strict=True)]
 
     def make(self, suite: Suite | None = None) -> Environment:
-        environment = (suite or self.suite).make()
-        self.opened.callback(environment.close)
-        return environment
+        self.opened.append((suite or self.suite).make())
+        return self.opened[-1]
+
+    def close(self) -> None:
+        for environment in self.opened:
+            with suppress(Exception):  # a rule of its own
+                environment.close()
 
     def play(self, environment: Environment, task: Task, player: Player, *, looks: int = 1) -> Episode:
         """One episode; before each response the environment is looked at `looks` times, from all sides."""
@@ -127,8 +131,7 @@ def by_expert(environment: Environment, n: int) -> str:
 
 
 def by_chance(environment: Environment, n: int) -> str:
-    rng = random.Random(n)
-    return rng.choice(choices_of(environment) or list(answers_of(environment).values()) or [f"{n} hello"])
+    return random.Random(n).choice(answers_of(environment) or [f"{n} hello"])
 
 
 def by_garbage(environment: Environment, n: int) -> str:
@@ -159,11 +162,10 @@ def expert_of(environment: Environment) -> str | None:
         return None
 
 
-def answers_of(environment: Any) -> dict[str, str]:
-    """Of a Playable environment the responses to its admissible actions, of which open-ended ones have any."""
-    if not hasattr(environment, "answer"):
-        return {}
-    return {action: environment.answer(action) for action in environment.admissible[:20] or ["hello"]}
+def answers_of(environment: Any) -> list[str]:
+    """Responses that play something: choices(), or what is admissible to a Playable environment."""
+    admissible = getattr(environment, "admissible", [])
+    return choices_of(environment) or [environment.answer(action) for action in admissible]
 
 
 def short(value: object) -> str:
