@@ -1,0 +1,225 @@
+"""`paw serve retriever` as a process on loopback: right answers to many at once, mistakes named, a clean end."""
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paw.config import SearchConfig
+from paw.errors import UserError
+from paw.experience.retrieval import remote, server
+from paw.experience.retrieval.base import make_retriever
+from paw.experience.retrieval.remote import RemoteRetriever
+
+pytestmark = pytest.mark.slow
+TIGHT_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "numbers.jsonl"
+    documents = ({"id": i, "contents": f'"Number {i}"\nmod{i % 7} mod{i % 11} unique{i}'} for i in range(3000))
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture
+def serve(paw_start, corpus) -> Callable:
+    """`serve(*words)` starts a server on a free port: (process, URL, what it said)."""
+
+    def start(*words):
+        child = paw_start("serve", "retriever", "--corpus", corpus, "--port", 0, *words)
+        said = child.stderr.readline()
+        return child, re.match(r"(http://\S+): ", said)[1], said
+
+    return start
+
+
+def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw):
+    child, url, said = serve("--search.topk", 2)
+    assert said.endswith(f": 3,000 documents of {corpus}, bm25\n")
+    local = make_retriever(SearchConfig(corpus=corpus))
+    client = RemoteRetriever(url, timeout_s=30)
+
+    def ask(number: int) -> bool:
+        queries = [f"unique{number + 16 * i} mod{i % 7}" for i in range(8)]
+        return all(client.search(queries, 5) == local.search(queries, 5) for _ in range(10))
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(16)))
+
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+        (hit,) = local.search(["unique42"], 1)[0]
+        document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
+        scored = http.post("/retrieve", json={"query": "unique42", "topk": 3, "return_scores": True})
+        assert scored.json() == {"result": [[{"document": document, "score": hit.score}]]}
+        bare = http.post("/retrieve", json={"queries": ["unique42", "mod1", ""], "topk": None}).json()["result"]
+        assert bare[0] == [document] and len(bare[1]) == 2 and bare[2] == []
+        assert http.get("/health").json() == {"status": "ok", "documents": 3000, "retriever": "bm25"}
+
+        json_type = {"Content-Type": "application/json"}
+        for body, reason in {
+            "": "Invalid JSON",
+            "{": "Invalid JSON",
+            '{"query": "\xff"}': "Invalid JSON",
+            "[" * 100_000: "Invalid JSON",
+            "[]": "an object",
+            "{}": 'give either "queries", a list, or "query", one text',
+            '{"query": "a", "queries": ["b"]}': "give either",
+            '{"queries": []}': "queries: List should have at least 1",
+            json.dumps({"queries": ["a"] * (server.MAX_QUERIES + 1)}): f"at most {server.MAX_QUERIES}",
+            '{"queries": "a"}': "queries: Input should be a valid",
+            '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
+            '{"query": "a", "topk": 0}': "topk: Input should be greater",
+            '{"query": "a", "topk": 101}': "topk: Input should be less",
+            '{"query": "a", "topk": "3"}': "topk: Input should be a valid integer",
+            '{"query": "a", "return_scores": 1}': "return_scores: ",
+            '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
+        }.items():
+            answer = http.post("/retrieve", content=body.encode("latin-1"), headers=json_type)
+            assert answer.status_code == 400 and reason in answer.json()["error"], (body[:40], answer.text)
+        answers = {
+            415: http.post("/retrieve", data={"query": "a"}),
+            404: http.post("/search", json={"query": "a"}),
+            405: http.get("/retrieve"),
+            413: http.post("/retrieve", content=stream(server.MAX_BYTES + 1), headers=json_type),
+        }
+        for status, answer in answers.items():
+            assert answer.status_code == status and answer.json()["error"], answer.text
+        assert "POST /retrieve and GET /health" in answers[405].json()["error"]
+
+    busy = paw("serve", "retriever", "--corpus", corpus, "--port", url.rpartition(":")[2], code=2)
+    assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10) == 0 and child.stderr.read() == ""
+    with pytest.raises(UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"):
+        client.search(["a"], 1)
+
+
+def stream(count: int) -> Iterator[bytes]:
+    """A body without Content-Length."""
+    yield b'{"query": "'
+    for _ in range(0, count, 1 << 16):
+        yield b"a" * (1 << 16)
+
+
+def test_what_takes_too_long_ends(serve):
+    child, url, _ = serve("--search.timeout_s", TIGHT_S)
+    host, port = re.match(r"http://(.*):(\d+)", url).groups()
+    with socket.create_connection((host, int(port)), timeout=10) as connection:  # a body that does not come
+        head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        connection.sendall(head.encode())
+        answer = connection.recv(4096).decode()
+    assert " 408 " in answer and f"the body did not come within {TIGHT_S} s" in answer
+    words = " ".join(f"mod{i % 11}" for i in range(10_000))
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+        answer = http.post("/retrieve", json={"queries": [words] * 20})
+        assert answer.status_code == 503 and "not done within 0.5 s" in answer.json()["error"], answer.text
+        assert http.post("/retrieve", json={"query": "unique7"}).status_code == 200
+    child.send_signal(signal.SIGINT)
+    assert child.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--corpus", "missing.jsonl"], "search.corpus = 'missing.jsonl': cannot be read (No such file or directory)"),
+        (["--corpus", "bad.jsonl"], 'bad.jsonl, line 2: "contents" is missing, empty or not text'),
+        (["--retriever", "zerosearch"], "'zerosearch' is no index"),
+        (["--retriever", "tfidf"], "search.retriever = 'tfidf'"),
+        (["--search.topk", "0"], "search.topk = 0"),
+        (["--port", "70000"], "--port 70000"),
+        (["--host", "256.0.0.1"], "--host 256.0.0.1"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(paw_here, tmp_path, words, reason):
+    (tmp_path / "bad.jsonl").write_text('{"id": 0, "contents": "x"}\n{"id": 1}\n')
+    said = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
+    assert reason in said and said.count("\n") == 1, said
+
+
+# --- the client, and servers that misbehave ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable]:
+    """`scripted(*answers)` serves these (status, text) in turn, the last for ever: (URL, bodies it got)."""
+    running: list[ThreadingHTTPServer] = []
+
+    def start(*answers: tuple[int, str]):
+        got: list[dict] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                status, text = answers[min(len(got), len(answers)) - 1]
+                if status == 0:
+                    time.sleep(TIGHT_S)
+                    return
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=running[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}", got
+
+    yield start
+    for one in running:
+        one.shutdown()
+        one.server_close()
+
+
+GOOD = (200, '{"result": [[{"document": {"id": 1, "contents": "x"}, "score": 0.5}]]}')
+
+
+def test_the_client_takes_both_forms_and_tries_again(scripted, monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    url, got = scripted((503, "busy"), (500, "oh"), GOOD, (200, '{"result": [[{"contents": "y"}, {"contents": "z"}]]}'))
+    client = make_retriever(SearchConfig(retriever=f"{url}/retrieve"))
+    assert len(got) == 3 and client.search(["q"], 1) == [[("", "y", 0.0)]]
+    assert got[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
+    assert client.search([], 3) == [] and len(got) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "tries"),
+    [
+        ((500, "internal\nerror"), "status 500: internal error; `paw serve", 3),
+        ((404, "not here"), "status 404: not here", 1),
+        ((200, "<html>"), "does not answer as a retriever .*<html>", 1),
+        ((200, '{"result": []}'), "0 lists of hits for 1 queries", 1),
+        ((200, '{"result": [[{"document": {"id": 1}}]]}'), r"KeyError\('contents'\)", 1),
+        ((200, '{"result": [["text"]]}'), "does not answer as a retriever", 1),
+        ((200, '{"result": [[{"contents": 3}]]}'), "contents are not text", 1),
+        ((200, "[]"), "does not answer as a retriever", 1),
+        ((0, "never"), f"no answer within search.timeout_s = {TIGHT_S / 2:g}", 1),
+    ],
+)
+def test_the_client_names_the_server_that_misbehaves(scripted, monkeypatch, answer, reason, tries):
+    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    url, got = scripted(answer)
+    with pytest.raises(UserError, match=f"{url}/retrieve.*{reason}") as error:
+        RemoteRetriever(url, timeout_s=TIGHT_S / 2)
+    assert len(got) == tries and "\n" not in str(error.value)
+
+
+def test_a_server_that_is_down_is_named(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for down in (url, "http://127.0.0.1:99999"):
+        with pytest.raises(UserError, match=f"search.retriever = '{down}/retrieve': .*; `paw serve retriever` starts"):
+            make_retriever(SearchConfig(retriever=down))
