@@ -52,7 +52,7 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
 
     def ask(number: int) -> bool:
         queries = [f"unique{number + 16 * i} mod{i % 7}" for i in range(8)]
-        return all(client.search(queries, 5) == local.search(queries, 5) for _ in range(10))
+        return all(client.search(queries, 5) == local.search(queries, 5) for _ in range(4))
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(ask, range(16)))
@@ -118,7 +118,7 @@ def test_what_takes_too_long_ends(serve):
     with socket.create_connection((host, int(port)), timeout=10) as connection:  # a body that does not come
         head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
         connection.sendall(head.encode())
-        answer = connection.recv(4096).decode()
+        answer = connection.makefile().read()  # to the end: the server closes
     assert " 408 " in answer and f"the body did not come within {TIGHT_S} s" in answer
     words = " ".join(f"mod{i % 11}" for i in range(10_000))
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:

@@ -92,7 +92,8 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
         try:
             asked = Query.model_validate_json(await asyncio.wait_for(body(request), config.timeout_s))
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {config.timeout_s:g} s") from None
+            detail = f"the body did not come within {config.timeout_s:g} s"
+            raise HTTPException(408, detail, {"Connection": "close"}) from None
         except ClientDisconnect:
             raise HTTPException(400, "the connection ended before the body did") from None
         except ValidationError as error:
