@@ -2,11 +2,12 @@
 
     r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| + |options| + 1)
 
-Two texts match if their token set ratio, rounded, is above 85 (thefuzz there, rapidfuzz here). Differences:
-- A synthetic goal's option is compared by its value, as a human goal's is there. The reference prints the pair (name,
-  value) and leaves it as it is unless the value is a base colour exactly: with "standard" chosen for "standard", the
-  chosen side alone becomes "tan", and the goal cannot be met.
-- Nouns come from spaCy's model only where that is installed (see `nouns`).
+Two texts match if their token set ratio, rounded, is above 85. Of options, what was chosen counts as its base colour;
+what was wanted too where people wrote the goal. A synthetic goal's wanted option counts as its name and value together,
+such as "size large", unless the value is a base colour exactly: the reference hands over the pair, and scores have to
+compare. Hence a value such as "standard", which counts as "tan" once chosen, meets no synthetic goal there or here.
+
+Difference: nouns come from spaCy's model only where that is installed (see `nouns`).
 """
 
 import functools
@@ -62,7 +63,8 @@ def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) ->
     """
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     chosen = [base_colour(value) for value in options.values()]
-    met = sum(any(_match(value, base_colour(wanted)) for value in chosen) for wanted in goal.options.values())
+    wanted = [_wanted(*option) for option in goal.options.items()]
+    met = sum(any(_match(value, option) for value in chosen) for option in wanted)
     price = product.price <= goal.price_upper
     kind = type_reward(product, goal, nouns)
     return Reward(
@@ -95,6 +97,12 @@ def _has(product: Product, attribute: str) -> bool:
         return True
     texts = (product.title, " ".join(product.bullets), product.description)
     return any(attribute in text.lower() for text in texts)
+
+
+def _wanted(name: str, value: str) -> str:
+    if name.isdigit():  # a human goal's
+        return base_colour(value)
+    return value if value in COLOURS else f"{name} {value}"
 
 
 def _path(category: str) -> set[str]:

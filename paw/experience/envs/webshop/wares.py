@@ -42,7 +42,7 @@ OPTIONS = {
     ),
     "finish": (
         "color",
-        "natural oak, black walnut, espresso brown, white, grey wash, rustic gold, cream, sapphire blue",
+        "natural oak, black walnut, espresso brown, white, grey oak, rustic gold, cream, sapphire blue",
     ),
     "clothes": ("size", "x-small, small, medium, large, x-large, xx-large, 3x-large"),
     "shoes": ("size", "5.5, 6, 6.5, 7, 7.5, 8, 8.5, 9, 10, 11"),
@@ -59,7 +59,7 @@ OPTIONS = {
     "count": ("item package quantity", "1, 2, 3, 5, 10"),
     "storage": ("capacity", "16gb, 32gb, 64gb, 128gb, 256gb, 512gb"),
     "style": ("style", "with carrying case, without case, with charger, starter bundle, travel kit"),
-    "scent": ("scent", "lavender mint, citrus, coconut vanilla, rose, unscented, eucalyptus, sandalwood, green tea"),
+    "scent": ("scent", "lavender mint, citrus, coconut vanilla, rose, unscented, eucalyptus, cedarwood, green tea"),
     "flavor": (
         "flavor name",
         "sea salt, honey mustard, dark chocolate, smoky barbecue, apple cinnamon, lemon, spicy chili, french vanilla, "
@@ -67,7 +67,7 @@ OPTIONS = {
     ),
     "shade": ("color", "01 ivory, 02 natural beige, 03 caramel, 04 chestnut, 05 espresso, 06 rose, 07 coral, 08 plum"),
 }
-"""Key -> option name, values. Those of a colour differ in the reward's base colour."""
+"""Key -> option name, values. Their base colours (see `reward`) are words of theirs, so that a goal can be met."""
 
 
 def _ware(line: str) -> Ware:
