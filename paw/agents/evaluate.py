@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from paw.agents import results
-from paw.agents.agents import Agent, Episode, make_agent
+from paw.agents.agents import Agent, make_agent
+from paw.agents.episode import Episode
 from paw.agents.models import ChatModel, ContextFull
 from paw.config import Config
 from paw.errors import UserError, to_stderr

@@ -1,14 +1,20 @@
 """Agents without training, against scripted models and against our own engine."""
 
+import json
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from paw.agents.agents import Episode, make_agent
+from paw.agents.agents import make_agent
 from paw.agents.endpoint import Limiter
+from paw.agents.episode import Episode
+from paw.agents.examples import alfworld_examples
 from paw.agents.models import ContextFull, Local, Reply
+from paw.agents.zerosearch import Simulator
 from paw.config import Config
+from paw.errors import UserError
 from paw.experience.envs import make_suite
 
 
@@ -196,3 +202,290 @@ def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
         for _ in range(2):
             with pytest.raises(MemoryError):
                 model.complete("a", temperature=1.0, max_tokens=1, seed=0)
+
+
+# --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
+
+SUITE = make_suite(configure())
+
+
+def expert_lines(config, place=0):
+    """The expert's actions for a task, found by playing it."""
+    suite = make_suite(config)
+    environment = suite.make()
+    environment.reset(suite.eval_tasks("valid_unseen", place + 1, 0)[place])
+    lines = []
+    while True:
+        outcome = environment.step(environment.expert())
+        lines.append(outcome.action)
+        if outcome.done:
+            return lines
+
+
+def test_react_wins_when_the_model_plays_the_expert():
+    config = configure("react", env={"max_turns": 30})
+    for place in range(6):
+        actions = expert_lines(config, place)
+        answers = [text for action in actions for text in (f"think: I {action}.", f" {action}\nOn it, you see")]
+        episode, model = play(config, answers, place=place)
+        assert episode.won and len(episode.turns) == len(actions) and len(model.asked) == 2 * len(actions)
+        assert all(turn["valid"] for turn in episode.turns)
+
+
+def test_the_react_prompt_literally():
+    config = configure("react")
+    episode, model = play(config, ["think: Where am I?", "look", *["look"] * 30])
+    first, second, third = (asked[0] for asked in model.asked[:3])
+    assert first.startswith(
+        "Interact with a household to solve a task. After each '>' stands a thought, 'think: ...', or an action. Write "
+        "what comes after the last '>', in one line. Here are two examples.\nYou are in the middle of a room."
+    )
+    head, _, task = first.partition("\nHere is the task.\n")
+    assert head.count("Your task is to: ") == 2
+    opening = SUITE.make().reset(episode.task).partition("\n\n")[2].replace("\n\n", "\n")
+    assert task == f"{opening}\n>"
+    assert second == f"{first} think: Where am I?\nOK.\n>"
+    seen = episode.turns[0]["observation"]
+    assert third == f"{second} look\n{seen}\n>"
+    assert model.asked[0][2] == ("\n>",)
+    assert episode.calls == 13 and len(episode.turns) == 12  # env.max_turns
+
+
+def test_thoughts_alone_end_too():
+    episode, _ = play(configure("react"), lambda *_: "think: hm")
+    assert episode.calls == 24 and not episode.turns and not episode.won
+
+
+def test_no_action_is_an_invalid_turn():
+    episode, model = play(configure("react", env={"max_turns": 3}), ["", "<think>go on", "\n > \n"])
+    assert [turn["valid"] for turn in episode.turns] == [False] * 3
+    assert model.asked[1][0].endswith("\n> \nNothing happens.\n>")
+
+
+def test_old_commands_are_played_as_new_ones():
+    config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
+    actions = expert_lines(config)
+    assert actions[-1].startswith("move ")
+    old = actions[-1].replace("move", "put").replace(" to ", " in/on ")
+    episode, _ = play(config, [*actions[:-1], old])
+    assert episode.won and episode.turns[-1]["action"] == actions[-1]
+
+
+def old_file(tmp_path, **more):
+    keys = [f"react_{name}_{i}" for name in ("put", "examine", "clean", "heat", "cool", "puttwo") for i in range(3)]
+    episodes = {key: f"Episode {key}.\n> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n" for key in keys}
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({**episodes, **more}))
+    return path
+
+
+def test_examples_of_ones_own_are_mapped(tmp_path):
+    episode, model = play(configure("react", agent={"examples": old_file(tmp_path)}), lambda *_: "look")
+    name = {"look": "examine", "pick": "put", "two": "puttwo"}.get(episode.task.kind, episode.task.kind)
+    prompt = model.asked[0][0]
+    assert f"Episode react_{name}_1.\n> move mug 1 to desk 2\nYou move the mug 1 to the desk 2.\n" in prompt
+    assert prompt.index(f"react_{name}_1") < prompt.index(f"react_{name}_0") and "react_put_2" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "No such file"), ("{", "Expecting"), ("{}", "'react_put_1'"), ("[1]", "list indices")],
+)
+def test_a_bad_file_of_examples_is_a_users_error(tmp_path, content, reason):
+    path = tmp_path / "prompts.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
+        make_agent(configure("react", agent={"examples": path}), SUITE)
+
+
+def test_an_example_of_an_expert_literally():
+    text = alfworld_examples("heat")[0]
+    assert text == EXAMPLE
+    for kind in ("pick", "look", "clean", "heat", "cool", "two"):
+        assert all(
+            "Your task is to: " in example and "Nothing happens" not in example for example in alfworld_examples(kind)
+        )
+
+
+def test_reflexion_plays_again_with_plans():
+    config = configure("reflexion", agent={"trials": 5, "memory": 2}, env={"max_turns": 2})
+    plans = iter(["New plan: look less.", "<think>so</think>walk more", "third", "fourth"])
+    episode, model = play(config, lambda prompt, _: next(plans) if prompt.endswith("New plan:") else "look")
+    assert episode.plans == ["look less.", "walk more", "third", "fourth"]
+    assert (episode.trials, len(episode.turns), episode.calls) == (5, 10, 14)
+    plays = [prompt for prompt, *_ in model.asked if prompt.endswith("\n>")]
+    asked = [prompt for prompt, *_ in model.asked if prompt.endswith("New plan:")]
+    assert "Plans that you made" not in plays[0]
+    memory = "Plans that you made after failed attempts at the task below:\n"
+    assert f"{memory}Trial 1: look less.\nHere is the task.\n" in plays[2]
+    assert f"{memory}Trial 1: third\nTrial 2: fourth\nHere is the task.\n" in plays[8]
+    assert "> look\n" in asked[0] and "STATUS: FAIL\n\nNew plan:" in asked[0] and "two examples" not in asked[0]
+    assert "Plans from past attempts:\nTrial 1: look less.\n" in asked[1]
+
+
+def test_reflexion_stops_when_it_has_won():
+    config = configure("reflexion", agent={"trials": 3}, env={"max_turns": 30})
+    actions = expert_lines(config)
+    episode, _ = play(config, ["look"] * 30 + ["walk"] + actions)
+    assert episode.won and episode.trials == 2 and episode.turns[-1]["trial"] == 2
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+
+
+def searching(kind, **more):
+    env = {"name": "search", "eval_split": "test", "max_turns": 4, "invalid_penalty": 0.01, "reward": 1.0}
+    return Config.model_validate(
+        {"model": {"path": "-"}, "env": env, "agent": {"kind": kind}, "search": {"entities": 50}, **more}
+    )
+
+
+def ask(config, answers):
+    suite, model = make_suite(config), Scripted(answers)
+    task = suite.eval_tasks("test", 1, 0)[0]
+    episode = Episode(task, suite.make(), model, config, 0)
+    make_agent(config, suite).play(episode)
+    return episode, model
+
+
+def test_search_r1_goes_on_with_one_answer():
+    pytest.importorskip("bm25s")
+    config = searching("search-r1")
+    question = make_suite(config).eval_tasks("test", 1, 0)[0].payload.text
+    answers = [f"<think>Hm.</think>\n<search> {question} ", "nothing useful", "<search>a</search><answer>b"]
+    episode, model = ask(config, answers)
+    prompts = {prompt for prompt, *_ in model.asked}
+    assert len(prompts) == 1 and prompts.pop().endswith(f"<answer> Beijing </answer>. Question: {question}\n")
+    first, second, third = (start for _, start, *_ in model.asked)
+    found = episode.turns[0]["observation"]
+    assert found.startswith('<information>{"result": "Doc 1: ')
+    assert first == ""
+    assert second == f"<think>Hm.</think>\n<search> {question} </search>\n\n{found}\n\n"
+    assert third.startswith(f"{second}nothing useful\nMy action is invalid.")
+    assert [turn["action"] for turn in episode.turns] == [f"search[{question}]", "", "answer[b]"]
+    assert [turn["valid"] for turn in episode.turns] == [True, False, True]
+    assert model.asked[0][2] == ("</search>", "</answer>")
+
+
+def test_search_r1_and_react_answer_right():
+    pytest.importorskip("bm25s")
+    for kind in ("search-r1", "react"):
+        config = searching(kind)
+        suite = make_suite(config)
+        gold = suite.eval_tasks("test", 1, 0)[0].payload.answers[0]
+        answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
+        query = "<search>x" if kind == "search-r1" else "Search[x]"
+        episode, model = ask(config, [query, answer])
+        assert episode.won and [turn["action"] for turn in episode.turns] == ["search[x]", f"answer[{gold}]"]
+    assert "> Search[" in model.asked[0][0] and "> Finish[" in model.asked[0][0]
+    assert model.asked[1][0].endswith(f"\n> Search[x]\n{episode.turns[0]['observation']}\n>")
+
+
+def test_react_shops():
+    pytest.importorskip("bm25s")
+    env = {"name": "webshop", "eval_split": "test", "max_turns": 15}
+    shop = {"model": {"path": "-"}, "env": env, "agent": {"kind": "react"}, "webshop": {"products": 200}}
+    config = Config.model_validate(shop)
+    suite = make_suite(config)
+    task = suite.eval_tasks("test", 1, 0)[0]
+    environment, actions, done = suite.make(), [], False
+    environment.reset(task)
+    while not done:
+        outcome = environment.step(environment.expert())
+        actions.append(outcome.action)
+        done = outcome.done
+    model = Scripted(["I would buy something.", *actions])
+    episode = Episode(task, suite.make(), model, config, 0)
+    make_agent(config, suite).play(episode)
+    assert episode.won and episode.outcome.score == 1.0
+    assert [turn["valid"] for turn in episode.turns] == [False] + [True] * len(actions)
+    assert "\n> click[buy now]\n" in model.asked[0][0]
+
+
+# --- ZeroSearch ------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_search_engine():
+    config = searching("plain")
+    model = Scripted(lambda *_: "Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
+    simulator = Simulator(model, config)
+    hits = simulator.search(["where is Tik", "who"], 3)
+    assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
+    assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
+    assert any(
+        "generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt, *_ in model.asked
+    )
+    assert all(hit.id.startswith("noisy/") for hit in simulator.search(["who"], 2, share=1.0)[0])
+    assert "noisy information" in model.asked[-1][0]
+
+
+def test_the_share_of_noise():
+    model, queries = Scripted(lambda *_: "no documents here"), [f"query {i}" for i in range(400)]
+    simulator = Simulator(model, searching("plain"))
+    found = simulator.search(queries, 1, share=0.25)
+    noisy = sum(hits[0].id.startswith("noisy") for hits in found)
+    assert 70 <= noisy <= 130
+    assert found == simulator.search(queries, 1, share=0.25)
+    assert found[0][0].contents == "no documents here"
+
+
+def test_noise_rises_over_training():
+    config = searching(
+        "plain", simulator={"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}, run={"updates": 100}
+    )
+    simulator = Simulator(Scripted([]), config)
+    assert simulator.share(None) == simulator.share(0) == pytest.approx(0.1)
+    assert simulator.share(50) == pytest.approx(0.1 + (4**0.5 - 1) / 3 * 0.8)
+    assert simulator.share(100) == simulator.share(200) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("search-r1", "plays env.name = 'search', not 'alfworld'"), ("react", "Game.answer")]
+)
+def test_what_an_agent_cannot_play_is_a_users_error(kind, reason):
+    suite = SUITE
+    config = configure(kind)
+    if kind == "react":
+        example = Path(__file__).parents[2] / "docs" / "example_environment.py"
+        config = configure(kind, env={"name": f"{example}:Guess"})
+        suite = make_suite(config)
+    with pytest.raises(UserError, match=reason):
+        make_agent(config, suite)
+
+
+EXAMPLE = """\
+You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a countertop 1, a \
+diningtable 1, a microwave 1, a shelf 2, a shelf 1, a sidetable 1, a sinkbasin 1, a stoveburner 1, and a \
+toaster 1.
+Your task is to: put a hot tomato in sinkbasin.
+> think: To solve the task, I need to find and take a tomato, then heat it with a microwave, then put it in sinkbasin.
+OK.
+> think: First I need to find a tomato. I check one place after another, beginning with cabinet 1.
+OK.
+> go to cabinet 1
+You arrive at cabinet 1. The cabinet 1 is closed.
+> open cabinet 1
+You open the cabinet 1. The cabinet 1 is open. In it, you see a dishsponge 1, a glassbottle 2, a kettle 1, and \
+a pan 1.
+> go to countertop 1
+You arrive at countertop 1. On the countertop 1, you see a glassbottle 1.
+> go to sidetable 1
+You arrive at sidetable 1. On the sidetable 1, you see a mug 1, a plate 2, a potato 2, and a tomato 1.
+> think: Now I see tomato 1. Next, I need to take it.
+OK.
+> take tomato 1 from sidetable 1
+You pick up the tomato 1 from the sidetable 1.
+> think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin.
+OK.
+> go to microwave 1
+You arrive at microwave 1. The microwave 1 is closed.
+> heat tomato 1 with microwave 1
+You heat the tomato 1 using the microwave 1.
+> think: Now tomato 1 is hot. Next, I need to put it in sinkbasin.
+OK.
+> go to sinkbasin 1
+You arrive at sinkbasin 1. On the sinkbasin 1, you see a cup 1, and a plate 1.
+> move tomato 1 to sinkbasin 1
+You move the tomato 1 to the sinkbasin 1.
+"""

@@ -1,0 +1,144 @@
+"""ReAct's example episodes: our experts play generated tasks, and rules put in the thoughts, in the style of the paper
+(arXiv 2210.03629); or `agent.examples`, the ReAct authors' own file of ALFWorld episodes.
+
+An episode is text: the task, then "> think: ..." or "> ACTION" and what came of it, in turn.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from paw.config import Config, EnvConfig
+from paw.errors import UserError
+from paw.experience.envs import make_suite
+from paw.experience.envs.alfworld.expert import expert
+from paw.experience.envs.alfworld.generator import games
+from paw.experience.envs.alfworld.household import Household
+from paw.experience.envs.alfworld.problem import REQUIRED_STATE, Game
+
+FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
+PUT = re.compile(r"\bput (?:the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
+TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
+DETOURS = 2
+"""Places without the object that an example looks into first: the expert knows where it is, a player has to search."""
+OK = "OK."
+
+
+def move_for_put(text: str) -> str:
+    """Releases before json_2.1.2 said "put X in/on Y" for what is "move X to Y" now.
+
+    >>> move_for_put("> put mug 1 in/on desk 2\\nYou put the mug 1 in/on the desk 2.")
+    '> move mug 1 to desk 2\\nYou move the mug 1 to the desk 2.'
+    """
+    return PUT.sub(lambda found: f"move {_the(found)}{found[1]} to {_the(found)}{found[2]}", text)
+
+
+def _the(found: re.Match[str]) -> str:
+    return "the " if found[0].startswith("put the ") else ""
+
+
+def alfworld_examples(kind: str, count: int = 2) -> list[str]:
+    """Episodes of a task type, in generated households that neither training nor evaluation plays."""
+    return [household_example(game) for game in games("warmup", 0, count, seed=1, difficulty="medium", kinds=[kind])]
+
+
+def household_example(game: Game) -> str:
+    """The expert's episode of `game`, with a thought wherever it turns to something new."""
+    household = Household(game)
+    lines = [household.reset().partition("\n\n")[2].replace("\n\n", "\n")]
+    thing, place = game.goal.object.removesuffix("type"), game.goal.target.removesuffix("type")
+    treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TOOLS[game.kind]}, then "
+    goal = "find and use a desklamp" if game.kind == "look" else f"{treat or ''}put it in {place}"
+    again = f", then do the same with a second {thing}" if game.kind == "two" else ""
+
+    def think(text: str) -> None:
+        lines.extend([f"> think: {text}", OK])
+
+    def play(action: str) -> None:
+        lines.extend([f"> {action}", household.step(action)])
+
+    think(f"To solve the task, I need to find and take a {thing}, then {goal}{again}.")
+    detours = [
+        action
+        for action, receptacle in game.destinations.items()
+        if action in household.admissible and not game.candidates & set(game.contents.get(receptacle, ()))
+    ][:DETOURS]
+    if detours:
+        first = detours[0].removeprefix("go to ")
+        think(f"First I need to find a {thing}. I check one place after another, beginning with {first}.")
+    for action in detours:
+        play(action)
+        if household.is_shut(game.destinations[action]):
+            play(action.replace("go to", "open"))
+    before = held = ""
+    while not household.won:
+        action = expert(household)
+        verb, name = action.split()[0], " ".join(action.split()[1:3])
+        if before == "take":
+            think(f"Now I have {held}. Next, I need to {goal}.")
+        elif before in REQUIRED_STATE:
+            think(f"Now {held} is {REQUIRED_STATE[before]}. Next, I need to put it in {place}.")
+        elif before == "move":
+            think(f"Now the first {thing} is in its place. Next, I need to find the second one.")
+        if verb in ("take", "use"):
+            think(f"Now I see {name}. Next, I need to {verb} it.")
+        held, before = name if verb == "take" else held, verb
+        play(action)
+    return "\n".join(lines) + "\n"
+
+
+def file_examples(path: Path) -> dict[str, list[str]]:
+    """Two episodes of each task type from a file like alfworld_3prompts.json, in the order its authors use them."""
+    try:
+        episodes = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        found = {kind: [episodes[f"react_{key}_{i}"] for i in (1, 0)] for kind, key in FILE_KEYS.items()}
+        return {kind: [move_for_put(text) for text in texts] for kind, texts in found.items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"agent.examples = '{path}': {error}") from None
+    except KeyError as error:
+        raise UserError(f"agent.examples = '{path}': there is no {error}; ReAct's alfworld_3prompts.json has") from None
+
+
+def expert_example(config: Config) -> str:
+    """One episode of the WebShop or search environment in a small generated world, by its own expert."""
+    env = {"name": config.env.name, "eval_split": "test", "max_turns": config.env.max_turns}
+    small = {"model": {"path": "-"}, "env": env, "webshop": {"products": 200}, "search": {"entities": 100}}
+    suite = make_suite(Config.model_validate(small))
+    (task,) = suite.warmup_tasks(0, 1, 1)
+    environment = suite.make()
+    lines, done = [opening(config.env, environment, environment.reset(task))], False
+    while not done:
+        outcome = environment.step(environment.expert())
+        done = outcome.done
+        action = outcome.action
+        if env["name"] == "search":
+            action = action.replace("answer[", "Finish[", 1).replace("search[", "Search[", 1)
+        lines += [f"> think: {_thought(outcome.action)}", OK, f"> {action}"]
+        lines += [outcome.observation] if outcome.observation else []
+    return "\n".join(lines) + "\n"
+
+
+def _thought(action: str) -> str:
+    verb, _, text = action.rstrip("]").partition("[")
+    if verb == "search":
+        return f"Next, I need to find out about {text}, so I search for that."
+    if verb == "answer":
+        return f"Now I have found what the question asks for. The answer is {text}."
+    if re.fullmatch("b[0-9a-z]{9}", text):
+        return "Of these products this one looks most like what I am asked for. I open it to see its options."
+    if text == "buy now":
+        return "This is what I am asked for, the options are chosen, and the price is within the limit. I buy it."
+    return f"I am asked for {text}, so I choose it."
+
+
+def opening(env: EnvConfig, environment: Any, observation: str) -> str:
+    """The start of a transcript: the task, and what is seen first where that is not the task itself."""
+    match env.name:
+        case "alfworld":
+            return observation.partition("\n\n")[2].replace("\n\n", "\n")
+        case "webshop":
+            return f"Instruction: {environment.task}\n{observation}"
+        case "search":
+            return f"Question: {environment.task}"
+    return f"Task: {environment.task}\n{observation}"

@@ -1,0 +1,78 @@
+"""ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and ever more of what it finds is useless.
+
+The LLM is the endpoint of [simulator]. It is told the query alone, where the paper's prompt tells it the question and
+its answer too: what plays here may be trained on the reward, and a search engine that knows the answer gives it away.
+Whether documents are useful or noise is drawn by the query, so that an evaluation repeated finds the same.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from paw.agents.endpoint import Endpoint
+from paw.agents.models import ChatModel
+from paw.config import Config, SimulatorConfig
+from paw.experience.retrieval.base import Hit
+from paw.experience.rollout import derive_seed
+
+# After the paper's prompt.
+PROMPT = (
+    "You are the Google search engine.\nGiven a query, you need to generate {count} {quality} documents for "
+    "the query.\n"
+    "Each document should contain about 30 words, and these documents should contain {quality} information.\n"
+    "Begin each document with its number, 'Doc 1: ', 'Doc 2: ' and so on, and write nothing else.\n\n"
+    "Query: {query}\n{Quality} Output:\n"
+)
+LABEL = r"^\W*doc(?:ument)?\s*\d+\W*?[:.][\s*]*"
+DOCUMENT = re.compile(rf"{LABEL}(.*?)(?={LABEL}|\Z)", re.I | re.M | re.S)
+MAX_TOKENS = 512
+
+
+def noise_share(config: SimulatorConfig, step: int, updates: int) -> float:
+    """p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s), the probability of noise at update i of m.
+
+    >>> [round(noise_share(SimulatorConfig(), i, 2), 3) for i in range(3)]
+    [0.0, 0.167, 0.5]
+    """
+    b = config.noise_base
+    rise = (b ** min(1.0, step / max(1, updates)) - 1) / (b - 1)
+    return config.noise_start + rise * (config.noise_end - config.noise_start)
+
+
+class Simulator:
+    """A retriever whose documents an LLM makes up. Safe to use from several threads."""
+
+    def __init__(self, model: ChatModel, config: Config) -> None:
+        self.model, self.config = model, config
+        self.seed = config.run.seed
+
+    def share(self, step: int | None) -> float:
+        """The noise share of an update's searches; of an evaluation's (None) the start's."""
+        simulator = self.config.simulator
+        return simulator.noise_start if step is None else noise_share(simulator, step, self.config.run.updates)
+
+    def search(self, queries: Sequence[str], topk: int, share: float | None = None) -> list[list[Hit]]:
+        """At most `topk` documents a query, noise instead of useful ones with probability `share`.
+
+        Raises EndpointError if the endpoint fails; an answer without documents is one document, as it is.
+        """
+        share = self.share(None) if share is None else share
+        with ThreadPoolExecutor(min(len(queries), self.config.simulator.concurrency) or 1) as threads:
+            return list(threads.map(lambda query: self._search(query, topk, share), queries))
+
+    def _search(self, query: str, topk: int, share: float) -> list[Hit]:
+        seed = derive_seed(self.seed, "zerosearch", query)
+        quality = "noisy" if random.Random(seed).random() < share else "useful"
+        prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
+        text = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed).text
+        documents = [" ".join(found.split()) for found in DOCUMENT.findall(text)] or [" ".join(text.split())]
+        kept = [document for document in documents if document][:topk]
+        return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(kept, start=1)]
+
+
+def make_simulator(config: Config) -> Simulator:
+    """The simulator of [simulator]. UserError if its endpoint is not configured, or nobody answers there."""
+    endpoint = Endpoint(config.simulator, section="simulator")
+    endpoint.check()
+    return Simulator(endpoint, config)
