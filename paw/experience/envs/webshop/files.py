@@ -18,7 +18,7 @@ from paw.experience.envs.webshop.types import Product
 CHUNK = 1 << 20
 LARGEST = 1 << 24
 """Characters of one product; a longer one is broken JSON."""
-OPENING, BETWEEN = re.compile(r"\s*\["), re.compile(r"[\s,]*")
+OPENING, BETWEEN = re.compile(r"\s*\[\s*"), re.compile(r"[\s,]*")
 
 
 class Digest(Protocol):
