@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
     sub.add_argument("--out", type=Path, required=True, help="file (sft: folder) to write")
 
-    add_module("play", "play a game in the terminal and see what the agent sees", play)
+    play.add_arguments(add("play", "play a game in the terminal and see what the agent sees", play.run))
     add_module("report", "write report.html and plots of one run, or of several to compare", report)
 
     sub = add("serve", "serve a corpus: a retriever behind HTTP", _serve)

@@ -1,75 +1,110 @@
 """`paw play`: a game at the terminal, or line by line for a program.
 
 A person sees what the agent sees, types an action or its number, and can ask for the exact prompt. With `--json` every
-line read is one command and every line written one object with the keys feedback, admissible, won, reward and done; the
-first stands for the start. It ends with the episode or the input.
+line read is one command and every line written one object with the keys feedback, admissible, won, reward and done
+(and score, where there is one); the first stands for the start. It ends with the episode or the input.
 """
 
 import argparse
 import io
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import closing
+from types import MappingProxyType
+from typing import Any
 
 from paw.config import EnvConfig
-from paw.errors import to_stderr
+from paw.errors import UserError, to_stderr
+from paw.experience.envs import make_suite
 from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
 from paw.experience.envs.alfworld.generator import generate
 from paw.experience.envs.alfworld.problem import Game
-from paw.experience.envs.alfworld.suite import AlfworldEnv, AlfworldSuite
+from paw.experience.envs.alfworld.suite import AlfworldSuite
+from paw.experience.envs.base import Environment, Suite
 from paw.experience.envs.worker import EnvironmentFailure
+from paw.recipe import load_played
 from paw.types import Outcome, Task
 
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", choices=["alfworld"], help="the environment to play")
+    parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--game", metavar="PATH", help="a game.tw-pddl file")
-    source.add_argument("--seed", type=int, default=0, metavar="N", help="a generated game (default: 0)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="size of a generated game")
-    parser.add_argument("--backend", choices=["native", "textworld"], default="native", help="the engine that plays")
+    source.add_argument("--game", metavar="PATH", help="alfworld: a game.tw-pddl file")
+    source.add_argument("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
+    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of a game")
+    parser.add_argument("--backend", choices=["native", "textworld"], default="native", help="alfworld: the engine")
     parser.add_argument("--style", choices=["paper", "compact"], default="paper", help="the prompt that 'prompt' shows")
     parser.add_argument("--json", action="store_true", help="one command a line in, one JSON object a line out")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Play one game as `args` say; returns the exit status, 1 if the engine broke.
+def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Play one game as `args` say; returns the exit status, 1 if the environment broke.
 
-    Raises UserError where the game file is unreadable or the back end is not installed.
+    Raises UserError where the game file is unreadable, or the suite does (no such environment, nothing installed).
     """
-    game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
-    suite = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style))
+    suite, task = _alfworld(args) if args.env == "alfworld" and not overrides else _any(args, overrides)
     talk = _json if args.json else _terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
     with closing(suite.make()) as environment:
         try:
-            talk(environment, Task(game.name, game.kind, game))
+            talk(environment, task)
         except EnvironmentFailure as error:
             to_stderr(f"paw play: {error}")
             return 1
     return 0
 
 
-def _json(environment: AlfworldEnv, task: Task) -> None:
+def _alfworld(args: argparse.Namespace) -> tuple[Suite, Task]:
+    game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
+    suite = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style))
+    return suite, Task(game.name, game.kind, game)
+
+
+def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[Suite, Task]:
+    if args.game:
+        raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
+    options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
+    config = load_played(None, {"env.name": args.env, "env.data": "none", **options, **overrides})
+    suite = make_suite(config)
+    return suite, suite.eval_tasks(config.env.eval_split, 1, args.seed)[0]
+
+
+def _task(environment: Environment, text: str) -> dict[str, Any]:
+    """The task in words, where the first observation, `text`, does not tell it."""
+    task = getattr(environment, "task", "")
+    return {} if task in text else {"task": task}
+
+
+def _played(environment: Any, command: str) -> Outcome:
+    """An environment without `answer` (it is not Playable) gets what was typed."""
+    return environment.step(environment.answer(command) if hasattr(environment, "answer") else command)
+
+
+def _json(environment: Environment, task: Task) -> None:
     outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
+    message = _task(environment, outcome.observation)
     while True:
-        message = {"feedback": outcome.observation, "admissible": environment.admissible}
+        message |= {"feedback": outcome.observation, "admissible": getattr(environment, "admissible", [])}
         message |= {"won": outcome.won, "reward": outcome.reward, "done": outcome.done}
+        message |= {} if outcome.score is None else {"score": outcome.score}
         print(json.dumps(message), flush=True)
+        message = {}
         line = "" if outcome.done else sys.stdin.readline()
         if not line:
             return
-        outcome = environment.step(environment.style.answer(line.strip()))
+        outcome = _played(environment, line.strip())
 
 
-def _terminal(environment: AlfworldEnv, task: Task) -> None:
-    print(f"{environment.reset(task)}\n\n{HELP}")
+def _terminal(environment: Environment, task: Task) -> None:
+    text = environment.reset(task)
+    print(*_task(environment, text).values(), text, HELP, sep="\n\n")
     turns = 0
     while True:
-        actions = [action for action in environment.admissible if action != "help"]
+        actions = [action for action in getattr(environment, "admissible", []) if action != "help"]
         print("\n" + "\n".join(f"{number:4}  {action}" for number, action in enumerate(actions, start=1)))
         print("> ", end="", flush=True)
         line = sys.stdin.readline()
@@ -83,10 +118,15 @@ def _terminal(environment: AlfworldEnv, task: Task) -> None:
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]
             print(command)
-        outcome = environment.step(environment.style.answer(command))
+        outcome = _played(environment, command)
         turns += 1
         print(f"\n{outcome.observation}")
         if outcome.done:
             steps = f"{turns} step{'s' if turns > 1 else ''}"
-            print(f"\nWon in {steps}, reward {outcome.reward:g}." if outcome.won else f"\nNot won in {steps}.")
+            score = "" if outcome.score is None else f", score {outcome.score:.2f}"
+            print(
+                f"\nWon in {steps}, reward {outcome.reward:g}{score}."
+                if outcome.won
+                else f"\nNot won in {steps}{score}."
+            )
             return

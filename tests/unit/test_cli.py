@@ -112,7 +112,7 @@ MISTAKES = {
     "no checkpoint": (["export", "nowhere"], "nowhere: no run directory"),
     "not an override": (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'"),
     "nothing to warm up": (["warmup", "nowhere"], "unknown recipe 'nowhere'"),
-    "an environment to come": (["train", "webshop-grpo"], "env.name = 'webshop' is not in this version yet; there are"),
+    "no products": (["train", "webshop-grpo", "--env.data", "nowhere"], "nowhere/items_shuffle_1000.json is missing"),
     "no such file": (["train", "quickstart", "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     "one of a group": (
         ["train", "alfworld-gigpo-paw", "--rollout.group_size", "1"],

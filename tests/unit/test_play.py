@@ -20,17 +20,21 @@ HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spe
 KEYS = ["feedback", "admissible", "won", "reward", "done"]
 
 
-def talk(typed: str, *words: str) -> str:
+EXAMPLE = f"{Path(__file__).parents[2] / 'docs' / 'example_environment.py'}:Guess"
+
+
+def talk(typed: str, *words: str, env: str = "alfworld", **overrides: str) -> str:
     parser = argparse.ArgumentParser()
     play.add_arguments(parser)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(sys, "stdin", io.StringIO(typed))
-        assert play.run(parser.parse_args(["alfworld", *words])) == 0
+        keys = {key.replace("__", "."): value for key, value in overrides.items()}
+        assert play.run(parser.parse_args([env, *words]), keys) == 0
     return out.getvalue()
 
 
-def messages(typed: str, *words: str) -> list[dict]:
-    return [json.loads(line) for line in talk(typed, "--json", *words).splitlines()]
+def messages(typed: str, *words: str, **options: str) -> list[dict]:
+    return [json.loads(line) for line in talk(typed, "--json", *words, **options).splitlines()]
 
 
 def test_json_wins_with_the_walkthrough_and_stops_there():
@@ -100,6 +104,30 @@ def test_a_person_wins():
 def test_a_missing_game_is_a_users_mistake(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be read"):
         talk("", "--game", str(tmp_path / "game.tw-pddl"))
+
+
+def test_a_shop():
+    said = messages("search[shoes]\nclick[next >]\nbuy", env="webshop", webshop__products="50")
+    assert said[0]["task"].startswith("Find me ") and "task" not in said[1]
+    assert "click[next >]" in said[1]["admissible"] and said[2]["feedback"].startswith(
+        "'Back to Search' [SEP] 'Page 2 "
+    )
+    assert list(said[-1]) == [*KEYS, "score"]
+    out = talk("search[shoes]\n2\nquit", "--seed", "3", env="webshop", webshop__products="50")
+    assert out.startswith("Find me ") and "   2  click[next >]\n" in out and "'Page 2 " in out
+
+
+def test_a_question():
+    said = messages("search[town]\nanswer[nobody]", env="search", search__entities="100")
+    assert said[0]["feedback"].endswith("?") and said[0]["admissible"] == [] and "task" not in said[0]
+    assert said[1]["feedback"].startswith('<information>{"result": "Doc 1: ') and said[2]["done"]
+
+
+def test_an_environment_of_ones_own_gets_what_is_typed():
+    out = talk("prompt\n50\n" + "\n".join(map(str, range(1, 100))), env=EXAMPLE, env__max_turns="200")
+    assert "I think of a number from 1 to 99. Your guess?" in out and "than 50." in out and "Won in " in out
+    with pytest.raises(UserError, match="--game takes alfworld alone"):
+        talk("", "--game", "x", env=EXAMPLE)
 
 
 @pytest.mark.slow
