@@ -1,0 +1,181 @@
+"""WebShop's tasks are pure functions that never mix; the buyer wins every goal it can reach, random play none."""
+
+import random
+
+import pytest
+
+from paw.config import Config, EnvConfig, ModelConfig, WebshopConfig
+from paw.errors import UserError
+from paw.experience.envs import make_suite
+from paw.experience.envs.webshop import generator
+from paw.experience.envs.webshop.buyer import next_action, wanted_options
+from paw.experience.envs.webshop.session import Session
+from paw.experience.envs.webshop.suite import WebshopSuite
+from paw.recipe import load
+from paw.show.evaluate import success_metrics
+from paw.types import Group, Trajectory, Turn
+
+
+def suite(products=200, goals="synthetic", **settings) -> WebshopSuite:
+    env = EnvConfig(**{"name": "webshop", "eval_split": "test", "max_turns": 15, **settings})
+    return WebshopSuite(env, WebshopConfig(products=products, goals=goals))
+
+
+def episode(environment, task, respond) -> list:
+    environment.reset(task)
+    outcomes = []
+    while not outcomes or not outcomes[-1].done:
+        outcomes.append(environment.step(respond(environment)))
+    return outcomes
+
+
+def at_random(rng: random.Random):
+    """Any action that does something, or a search for what the task is about."""
+
+    def respond(environment) -> str:
+        query = environment.answer(f"search[{environment.session.goal.query}]")
+        return rng.choice(environment.choices() or [query])
+
+    return respond
+
+
+def score_of(suite: WebshopSuite, respond, count: int) -> tuple[float, float]:
+    """(share won, mean score)."""
+    environment = suite.make()
+    last = [episode(environment, task, respond)[-1] for task in suite.eval_tasks("test", count, 0)]
+    return sum(o.won for o in last) / len(last), sum(o.score for o in last) / len(last)
+
+
+@pytest.mark.parametrize("style", ["paper", "compact"])
+@pytest.mark.parametrize("goals", ["synthetic", "human"])
+def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
+    shop = suite(style=style, goals=goals)
+    assert score_of(shop, lambda environment: environment.expert(), 100) == (1.0, 1.0)
+    won, score = score_of(shop, at_random(random.Random(0)), 100)
+    assert won <= 0.05 and score < 0.3
+
+
+def test_the_buyer_reaches_every_goal_it_can_from_anywhere():
+    shop = suite(style="paper")
+    rng = random.Random(0)
+    for task in shop.eval_tasks("test", 60, 1):
+        session = Session(shop.catalogue, task.payload)
+        for _ in range(rng.randrange(6)):
+            session.step(rng.choice(["search[tea]", *(f"click[{text}]" for text in session.clickables[:-1])]))
+            if session.reward is not None:
+                break
+        for _ in range(12):
+            if session.reward is None:
+                session.step(next_action(session, shop.style.queries(task.payload)))
+        assert session.reward is not None
+
+
+def test_the_buyer_takes_another_product_that_earns_as_much_and_values_that_are_near():
+    shop = suite()
+    goal = next(goal for goal in shop.catalogue.goals if len(goal.options) == 2)
+    product = shop.catalogue.by_asin[goal.asin.lower()]
+    assert wanted_options(product, goal, "rules") == goal.options
+    people = {str(i): f"{value} " for i, value in enumerate(goal.options.values())}
+    near = type(goal)(**{**{name: getattr(goal, name) for name in goal.__slots__}, "options": people})
+    assert wanted_options(product, near, "rules") == goal.options
+    assert wanted_options(product, type(goal)(**{**_fields(goal), "options": {}}), "rules") == {}
+
+
+def _fields(goal) -> dict:
+    return {name: getattr(goal, name) for name in goal.__slots__}
+
+
+def test_tasks_are_pure_and_splits_share_no_goal():
+    shop = suite()
+    tasks = shop.train_tasks(3, 4, seed=1)
+    assert tasks == suite().train_tasks(3, 4, seed=1) != shop.train_tasks(3, 4, seed=2)
+    assert [t for step in range(4) for t in shop.train_tasks(step, 2, 1)] == shop.train_tasks(0, 8, 1)
+    assert shop.warmup_tasks(10, 3, 0)[1] == shop.warmup_tasks(11, 1, 0)[0]
+    n = len(shop.catalogue.goals)
+    train, warm = ({t.id for t in tasks} for tasks in (shop.train_tasks(0, n, 0), shop.warmup_tasks(0, n, 0)))
+    test = {task.id for task in shop.eval_tasks("test", 0, 0)}
+    assert len(train) + len(warm) + len(test) == n == len(train | warm | test)
+    assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
+    drawn = [task.id for task in shop.eval_tasks("test", 400, 5)]
+    assert drawn == [task.id for task in shop.eval_tasks("test", 400, 5)] and set(drawn) < test
+    assert {task.kind for task in shop.eval_tasks("test", 0, 0)} == set(generator.ROOTS)
+
+
+def test_outcomes_of_an_episode():
+    shop = suite(reward=10.0)
+    environment, (task,) = shop.make(), shop.eval_tasks("test", 1, 0)
+    *turns, last = episode(environment, task, lambda environment: environment.expert())
+    assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
+    assert last.observation == "" and last.action == "click[buy now]"
+    assert all((turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns)
+    assert environment.reset(task) == "'Search'" == environment.anchor()
+    found = environment.step(environment.expert())
+    assert found.observation == environment.anchor() and found.observation.startswith("'Back to Search' [SEP] 'Page 1")
+    assert found.valid and found.action == f"search[{task.payload.query}]"
+    partly = [environment.step(environment.answer(action)) for action in (environment.admissible[2], "click[buy now]")]
+    assert 0 < partly[-1].score < 1 and partly[-1].reward == 0 and partly[-1].done and not partly[-1].won
+
+
+def test_the_step_limit_ends_with_score_zero():
+    shop = suite(max_turns=3)
+    (task,) = shop.eval_tasks("test", 1, 0)
+    outcomes = episode(shop.make(), task, lambda environment: "no tags")
+    assert [o.done for o in outcomes] == [False, False, True]
+    assert not any(o.valid for o in outcomes) and outcomes[-1].observation == "'Search'"
+    turns = [Turn([], [], [], None, "", "", outcome, "", 0) for outcome in outcomes]
+    assert success_metrics([Group(task, [Trajectory(task, 0, turns)])])["score"] == 0.0
+
+
+def test_playable():
+    environment, (task,) = suite().make(), suite().eval_tasks("test", 1, 0)
+    environment.reset(task)
+    assert environment.task == task.payload.instruction and environment.admissible == [] == environment.choices()
+    environment.step(environment.answer(f"search[{task.payload.query}]"))
+    assert environment.admissible[:2] == ["click[back to search]", "click[next >]"]
+    assert environment.step(environment.answer("click[next >]")).observation.startswith(
+        "'Back to Search' [SEP] 'Page 2"
+    )
+    compact = suite(style="compact").make()
+    compact.reset(task)
+    assert compact.answer(compact.admissible[0]) == compact.choices()[0]
+
+
+def test_the_users_files(tmp_path):
+    generator.write(tmp_path, products=60)
+    shop = suite(data=tmp_path)
+    test = {task.id for task in shop.eval_tasks("test", 0, 0)}
+    train = {task.id for task in shop.train_tasks(0, len(shop.catalogue.goals), 0)}
+    assert len(test | train) == len(shop.catalogue.goals) and not test & train
+    assert "small" in shop.fingerprint() and shop.fingerprint() != suite(60).fingerprint()
+    with pytest.raises(UserError, match="generated shop"):
+        shop.warmup_tasks(0, 1, 0)
+    with pytest.raises(UserError, match=r"items_shuffle_1000\.json is missing"):
+        suite(data=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("key", "split"), [("eval_split", "valid_unseen"), ("train_split", "test")])
+def test_there_are_no_other_splits(key, split):
+    with pytest.raises(UserError, match=f"env.{key} = '{split}'"):
+        suite(**{key: split})
+    with pytest.raises(UserError, match=r"env\.eval_split = 'dev'"):
+        suite().eval_tasks("dev", 1, 0)
+
+
+def test_fingerprint_tells_catalogues_apart():
+    assert suite().fingerprint() == suite().fingerprint()
+    assert len({suite(n, goals=goals).fingerprint() for n in (200, 60) for goals in ("synthetic", "human")}) == 4
+
+
+def test_the_recipe_is_small_enough_for_its_model():
+    config = load("webshop-quickstart")
+    shop = make_suite(Config.model_validate(config.model_dump()))
+    environment, lines, words = shop.make(), set(), 0
+    for task in shop.warmup_tasks(0, 150, 0):
+        environment.reset(task)
+        done = False
+        while not done:
+            lines.update(environment.choices())
+            words = max(words, len(environment.prompt().split()))
+            done = environment.step(environment.expert()).done
+    assert len(lines) < 300 and words < 200
+    assert make_suite(Config(model=ModelConfig(path="-"), env=config.env, webshop=config.webshop)).name == "webshop"
