@@ -16,11 +16,10 @@ from paw import __version__
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.experience.envs import check, make_suite
-from paw.experience.envs.alfworld import data
 from paw.experiment import command as experiment
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
-from paw.show import doctor, fit, play, report
+from paw.show import data, doctor, fit, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 SHORT = {
@@ -139,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", nargs="?", default="quickstart")
 
     check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", check.run))
-    add_module("data", "download, index or generate games", data)
+    add_module("data", "say where an environment's files are, check them, or generate some", data)
     add("doctor", "say what is installed, what is missing and how to get it", lambda *_: doctor.run(), overrides=False)
     return parser
 

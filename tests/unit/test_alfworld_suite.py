@@ -13,9 +13,10 @@ import pytest
 from paw.config import Config, EnvConfig, ModelConfig
 from paw.errors import UserError
 from paw.experience.envs import make_suite
-from paw.experience.envs.alfworld import data, generator, index
+from paw.experience.envs.alfworld import generator, index
 from paw.experience.envs.alfworld.problem import Game
 from paw.experience.envs.alfworld.suite import GENERATED_EVAL, AlfworldSuite
+from paw.show import data
 
 OFFICIAL = Path(__file__).parents[3] / "shared" / "data" / "alfworld"
 HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")

@@ -14,22 +14,10 @@ from pathlib import Path
 
 from paw.errors import UserError
 from paw.experience.envs.alfworld import generator, index
-from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
 from paw.experience.envs.alfworld.problem import KINDS
 
 GENERATED = {"train": "train", "valid_unseen": "unseen"}
 """Split folder -> stream of the generator; the two share no game."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", choices=["alfworld"], help="the environment whose games are meant")
-    parser.add_argument("--dir", type=Path, help="folder of the games (default: $ALFWORLD_DATA or ~/.cache/alfworld)")
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--download", action="store_true", help="get the official games with alfworld's own command")
-    task.add_argument("--generate", type=int, metavar="N", help="write N training and N / 10 unseen games to --out")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for generated games")
-    parser.add_argument("--seed", type=int, default=0, help="seed of generated games (default: %(default)s)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="size of generated games")
 
 
 def run(args: argparse.Namespace) -> int:

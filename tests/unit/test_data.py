@@ -1,0 +1,93 @@
+"""`paw data`: what a folder holds, what is generated, and what is missing. For ALFWorld see test_alfworld_suite.py."""
+
+import json
+
+import pytest
+
+from paw import cli
+from paw.config import Config, EnvConfig, ModelConfig, SearchConfig, WebshopConfig
+from paw.experience.envs import make_suite
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "paw"))
+
+
+def paw_data(capsys, *words, code=0):
+    assert cli.main(["data", *map(str, words)]) == code
+    out, err = capsys.readouterr()
+    return (out if code == 0 else out + err).splitlines()
+
+
+def test_a_shop_is_generated_and_played(tmp_path, capsys):
+    folder = tmp_path / "shop"
+    lines = paw_data(capsys, "webshop", "--generate", 40, "--out", folder, "--seed", 1)
+    assert lines[0].startswith("small  synthetic  40 products, ") and lines[1].startswith(
+        "small  human      40 products, "
+    )
+    assert lines[2] == f"use them with --env.data {folder}"
+    env = EnvConfig(name="webshop", data=folder, eval_split="test")
+    suite = make_suite(Config(model=ModelConfig(path="-"), env=env, webshop=WebshopConfig(goals="human")))
+    digest = suite.fingerprint().rpartition(" ")[2]
+    assert lines[1].endswith(f" sha256 {digest}")
+    assert f" {len(suite.eval_tasks('test', 0, 0))} goals to test" in lines[1]
+    assert paw_data(capsys, "webshop", "--dir", folder) == lines
+    for name in ("shuffle", "ins_v2"):
+        (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
+    lines = paw_data(capsys, "webshop", "--dir", folder)
+    assert lines[0].startswith("full   synthetic") and lines[-1].endswith(" --webshop.catalogue full")
+
+
+def test_a_world_is_generated_and_played(tmp_path, capsys):
+    folder = tmp_path / "world"
+    lines = paw_data(capsys, "search", "--generate", 200, "--out", folder)
+    assert lines[0].startswith("train  ") and lines[1].startswith("test   ")
+    assert lines[2] == f"corpus 200 documents in {folder / 'corpus.jsonl'}"
+    assert lines[3] == f"use them with --env.data {folder} --search.corpus {folder / 'corpus.jsonl'}"
+    env = EnvConfig(name="search", data=folder, eval_split="test", max_turns=4)
+    search = SearchConfig(corpus=folder / "corpus.jsonl")
+    suite = make_suite(Config(model=ModelConfig(path="-"), env=env, search=search))
+    tasks = suite.eval_tasks("test", 0, 0)
+    assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
+    environment = suite.make()
+    environment.reset(tasks[0])
+    words = tasks[0].payload.text.split()[-1]
+    assert "Doc 1: " in environment.step(environment.answer(f"search[{words}]")).observation
+    (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
+    assert paw_data(capsys, "search", "--dir", folder)[-1].startswith("no documents: ")
+    assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[2].startswith("corpus 200")
+
+
+def test_without_files_it_says_where_they_are(tmp_path, capsys):
+    lines = paw_data(capsys, "webshop", code=2)
+    assert "items_shuffle_1000.json" in "".join(lines[:-1])
+    assert lines[-1].startswith(f"paw: --dir {tmp_path}/.cache/webshop has none of WebShop's products")
+    lines = paw_data(capsys, "search", code=2)
+    assert "PeterJinGo/wiki-18-corpus" in "".join(lines[:-1])
+    assert lines[-1].startswith(f"paw: --dir {tmp_path}/.cache/search has neither train nor test questions")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["webshop", "--download"], "--download is for alfworld"),
+        (["search", "--generate", "30"], "and --out DIR to write to"),
+        (["search", "--out", "x"], "--generate takes a number"),
+        (["webshop", "--generate", "3", "--out", "x"], "from 20 on"),
+        (
+            ["search", "--generate", "30", "--out", "/dev/null/x"],
+            "--out /dev/null/x: cannot be written: Not a directory",
+        ),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    (line,) = paw_data(capsys, *words, code=2)
+    assert message in line
+
+
+def test_a_damaged_file_is_named(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Who?", "golden_answers": []}) + "\n")
+    (line,) = paw_data(capsys, "search", "--dir", tmp_path, code=2)
+    assert f"{tmp_path}/train.jsonl: line 1: " in line
