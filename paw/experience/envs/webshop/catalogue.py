@@ -8,12 +8,15 @@ import functools
 import hashlib
 import json
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from paw.config import WebshopConfig
 from paw.errors import UserError
-from paw.experience.envs.webshop import files, generator, nouns
+from paw.experience.envs.webshop import files, generator
 from paw.experience.envs.webshop.goals import human_goals, synthetic_goals
+from paw.experience.envs.webshop.nouns import choose
 from paw.experience.envs.webshop.types import Goal, Product
 from paw.experience.retrieval.bm25 import Bm25
 
@@ -59,8 +62,8 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
     """
     suffix = "_1000" if config.catalogue == "small" else ""
     items, entries = folder / f"items_shuffle{suffix}.json", folder / f"items_ins_v2{suffix}.json"
-    written = [folder / HUMAN] if config.goals == "human" else []
-    for path in (items, entries, *written):
+    human = [folder / HUMAN] if config.goals == "human" else []
+    for path in (items, entries, *human):
         if not path.is_file():
             raise UserError(
                 f"{path} is missing (env.data with webshop.catalogue = '{config.catalogue}', webshop.goals = "
@@ -68,32 +71,46 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
             )
     digest = hashlib.sha256()
     attributes = files.read_object(entries, digest)
-    instructions = [files.read_object(path, digest) for path in written]
-    return _stock(files.read_array(items, digest), attributes, instructions, config, digest, items, entries)
+    written = files.read_object(human[0], digest) if human else {}
+    products = files.read_array(items, digest)
+    return _stock(products, attributes, written, config.goals, config.nouns, digest.hexdigest, (items, entries))
+
+
+def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
+    """The generated shop of webshop.products products; one for all suites of a process."""
+    return _generated(config.products, config.goals, config.nouns, seed)
 
 
 @functools.cache
-def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
-    """The generated shop of webshop.products products; one for all suites of a process."""
-    records = generator.records(config.products, seed)
-    digest = hashlib.sha256(json.dumps(records).encode())
-    return _stock(iter(records[0]), records[1], records[2:], config, digest, "generated products", "generated goals")
+def _generated(products: int, goals: str, nouns: str, seed: int) -> Catalogue:
+    items, entries, written = generator.records(products, seed)
+    digest = hashlib.sha256(json.dumps((items, entries, written)).encode())
+    return _stock(iter(items), entries, written, goals, nouns, digest.hexdigest, ("generated products", "their goals"))
 
 
-def _stock(items, entries, instructions, config, digest, source, goal_source) -> Catalogue:
-    kind, rng = nouns.choose(config.nouns), random.Random(SEED)
-    products = list(files.clean(items, entries, rng, str(source)))
-    if config.goals == "human":
-        goals = list(human_goals(products, instructions[0], rng, HUMAN))
+def _stock(
+    items: Iterator[Any],
+    entries: dict[str, Any],
+    written: dict[str, Any],
+    kind: str,
+    nouns: str,
+    digest: Callable[[], str],
+    sources: tuple[object, object],
+) -> Catalogue:
+    chosen, rng = choose(nouns), random.Random(SEED)
+    source, entry_source = map(str, sources)
+    products = list(files.clean(items, entries, rng, source, entry_source))
+    if kind == "human":
+        goals = list(human_goals(products, written, rng, HUMAN))
     else:
-        goals = list(synthetic_goals(products, entries, rng, str(goal_source)))
+        goals = list(synthetic_goals(products, entries, rng, entry_source))
     if len(goals) < 2:
         raise UserError(
-            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{config.goals}'; "
+            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{kind}'; "
             "at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)
-    return Catalogue(products, goals, digest.hexdigest(), kind)
+    return Catalogue(products, goals, digest(), chosen)
 
 
 def _text(product: Product) -> str:

@@ -74,14 +74,16 @@ def read_object(path: Path, digest: Digest) -> dict[str, Any]:
     return value
 
 
-def clean(records: Iterator[Any], entries: dict[str, Any], rng: random.Random, source: str) -> Iterator[Product]:
+def clean(
+    records: Iterator[Any], entries: dict[str, Any], rng: random.Random, source: str, entry_source: str
+) -> Iterator[Product]:
     """Products as the shop shows them. Skips what the reference skips: no asin, a long one, one seen before.
 
     Args:
         records: elements of the products file.
         entries: asin -> {"attributes", ...}, the attributes file.
         rng: draws prices within a range, in the order of the products.
-        source: what an error names besides number and asin.
+        source, entry_source: the two files, as errors name them.
 
     Raises:
         UserError: a product lacks a key or has something else under it.
@@ -100,7 +102,7 @@ def clean(records: Iterator[Any], entries: dict[str, Any], rng: random.Random, s
         prices = _prices(record.get("pricing"), where)
         entry = entries.get(asin, {})
         if not isinstance(entry, dict):
-            raise UserError(f"attributes of {asin}: {entry!r:.60} is not an object")
+            raise UserError(f"{entry_source}, {asin}: {entry!r:.60} is not an object")
         yield Product(
             asin=asin,
             title=title,
@@ -109,7 +111,7 @@ def clean(records: Iterator[Any], entries: dict[str, Any], rng: random.Random, s
             product_category=need(record, "product_category", where),
             description=need(record, "full_description", where, nullable=True),
             bullets=texts(bullets if isinstance(bullets, list) else [bullets or ""], "small_description", where),
-            attributes=texts(entry.get("attributes", []), "attributes", f"attributes of {asin}"),
+            attributes=texts(entry.get("attributes", []), "attributes", f"{entry_source}, {asin}"),
             options=_options(record, where),
             price_text=" to ".join(f"${price}" for price in prices),
             price=prices[0] if len(prices) == 1 else rng.uniform(*prices),
