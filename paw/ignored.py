@@ -32,7 +32,21 @@ RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
     ("env.difficulty", "generated games: no env.data", lambda c: not c.env.data or c.model.path == "quickstart"),
     ("env.think", "env.style = 'paper'", lambda c: c.env.style == "paper"),
     ("agent. endpoint.", "paw eval", lambda c: False),
-    ("env.step_timeout_s", "env.backend = 'textworld'", lambda c: c.env.backend == "textworld"),
+    ("env.step_timeout_s", "env.backend = 'textworld' or env.name = 'tau2'",
+     lambda c: c.env.backend == "textworld" or c.env.name == "tau2"),
+    ("env.kinds env.backend", "env.name = 'alfworld'", lambda c: c.env.name not in ("webshop", "search", "tau2")),
+    ("env.difficulty", "env.name = 'alfworld'",  # the small recipes are built on one for ALFWorld
+     lambda c: c.env.name not in ("webshop", "search", "tau2") or c.model.path == "quickstart"),
+    ("env.history env.style", "another env.name than 'tau2'", lambda c: c.env.name != "tau2"),
+    ("webshop.", "env.name = 'webshop'", lambda c: c.env.name == "webshop"),
+    ("webshop.catalogue", "env.data", lambda c: c.env.data),
+    ("webshop.products", "a generated shop: no env.data", lambda c: not c.env.data),
+    ("search.", "env.name = 'search'", lambda c: c.env.name == "search"),
+    ("search.entities", "a generated world: no env.data", lambda c: not c.env.data),
+    ("search.encoder", "search.retriever = 'dense'", lambda c: c.search.retriever == "dense"),
+    ("search.timeout_s", "a server's URL as search.retriever", lambda c: "://" in c.search.retriever),
+    ("simulator.", "search.retriever = 'zerosearch'", lambda c: c.search.retriever == "zerosearch"),
+    ("tau2.", "env.name = 'tau2'", lambda c: c.env.name == "tau2"),
 )  # fmt: skip
 """Keys, or the start of their names; what they need, in words; whether that is given."""
 

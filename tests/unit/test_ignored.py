@@ -34,6 +34,22 @@ def test_the_rules_name_keys_that_exist():
         ("lora.alpha", "8.0", "lora.rank > 0", {}),
         ("warmup.lr", "0.1", "model.path = 'quickstart'", {}),
         ("env.think", "false", "env.style = 'paper'", {"env.style": "compact"}),
+        ("env.step_timeout_s", "5.0", "env.backend = 'textworld' or env.name = 'tau2'", {}),
+        ("env.kinds", "['pick']", "env.name = 'alfworld'", {"env.name": "webshop"}),
+        ("env.difficulty", "'tiny'", "env.name = 'alfworld'", {"env.name": "tau2", "env.data": "none"}),
+        ("env.backend", "'textworld'", "env.name = 'alfworld'", {"env.name": "search"}),
+        ("webshop.products", "9", "env.name = 'webshop'", {}),
+        ("webshop.products", "9", "a generated shop: no env.data", {"env.name": "webshop"}),
+        ("webshop.catalogue", "'full'", "env.data", {"env.name": "webshop", "env.data": "none"}),
+        ("search.topk", "5", "env.name = 'search'", {}),
+        ("search.entities", "99", "a generated world: no env.data", {"env.name": "search"}),
+        ("search.encoder", "'x'", "search.retriever = 'dense'", {"env.name": "search"}),
+        ("search.timeout_s", "9.0", "a server's URL as search.retriever", {"env.name": "search"}),
+        ("simulator.noise_start", "0.5", "search.retriever = 'zerosearch'", {"env.name": "search"}),
+        ("tau2.domain", "'airline'", "env.name = 'tau2'", {}),
+        ("env.history", "5", "another env.name than 'tau2'", {"env.name": "tau2"}),
+        ("agent.trials", "3", "paw eval", {}),
+        ("endpoint.retries", "3", "paw eval", {}),
     ],
 )
 def test_a_setting_without_effect_is_told(setting, value, need, others):
@@ -49,6 +65,12 @@ def test_a_setting_without_effect_is_told(setting, value, need, others):
         {"wm.enabled": "false", "wm.rho": "0.2"},  # as it is by default
         {"advantage.estimator": "ppo", "critic.lr": "0.1", "rollout.group_size": "1"},
         {"lora.rank": "8", "lora.alpha": "8.0"},
+        {"env.name": "webshop", "webshop.catalogue": "full", "webshop.goals": "human"},
+        {"env.name": "search", "search.retriever": "dense", "search.encoder": "x"},
+        {"env.name": "search", "search.retriever": "http://127.0.0.1:8000", "search.timeout_s": "9.0"},
+        {"env.name": "search", "search.retriever": "zerosearch", "simulator.model": "x"},
+        {"env.name": "tau2", "tau2.domain": "airline", "env.step_timeout_s": "9.0"},
+        {"env.name": "mine.py:Mine", "env.difficulty": "tiny", "env.data": "none", "env.kinds": "['pick']"},
     ],
 )
 def test_a_setting_with_effect_is_not(given):
