@@ -1,5 +1,6 @@
 """tau2-bench through its gymnasium interface, played with a stand-in of that (`tau2_stand_in`)."""
 
+import io
 import json
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from toyworld import make_chat
 
+from paw import cli
 from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
 from paw.errors import UserError
 from paw.experience.engines.base import Completion
@@ -187,6 +189,22 @@ def test_another_tau2(path, tmp_path):
     (tmp_path / "tau2" / "__init__.py").write_text("import gymnasium_that_is_missing")
     with pytest.raises(UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"):
         make_suite(config_of())
+
+
+def test_it_keeps_the_rules(capsys):
+    assert cli.main(["env", "check", "tau2", "--env.max_turns", "6"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "\nok    evaluation tasks         4 in 'test'\n" in out
+        and "\nok    after the end            step() raises" in out
+    )
+
+
+def test_a_person_plays(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"name": "find", "arguments": {"order": "9"}}\nHi\n'))
+    assert cli.main(["play", "tau2", "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [message["feedback"] for message in said[1:]] == ['tool: {"order": "9"}', "user: As I said,\nthe order."]
 
 
 class Script:
