@@ -34,7 +34,9 @@ def parquet(path, rows):
 
 
 def suite(folder, corpus=True, **changes):
-    documents = [{"id": str(i), "contents": f'"{name}"\n{name} is a river.'} for i, name in enumerate(["Nile", "Volta"])]
+    documents = [
+        {"id": str(i), "contents": f'"{name}"\n{name} is a river.'} for i, name in enumerate(["Nile", "Volta"])
+    ]
     search = {"corpus": jsonl(folder / "corpus.jsonl", documents)} if corpus else {}
     env = {"name": "search", "data": folder, "eval_split": "test", "max_turns": 4} | changes
     return make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(**env), search=SearchConfig(**search)))
@@ -229,5 +231,5 @@ def test_questions_of_files_have_no_expert(tmp_path):
         environment.expert()
     assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
     assert environment.step("<answer>the nile</answer>").won
-    with pytest.raises(UserError, match="leave env.data out"):
+    with pytest.raises(UserError, match="leave env"):
         played.warmup_tasks(0, 1, 0)

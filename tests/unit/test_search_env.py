@@ -1,6 +1,5 @@
 """Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
 
-import itertools
 import json
 
 import pytest
@@ -12,7 +11,7 @@ from paw.experience.envs.search.data import Question
 from paw.experience.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
 from paw.experience.envs.search.reward import exact_match, normalize
 from paw.experience.envs.search.suite import SearchEnv
-from paw.experience.envs.search.world import RELATIONS, World, make_world
+from paw.experience.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.experience.envs.worker import EnvironmentFailure
 from paw.experience.retrieval.base import Hit
 from paw.types import Task
@@ -44,7 +43,7 @@ class Shelf:
 
 
 def episode(question=None, retriever=None, **changes):
-    environment = SearchEnv(ENV.model_copy(update=changes), retriever or Shelf(Nile="It is in Africa."), 3)
+    environment = SearchEnv(ENV.model_copy(update=changes), lambda _: retriever or Shelf(Nile="It is in Africa."), 3)
     environment.reset(Task("t", "nq", question or Question("Where is the Nile?", ("Africa", "in Africa"))))
     return environment
 
@@ -54,11 +53,7 @@ def episode(question=None, retriever=None, **changes):
 
 @pytest.fixture(scope="module")
 def world():
-    return make_world(300, numbered=False)
-
-
-def questions(world):
-    return [pair for split in world.splits.values() for pair in split]
+    return World(300)
 
 
 @pytest.mark.parametrize("entities", range(20, 60))
@@ -66,12 +61,22 @@ def test_a_world_has_as_many_entities_as_asked_for_and_every_kind(entities):
     world = World(entities, numbered=entities % 2 == 0)
     assert len(world.entities) == len(world.documents) == entities
     assert {entity.kind for entity in world.entities} == set(RELATIONS)
-    assert all(world.splits.values())
+    assert all(split([world]).values())
 
 
 def test_a_world_follows_from_its_seed():
-    assert World(40).digest() == World(40).digest()
-    assert len({World(40).digest(), World(40, seed=1).digest(), World(41).digest(), World(40, numbered=True).digest()}) == 4
+    worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
+    assert digest([World(40)]) == digest(worlds[:1])
+    assert len({digest([world]) for world in worlds}) == 4
+
+
+def test_of_several_worlds_each_is_in_one_split():
+    made = split(make_worlds(20, numbered=True, count=10))
+    assert {name: {q.world for _, q in part} for name, part in made.items()} == {
+        "test": {0, 1},
+        "warmup": {2, 3, 4},
+        "train": {5, 6, 7, 8, 9},
+    }
 
 
 def test_names_and_aliases_are_unique(world):
@@ -80,14 +85,14 @@ def test_names_and_aliases_are_unique(world):
 
 
 def test_questions_are_unique_and_the_splits_apart(world):
-    texts = [question.text for _, question in questions(world)]
+    texts = [question.text for _, question in world.questions]
     assert len(texts) == len(set(texts)) > 1000
-    assert {kind for kind, _ in questions(world)} == {"one-hop", "two-hop"}
+    assert {kind for kind, _ in world.questions} == {"one-hop", "two-hop"}
 
 
 def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer(world):
     documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
-    for kind, question in questions(world):
+    for kind, question in world.questions:
         assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
         assert question.hops[0] in question.text and question.answers[0] not in question.text
         for title, said in zip(question.hops, [*question.hops[1:], question.answers[0]], strict=True):
@@ -96,7 +101,7 @@ def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer(worl
 
 def test_a_two_hop_question_takes_two_documents(world):
     documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
-    for kind, question in questions(world):
+    for kind, question in world.questions:
         if kind == "two-hop":
             first, second = question.hops
             assert second not in question.text
@@ -319,12 +324,12 @@ def test_a_failing_search_fails_its_episode_alone(error):
     assert environment.step("<answer>Africa</answer>").won
 
 
-@pytest.mark.parametrize(("style", "topk"), [("paper", 3), ("compact", 1), ("compact", 3)])
-def test_the_expert_answers_every_generated_question(style, topk):
-    played = suite(style=style, topk=topk)
+@pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20), ("compact", 3, 20)])
+def test_the_expert_answers_every_generated_question(style, topk, entities):
+    played = suite(style=style, topk=topk, entities=entities)
     environment = played.make()
-    for split in ("train", "warmup", "test"):
-        for task in played.eval_tasks(split, 0, 0):
+    for part in ("train", "warmup", "test"):
+        for task in played.eval_tasks(part, 300, 0):
             environment.reset(task)
             outcome = environment.step(environment.expert())
             while not outcome.done:
@@ -369,7 +374,7 @@ def test_generated_tasks_are_seeded_and_their_splits_apart():
 
 
 def test_fingerprints_differ_where_results_do():
-    made = [suite(), suite(entities=101), suite(topk=2), suite(style="compact")]
+    made = [suite(), suite(entities=101), suite(topk=2), suite(entities=20, style="compact")]
     assert len({one.fingerprint() for one in made}) == 4 and suite().fingerprint() == made[0].fingerprint()
     assert made[0].reward_max == 1.0 and made[0].invalid_penalty == 0.01 and made[0].may_block is False
 
@@ -379,15 +384,15 @@ def test_settings_that_do_not_go_together(tmp_path):
         suite(eval_split="valid_unseen")
     with pytest.raises(UserError, match="no split 'dev'"):
         suite(train_split="dev")
-    with pytest.raises(UserError, match="search.corpus = .* needs env.data"):
+    with pytest.raises(UserError, match=r"search.corpus = .* needs env.data"):
         suite(search={"corpus": tmp_path / "corpus.jsonl"})
 
 
 def test_play_at_random_hardly_wins():
     played = suite(style="compact", entities=20)
     environment, won = played.make(), 0
-    tasks = played.eval_tasks("train", 0, 0)
-    for task, start in zip(tasks, itertools.count(), strict=False):
+    tasks = played.eval_tasks("train", 200, 0)
+    for start, task in enumerate(tasks):
         environment.reset(task)
         choices = environment.choices()
         done, turn = False, 0

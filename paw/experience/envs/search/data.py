@@ -40,6 +40,8 @@ class Question:
     """Golden answers; any of them is right."""
     hops: tuple[str, ...] = ()
     """Titles of the documents that answer it, in the order they are found (generated questions)."""
+    world: int = 0
+    """Which of the generated worlds it is about."""
     step: int | None = None
     """Update it is asked in, None outside of training: ZeroSearch's noise rises with it."""
 

@@ -7,20 +7,22 @@ plays them all.
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paw.config import Config, EnvConfig
 from paw.errors import UserError
 from paw.experience.envs.base import shuffled
-from paw.experience.envs.search import data
+from paw.experience.envs.search import data, world
 from paw.experience.envs.search.data import Question
 from paw.experience.envs.search.prompt import Action, Style, make_style, title
 from paw.experience.envs.search.reward import exact_match
-from paw.experience.envs.search.world import make_world
 from paw.experience.envs.worker import EnvironmentFailure
 from paw.experience.retrieval.base import Hit, Retriever, make_retriever
 from paw.types import Outcome, Task
+
+WORLDS = 100
+"""Generated ones, in compact style."""
 
 
 class SearchSuite:
@@ -39,7 +41,10 @@ class SearchSuite:
         self.reward_max = env.reward
         self.invalid_penalty = env.invalid_penalty
         self.may_block = search.retriever == "zerosearch" or search.retriever.startswith("http")
-        self._world = None if env.data else make_world(search.entities, numbered=env.style == "compact")
+        # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
+        numbered = env.style == "compact"
+        count = WORLDS if numbered and not self.may_block else 1
+        self._worlds = [] if env.data else world.make_worlds(search.entities, numbered=numbered, count=count)
         if env.data and not (self.may_block or search.corpus):
             raise UserError(
                 f"env.data = '{env.data}' needs documents: set search.corpus to a JSONL file, or search.retriever to "
@@ -52,12 +57,14 @@ class SearchSuite:
         self._load = functools.cache(data.load)
         self._generated = {
             split: [Task(f"generated/{split}/{i}", *question) for i, question in enumerate(questions)]
-            for split, questions in (self._world.splits if self._world else {}).items()
+            for split, questions in (world.split(self._worlds) if self._worlds else {}).items()
         }
         self._split(env.eval_split)
         if env.data is None or data.candidates(env.data, env.train_split):
             self._split(env.train_split)  # damaged files are told of before a model is loaded
-        self.retriever = self._retriever(config)
+        self.retriever = functools.cache(lambda i: self._retriever(config, i))
+        """Of a world; the first is made now, so that what is missing is told at once."""
+        self.retriever(0)
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         """`count` questions of env.train_split for update `step`; a function of the arguments and the files alone."""
@@ -86,16 +93,16 @@ class SearchSuite:
         return [tasks[shuffled(seed, i, len(tasks))] for i in range(start, start + count)]
 
     def make(self) -> "SearchEnv":
-        world = self._world if self.config.style == "compact" else None
-        names = [entity.names[0] for entity in world.entities] if world else []
+        numbered = self._worlds[:1] if self.config.style == "compact" else []
+        names = [entity.names[0] for one in numbered for entity in one.entities]
         return SearchEnv(self.config, self.retriever, self.search.topk, names)
 
     def fingerprint(self) -> str:
         """Hash of the questions, and of the documents where they are generated; what searches them."""
         search, env = self.search, self.config
         engine = f"{search.retriever}{f' {search.corpus.name}' if search.corpus else ''} top {search.topk}"
-        if self._world:
-            return f"generated {search.entities} {self._world.digest()}, {engine}"
+        if self._worlds:
+            return f"generated {search.entities} {world.digest(self._worlds)}, {engine}"
         assert env.data is not None
         files = [path for split in (env.train_split, env.eval_split) for path in data.candidates(env.data, split)]
         return f"{' '.join(f'{path.stem} {data.digest(path)}' for path in dict.fromkeys(files))}, {engine}"
@@ -108,12 +115,12 @@ class SearchSuite:
             raise UserError(f"generated questions have no split '{split}', only {splits}; name one, or set env.data")
         return self._generated[split]
 
-    def _retriever(self, config: Config) -> Retriever:
+    def _retriever(self, config: Config, i: int) -> Retriever:
         if config.search.retriever == "zerosearch":
             from paw.agents.zerosearch import make_simulator
 
             return make_simulator(config)
-        return make_retriever(config.search, self._world.documents if self._world else None)
+        return make_retriever(config.search, self._worlds[i].documents if self._worlds else None)
 
 
 class SearchEnv:
@@ -123,7 +130,9 @@ class SearchEnv:
     admissible: list[str]
     """Empty: any query and any answer may be given."""
 
-    def __init__(self, config: EnvConfig, retriever: Retriever, topk: int, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: EnvConfig, retriever: Callable[[int], Retriever], topk: int, names: Sequence[str] = ()
+    ) -> None:
         self.config, self.retriever, self.topk = config, retriever, topk
         self.style: Style = make_style(config.style, history=config.history, think=config.think)
         self.admissible = []
@@ -200,7 +209,7 @@ class SearchEnv:
 
     def _search(self, query: str) -> list[Hit]:
         try:
-            return self.retriever.search([query], self.topk)[0]
+            return self.retriever(self._question.world).search([query], self.topk)[0]
         except Exception as error:  # a UserError too: it would end the whole run
             reason = str(error).partition("\n")[0]
             raise EnvironmentFailure(f"search failed: {type(error).__name__}: {reason}") from error

@@ -9,7 +9,8 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from paw.experience.envs.search.data import Question
@@ -154,21 +155,9 @@ class World:
         self.documents = [(str(i), self._document(i)) for i in range(entities)]
         """(id, contents) each, as a corpus has them."""
         subjects = self._rng.sample(range(entities), entities)
-        questions = list(itertools.islice(self._questions(subjects), MAX_QUESTIONS))
-        self._rng.shuffle(questions)
-        self.splits: dict[str, list[tuple[str, Question]]] = {}
-        """(kind, question) of each split; no question is in two."""
-        start, share = 0, 0.0
-        for split, part in SPLITS.items():
-            share += part
-            end = round(share * len(questions))
-            self.splits[split] = questions[start:end]
-            start = end
-
-    def digest(self) -> str:
-        """Of everything: worlds of one digest are the same."""
-        content = repr((self.documents, self.splits)).encode()
-        return hashlib.sha256(content).hexdigest()[:16]
+        self.questions = list(itertools.islice(self._questions(subjects), MAX_QUESTIONS))
+        """(kind, question) each, no two of one text, shuffled."""
+        self._rng.shuffle(self.questions)
 
     def _name(self, i: int, kind: str, words: Iterator[str], given: list[str]) -> Entity:
         if self._numbered:
@@ -204,9 +193,23 @@ class World:
 
 
 @functools.lru_cache(2)
-def make_world(entities: int, *, numbered: bool) -> World:
-    """The one that a run plays in."""
-    return World(entities, numbered=numbered)
+def make_worlds(entities: int, *, numbered: bool, count: int) -> list[World]:
+    return [World(entities, numbered=numbered, seed=seed) for seed in range(count)]
+
+
+def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
+    """(kind, question) of each of SPLITS: of one world its questions are dealt out, of several whole worlds."""
+    indexed = [[(kind, replace(question, world=i)) for kind, question in w.questions] for i, w in enumerate(worlds)]
+    items = [[question] for question in indexed[0]] if len(worlds) == 1 else indexed
+    ends = [round(len(items) * share) for share in itertools.accumulate(SPLITS.values())]
+    parts = [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return {name: list(itertools.chain(*part)) for name, part in zip(SPLITS, parts, strict=True)}
+
+
+def digest(worlds: Sequence[World]) -> str:
+    """Of everything: worlds of one digest are the same."""
+    content = repr([(world.documents, world.questions) for world in worlds]).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _words(rng: random.Random) -> Iterator[str]:
