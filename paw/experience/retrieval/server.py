@@ -162,6 +162,6 @@ def serve(config: Config, *, host: str, port: int) -> int:
 
 
 def _world(config: Config) -> Documents:
-    from paw.experience.envs.search.world import make_world
+    from paw.experience.envs.search.world import World
 
-    return make_world(config.search.entities, numbered=config.env.style == "compact").documents
+    return World(config.search.entities, numbered=config.env.style == "compact").documents
