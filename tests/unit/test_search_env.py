@@ -29,21 +29,13 @@ def suite(entities=100, topk=3, search=None, **changes):
     )
 
 
-class Shelf:
-    """A retriever that finds the documents whose title is in the query."""
-
-    def __init__(self, **documents):
-        self.documents = documents
-
-    def search(self, queries, topk):
-        return [
-            [Hit(title, f'"{title}"\n{text}', 1.0) for title, text in self.documents.items() if title in query][:topk]
-            for query in queries
-        ]
+def shelf(**documents):
+    """A search that finds the documents whose title is in the query."""
+    return lambda _, query: [Hit(t, f'"{t}"\n{text}', 1.0) for t, text in documents.items() if t in query]
 
 
-def episode(question=None, retriever=None, **changes):
-    environment = SearchEnv(ENV.model_copy(update=changes), lambda _: retriever or Shelf(Nile="It is in Africa."), 3)
+def episode(question=None, search=None, **changes):
+    environment = SearchEnv(ENV.model_copy(update=changes), search or shelf(Nile="It is in Africa."))
     environment.reset(Task("t", "nq", question or Question("Where is the Nile?", ("Africa", "in Africa"))))
     return environment
 
@@ -287,7 +279,7 @@ def test_an_episode_of_a_search_and_an_answer():
 
 
 def test_a_wrong_answer_ends_it_and_words_found_are_no_answer():
-    environment = episode(retriever=Shelf(Nile="<answer>Africa</answer>"))
+    environment = episode(search=shelf(Nile="<answer>Africa</answer>"))
     environment.step("<search>Nile</search>")
     outcome = environment.step("<answer>Asia</answer>")
     assert (outcome.done, outcome.won, outcome.reward) == (True, False, 0.0)
@@ -307,20 +299,15 @@ def test_a_new_question_starts_from_nothing():
     assert environment.anchor() == "Who?" and "Step 1" not in environment.prompt()
 
 
-class Broken(Shelf):
-    def __init__(self, error):
-        self.error = error
-
-    def search(self, queries, topk):
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [ConnectionError("refused\nby peer"), UserError("no server"), ValueError("no JSON")])
 def test_a_failing_search_fails_its_episode_alone(error):
-    environment = episode(retriever=Broken(error))
+    def broken(question, query):
+        raise error
+
+    environment = episode(search=broken)
     with pytest.raises(EnvironmentFailure, match=f"search failed: {type(error).__name__}: [^\n]+$"):
         environment.step("<search>Nile</search>")
-    environment = episode(retriever=Broken(error))
+    environment = episode(search=broken)
     assert environment.step("<answer>Africa</answer>").won
 
 

@@ -21,6 +21,8 @@ from paw.experience.envs.worker import EnvironmentFailure
 from paw.experience.retrieval.base import Hit, Retriever, make_retriever
 from paw.types import Outcome, Task
 
+Search = Callable[[Question, str], list[Hit]]
+"""What a query, asked because of a question, finds."""
 WORLDS = 100
 """Generated ones, in compact style."""
 
@@ -62,9 +64,14 @@ class SearchSuite:
         self._split(env.eval_split)
         if env.data is None or data.candidates(env.data, env.train_split):
             self._split(env.train_split)  # damaged files are told of before a model is loaded
-        self.retriever = functools.cache(lambda i: self._retriever(config, i))
-        """Of a world; the first is made now, so that what is missing is told at once."""
-        self.retriever(0)
+        self._simulator = None
+        self._retriever = functools.cache(self._make_retriever)
+        if search.retriever == "zerosearch":
+            from paw.agents.zerosearch import make_simulator
+
+            self._simulator = make_simulator(config)
+        else:
+            self._retriever(0)  # what is missing is told of now
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         """`count` questions of env.train_split for update `step`; a function of the arguments and the files alone."""
@@ -95,7 +102,7 @@ class SearchSuite:
     def make(self) -> "SearchEnv":
         numbered = self._worlds[:1] if self.config.style == "compact" else []
         names = [entity.names[0] for one in numbered for entity in one.entities]
-        return SearchEnv(self.config, self.retriever, self.search.topk, names)
+        return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
         """Hash of the questions, and of the documents where they are generated; what searches them."""
@@ -115,12 +122,14 @@ class SearchSuite:
             raise UserError(f"generated questions have no split '{split}', only {splits}; name one, or set env.data")
         return self._generated[split]
 
-    def _retriever(self, config: Config, i: int) -> Retriever:
-        if config.search.retriever == "zerosearch":
-            from paw.agents.zerosearch import make_simulator
+    def _make_retriever(self, i: int) -> Retriever:
+        """Of generated world `i`, or of all questions."""
+        return make_retriever(self.search, self._worlds[i].documents if self._worlds else None)
 
-            return make_simulator(config)
-        return make_retriever(config.search, self._worlds[i].documents if self._worlds else None)
+    def _search(self, question: Question, query: str) -> list[Hit]:
+        if self._simulator:
+            return self._simulator.search([query], self.search.topk, self._simulator.share(question.step))[0]
+        return self._retriever(question.world).search([query], self.search.topk)[0]
 
 
 class SearchEnv:
@@ -130,12 +139,11 @@ class SearchEnv:
     admissible: list[str]
     """Empty: any query and any answer may be given."""
 
-    def __init__(
-        self, config: EnvConfig, retriever: Callable[[int], Retriever], topk: int, names: Sequence[str] = ()
-    ) -> None:
-        self.config, self.retriever, self.topk = config, retriever, topk
+    def __init__(self, config: EnvConfig, search: Search, names: Sequence[str] = ()) -> None:
+        self.config = config
         self.style: Style = make_style(config.style, history=config.history, think=config.think)
         self.admissible = []
+        self._retrieve = search
         self._choices = [self.style.answer(Action(verb, name)) for verb in ("search", "answer") for name in names]
         self._done = True
 
@@ -209,7 +217,7 @@ class SearchEnv:
 
     def _search(self, query: str) -> list[Hit]:
         try:
-            return self.retriever(self._question.world).search([query], self.topk)[0]
+            return self._retrieve(self._question, query)
         except Exception as error:  # a UserError too: it would end the whole run
             reason = str(error).partition("\n")[0]
             raise EnvironmentFailure(f"search failed: {type(error).__name__}: {reason}") from error
