@@ -125,7 +125,7 @@ class Endpoint:
                 if error.status_code in (400, 413, 422) and self._adapt(error, request):
                     continue
                 self._raise_mistake(error)
-                problem, pause = f"{error.status_code} {_line(error.message)}", _retry_after(error.response.headers)
+                problem, pause = f"{error.status_code} {_message(error)}", _retry_after(error.response.headers)
                 if error.status_code not in RETRIED and error.status_code < 500:
                     raise EndpointError(f"{self.url}: {problem}") from None
             except Exception as error:  # no connection, too slow, broken off, or no answer at all in the body
@@ -156,7 +156,7 @@ class Endpoint:
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
         """Leave out from now on what the server would not take; whether there was such a thing in the request."""
-        message = _line(error.message)
+        message = _message(error)
         if CONTEXT.search(f"{error.code} {message}"):
             raise ContextFull(f"{self.url}: {message}") from None
         named = (key for key in OPTIONAL if key in request and (error.param == key or f"'{key}'" in message))
@@ -200,6 +200,10 @@ def _retry_after(headers: Any) -> float:
     date = email.utils.parsedate_to_datetime(value) if email.utils.parsedate(value) else None
     seconds = float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else date.timestamp() - time.time() if date else 0.0
     return min(max(0.0, seconds), 3600.0)
+
+
+def _message(error: Any) -> str:
+    return _line(error.message.removeprefix(f"Error code: {error.status_code} - "))
 
 
 def _line(text: str, limit: int = 200) -> str:

@@ -92,6 +92,8 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         try:
             with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
                 for line in _in_threads(todo, play, suite, workers):
+                    for key in results.SPENT if line["place"] in lines else ():  # a try that failed was paid for too
+                        line[key] += lines[line["place"]][key]
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     lines[line["place"]] = line

@@ -6,21 +6,17 @@ from typing import Any
 
 from paw.config import EndpointConfig
 from paw.errors import to_stderr
+from paw.experience.envs.search.data import SETS
 from paw.show.evaluate import wilson
 
 COLUMNS = {
     "alfworld": {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"},
-    "search": {
-        "nq": "NQ",
-        "triviaqa": "TriviaQA",
-        "popqa": "PopQA",
-        "hotpotqa": "HotpotQA",
-        "2wikimultihopqa": "2Wiki",
-        "musique": "MuSiQue",
-        "bamboogle": "Bamboogle",
-    },
+    "search": SETS,
 }
 """Task kinds in the order of the paper's tables, and their headings there."""
+
+
+SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
 
 
 def summarise(
@@ -48,9 +44,8 @@ def summarise(
         "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
         "context_full": sum(line["context_full"] for line in played),
         "not_played": len(lines) - len(played),
-        **{key: sum(line[key] for line in lines) for key in ("calls", "prompt_tokens", "completion_tokens", "cost")},
+        **{key: sum(line[key] for line in lines) for key in SPENT},
         "priced": bool(prices.input_price or prices.output_price),
-        "seconds": round(sum(line["seconds"] for line in lines), 1),
         "wall_s": round(wall_s, 1),
     }
 

