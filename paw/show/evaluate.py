@@ -2,6 +2,7 @@
 
 import math
 
+from paw.experience.envs.search.data import SETS
 from paw.types import Group
 
 
@@ -43,3 +44,34 @@ def success_metrics(groups: list[Group]) -> dict[str, float]:
         **({"score": sum(scores) / len(scores)} if scores else {}),
         **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
     }
+
+
+def kind_table(groups: list[Group]) -> dict[str, dict[str, float]]:
+    """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
+
+    Where there are any of these, "Avg." is the mean over the sets, each of the same weight.
+    """
+    won: dict[str, list[bool]] = {}
+    for episode in (trajectory for group in groups for trajectory in group.trajectories):
+        won.setdefault(episode.task.kind, []).append(episode.won)
+    table = {}
+    for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
+        low, high = wilson(sum(won[kind]), len(won[kind]))
+        row = {"success": sum(won[kind]) / len(won[kind]), "ci_low": low, "ci_high": high, "games": len(won[kind])}
+        table[SETS.get(kind, kind)] = row
+    sets = [table[name]["success"] for name in SETS.values() if name in table]
+    return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
+
+
+def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
+    """`kind_table` for people, a line each."""
+    width = max(map(len, table), default=0)
+    lines = []
+    for name, row in table.items():
+        of = (
+            f"of {row['sets']} sets"
+            if "sets" in row
+            else f"of {row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+        )
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} {of}")
+    return lines

@@ -17,7 +17,7 @@ from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
 from paw.recipe import load, load_played
-from paw.show.evaluate import success_metrics
+from paw.show.evaluate import kind_lines, kind_table, success_metrics
 
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
@@ -25,17 +25,16 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)
-        metrics = success_metrics(groups)
+        metrics, kinds = success_metrics(groups), kind_table(groups)
         source = rollouts.suite.fingerprint()
     if as_json:
-        print(json.dumps({"model": path, "source": source, "temperature": config.eval.temperature, **metrics}))
+        about = {"model": path, "source": source, "temperature": config.eval.temperature}
+        print(json.dumps({**about, **metrics, "kinds": kinds}))
         return 0
     print(f"{path} on {source}, temperature {config.eval.temperature:g}")
     interval = f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}"
     print(f"success {metrics['success']:.1%} of {metrics['games']:.0f} games ({interval})")
-    for key in sorted(metrics):
-        if key.startswith("success_"):
-            print(f"  {key.removeprefix('success_'):<6} {metrics[key]:.1%}")
+    print("\n".join(kind_lines(kinds)))
     print(f"mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
     return 0
 

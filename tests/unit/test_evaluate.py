@@ -8,7 +8,7 @@ from toyworld import make_chat, make_engine, make_suite, practised_model
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.experience.rollout import Rollouts
 from paw.learner.model import Policy
-from paw.show.evaluate import success_metrics, wilson
+from paw.show.evaluate import kind_lines, kind_table, success_metrics, wilson
 from paw.show.samples import sample_episodes
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -75,6 +75,30 @@ def test_kinds_are_sorted_and_kinds_without_episodes_left_out():
     empty = Group(Task("4", "cool"), [])
     metrics = success_metrics([*make_groups(), empty])
     assert [name for name in metrics if name.startswith("success_")] == ["success_heat", "success_pick"]
+
+
+def test_the_seven_sets_are_a_table_with_their_average():
+    """Table 2's names and order; each set weighs the same, and what is none of them is not averaged."""
+    played = {"bamboogle": [1, 0], "own": [0], "nq": [1, 1, 1, 0], "2wikimultihopqa": [0]}
+    groups = [
+        Group(task, [make_episode(task, won=bool(won))])
+        for kind, wins in played.items()
+        for i, won in enumerate(wins)
+        for task in [Task(f"{kind}/{i}", kind)]
+    ]
+    table = kind_table(groups)
+    assert list(table) == ["NQ", "2Wiki", "Bamboogle", "own", "Avg."]
+    low, high = wilson(3, 4)
+    assert table["NQ"] == {"success": 0.75, "ci_low": low, "ci_high": high, "games": 4}
+    assert table["Avg."] == {"success": pytest.approx((0.75 + 0.0 + 0.5) / 3), "sets": 3}
+    lines = kind_lines(table)
+    assert lines[0] == f"  NQ          75.0% of 4 ({low:.1%} to {high:.1%})"
+    assert lines[-1] == "  Avg.        41.7% of 3 sets"
+
+
+def test_other_kinds_are_rows_without_an_average():
+    assert list(kind_table(make_groups())) == ["heat", "pick"]
+    assert kind_lines(kind_table([])) == []
 
 
 @pytest.fixture(scope="module")
