@@ -6,16 +6,10 @@ from typing import Any
 
 from paw.config import EndpointConfig
 from paw.errors import to_stderr
-from paw.experience.envs.search.data import SETS
-from paw.show.evaluate import wilson
+from paw.show.evaluate import kind_rows, wilson
 
-COLUMNS = {
-    "alfworld": {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"},
-    "search": SETS,
-}
-"""Task kinds in the order of the paper's tables, and their headings there."""
-
-
+COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
+"""ALFWorld's task types in the order of Table 1, and their headings there."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
 
 
@@ -27,9 +21,8 @@ def summarise(
     `wall_s` is the time of this run alone, `seconds` the sum over all episodes, in parallel as they were.
     """
     played = [line for line in lines if line["failure"] is None]
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for line in played:
-        kinds.setdefault(line["kind"], []).append(line)
+    won, scores = sum(line["success"] for line in played), [line["score"] for line in played]
+    low, high = wilson(won, len(played))
     turns = [turn for line in played for turn in line["turns"]]
     return {
         "environment": about["env.name"],
@@ -37,9 +30,12 @@ def summarise(
         "model": about["model"],
         "games": about["games"],
         "temperature": about["eval.temperature"],
-        **_success(played),
-        "average": sum(_success(some)["success"] for some in kinds.values()) / max(1, len(kinds)),
-        "kinds": {kind: _success(kinds[kind]) for kind in sorted(kinds)},
+        "episodes": len(played),
+        "success": won / max(1, len(played)),
+        "ci_low": low,
+        "ci_high": high,
+        **({} if None in scores else {"score": sum(scores) / max(1, len(scores))}),
+        "kinds": kind_rows((line["kind"], line["success"]) for line in played),
         "steps": sum(line["steps"] for line in played) / max(1, len(played)),
         "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
         "context_full": sum(line["context_full"] for line in played),
@@ -50,23 +46,14 @@ def summarise(
     }
 
 
-def _success(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    won, scores = sum(line["success"] for line in lines), [line["score"] for line in lines if line["score"] is not None]
-    low, high = wilson(won, len(lines))
-    found = {"episodes": len(lines), "success": won / max(1, len(lines)), "ci_low": low, "ci_high": high}
-    return {**found, **({"score": sum(scores) / len(scores)} if scores else {})}
-
-
 def table(summary: dict[str, Any]) -> str:
     """A Markdown table with one row, in the columns of the paper's tables, and the rest in words below it."""
-    kinds, environment = summary["kinds"], summary["environment"]
-    if environment == "webshop":
+    if summary["environment"] == "webshop":
         cells = {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
     else:
-        named = {kind: name for kind, name in COLUMNS.get(environment, {}).items() if kind in kinds}
-        order = [*named, *(kind for kind in kinds if kind not in named)]
-        cells = {named.get(kind, kind): kinds[kind]["success"] for kind in order}
-        cells |= {"Avg.": summary["average"]} if environment == "search" else {"All": summary["success"]}
+        kinds = {kind: row["success"] for kind, row in summary["kinds"].items()}
+        cells = {name: kinds.pop(kind) for kind, name in COLUMNS.items() if kind in kinds} | kinds
+        cells |= {} if "Avg." in kinds else {"All": summary["success"]}
     rows = [
         ["Model", "Agent", *cells],
         ["---"] * (2 + len(cells)),

@@ -1,6 +1,7 @@
 """Evaluation: success on held-out games, overall and per task type, with Wilson intervals."""
 
 import math
+from collections.abc import Iterable
 
 from paw.experience.envs.search.data import SETS
 from paw.types import Group
@@ -47,13 +48,19 @@ def success_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def kind_table(groups: list[Group]) -> dict[str, dict[str, float]]:
+    """`kind_rows` of the episodes."""
+    return kind_rows((episode.task.kind, episode.won) for group in groups for episode in group.trajectories)
+
+
+def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
     """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
 
-    Where there are any of these, "Avg." is the mean over the sets, each of the same weight.
+    `episodes` are (kind, whether won). Where there are any of search QA, "Avg." is the mean over the sets, each of the
+    same weight.
     """
     won: dict[str, list[bool]] = {}
-    for episode in (trajectory for group in groups for trajectory in group.trajectories):
-        won.setdefault(episode.task.kind, []).append(episode.won)
+    for kind, success in episodes:
+        won.setdefault(kind, []).append(success)
     table = {}
     for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
         low, high = wilson(sum(won[kind]), len(won[kind]))

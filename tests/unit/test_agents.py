@@ -12,10 +12,12 @@ from paw.agents.endpoint import Limiter
 from paw.agents.episode import Episode
 from paw.agents.examples import alfworld_examples
 from paw.agents.models import ContextFull, Local, Reply
+from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
-from paw.config import Config
+from paw.config import Config, EndpointConfig
 from paw.errors import UserError
 from paw.experience.envs import make_suite
+from paw.show.evaluate import wilson
 
 
 class Scripted:
@@ -204,6 +206,7 @@ def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
                 model.complete("a", temperature=1.0, max_tokens=1, seed=0)
 
 
+@pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, though threads play it; and `paw eval` itself goes another way without --out."""
     from paw.show.player import open_player, resolve
@@ -472,6 +475,49 @@ def test_what_an_agent_cannot_play_is_a_users_error(kind, reason):
         suite = make_suite(config)
     with pytest.raises(UserError, match=reason):
         make_agent(config, suite)
+
+
+# --- the table of results --------------------------------------------------------------------------------------------
+
+
+def episode_line(kind, success, *, score=None, failure=None):
+    turns = [{"valid": True}, {"valid": success}]
+    spent = {"calls": 2, "prompt_tokens": 100, "completion_tokens": 10, "cost": 0.25, "seconds": 1.5}
+    return {"kind": kind, "success": success, "score": score, "steps": 2, "turns": turns, "context_full": False,
+            "failure": failure, **spent}  # fmt: skip
+
+
+def row(environment, lines):
+    about = {"env.name": environment, "agent.kind": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
+    summary = summarise(lines, about, EndpointConfig(input_price=1.0), 9.0)
+    return table(summary).splitlines()
+
+
+def test_rows_as_in_the_papers_tables():
+    lines = [
+        episode_line(kind, won) for kind in ("two", "pick", "look") for won in (True, False, False, kind == "pick")
+    ]
+    head, _, cells, _, success, rest = row("alfworld", lines)
+    assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
+    assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"
+    low, high = wilson(4, 12)
+    interval = f"(95 % interval {low:.1%} to {high:.1%})"
+    assert success == f"these, temperature 0.4: success 33.3% of 12 episodes {interval}"
+    assert rest == (
+        "2.0 turns an episode, valid actions 66.7%; 24 calls, 1200 prompt and 120 completion tokens, $3.00; "
+        "18 s of episodes, 9 s by the clock in this run"
+    )
+    shop = row("webshop", [episode_line("toys", True, score=1.0), episode_line("toys", False, score=0.5)])
+    assert (shop[0], shop[2]) == ("| Model | Agent | Score | Succ. |", "| m | react | 75.0 | 50.0 |")
+    search = row("search", [episode_line("hotpotqa", True), episode_line("nq", False), episode_line("nq", False)])
+    assert (search[0], search[2]) == ("| Model | Agent | NQ | HotpotQA | Avg. |", "| m | react | 0.0 | 100.0 | 50.0 |")
+
+
+def test_what_was_not_played_counts_nowhere_but_costs():
+    lines = [episode_line("pick", True), episode_line("pick", False, failure="EndpointError: down")]
+    text = row("alfworld", lines)
+    assert text[2] == "| m | react | 100.0 | 100.0 |" and "$0.50" in text[5]
+    assert text[-1] == "1 episodes could not be played and count nowhere above"
 
 
 EXAMPLE = """\
