@@ -1,6 +1,8 @@
 """Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
 
 import json
+import threading
+import time
 
 import pytest
 
@@ -13,7 +15,7 @@ from paw.experience.envs.search.reward import exact_match, normalize
 from paw.experience.envs.search.suite import SearchEnv
 from paw.experience.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.experience.envs.worker import EnvironmentFailure
-from paw.experience.retrieval.base import Hit
+from paw.experience.retrieval.base import Hit, make_retriever
 from paw.types import Task
 
 ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
@@ -373,6 +375,39 @@ def test_settings_that_do_not_go_together(tmp_path):
         suite(train_split="dev")
     with pytest.raises(UserError, match=r"search.corpus = .* needs env.data"):
         suite(search={"corpus": tmp_path / "corpus.jsonl"})
+
+
+def test_a_server_answers_then_goes_down(monkeypatch):
+    """While it is there all is as in process; then an episode fails, and a new run is told its URL."""
+    uvicorn = pytest.importorskip("uvicorn", reason="pip install 'paw-trainer[search]'")
+    from paw.experience.retrieval import remote, server
+
+    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    local = suite(entities=20)
+    documents = World(20).documents
+    app = server.make_app(make_retriever(SearchConfig(), documents), SearchConfig(), documents=len(documents))
+    running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        while not running.started:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+        played = suite(entities=20, search={"retriever": url})
+        assert played.may_block
+        environment, other = played.make(), local.make()
+        for task, same in zip(played.eval_tasks("test", 0, 0), local.eval_tasks("test", 0, 0), strict=True):
+            environment.reset(task)
+            other.reset(same)
+            outcome = environment.step(environment.expert())
+            assert outcome == other.step(other.expert()) and "Doc 1" in outcome.observation
+    finally:
+        running.should_exit = True
+        thread.join()
+    with pytest.raises(EnvironmentFailure, match=rf"search failed: .*{url}"):
+        environment.step("<search>Nile</search>")
+    with pytest.raises(UserError, match=url):
+        suite(entities=20, search={"retriever": url})
 
 
 def test_play_at_random_hardly_wins():
