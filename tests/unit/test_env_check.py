@@ -176,6 +176,14 @@ FAULTS = {
     "well formed answers": [
         (broken({"choices": lambda self: ["seven"]}), "'seven', of expert(), choices() or answer(), is not valid"),
         (broken({"expert": lambda self: "seven"}), "'seven', of expert()"),
+        (
+            broken({"answer": lambda self, a: a, "admissible": "50", "task": ""}),
+            "Broken.admissible = '50'; for what it",
+        ),
+        (
+            broken({"answer": lambda self, a: "", "admissible": ["1"], "task": "", "choices": lambda self: []}),
+            "'', of ",
+        ),
     ],
     "closes": [(broken({"close": close_once}), "raised AttributeError")],
 }
@@ -226,12 +234,24 @@ def test_a_broken_one_is_told_of(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
-def test_what_cannot_go_on_ends_the_check(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("old", "new", "seen"),
+    [
+        ("def prompt", "def ask", "Game lacks prompt; see Environment in paw/"),
+        ("def prompt", "def 1prompt", "raised SyntaxError: invalid decimal literal (mine.py, line 50)"),
+        (
+            "class Game:",
+            "class Game:\n    import nowhere",
+            "raised ModuleNotFoundError: No module named 'nowhere' (mine.py",
+        ),
+    ],
+)
+def test_what_cannot_go_on_ends_the_check(old, new, seen, tmp_path, capsys):
     path = tmp_path / "mine.py"
-    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("def prompt", "def ask"))
+    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
     assert cli.main(["env", "check", f"{path}:Guess"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("FAIL  members                  Game lacks prompt; see Environment in paw/")
+    assert out.startswith(f"FAIL  members                  {seen}")
     assert out.endswith("1 of 1 rules failed, 17 not checked\n")
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,10 +47,9 @@ class Finding:
 
 
 def members(s: Subject) -> str:
-    environment = s.make() if hasattr(s.suite, "make") else None
-    for made, protocol in ((s.suite, Suite), (environment, Environment)):
-        if lacks := missing(made, protocol):
-            raise Broken(f"{type(made).__name__} lacks {', '.join(lacks)}; see {protocol.__name__} in {BASE}")
+    _lacks_nothing(s.suite, Suite)
+    with s.made() as environment:
+        _lacks_nothing(environment, Environment)
     _fits(
         s.suite,
         f"Suite in {BASE}",
@@ -142,29 +140,32 @@ def deterministic(s: Subject) -> str:
     suite = s.make_suite()
     for episode, task in zip(s.episodes, suite.train_tasks(0, 4, 0), strict=True):
         fix = "made and played again; draw from random.Random(task.id), not from the global generator"
-        compare(episode, s.play(s.make(suite), task, repeat(episode)), fix)
+        with s.made(suite) as environment:
+            compare(episode, s.play(environment, task, repeat(episode)), fix)
     return ""
 
 
 def starts_afresh(s: Subject) -> str:
-    environment = s.make()
-    for episode in [*s.episodes, *s.episodes]:
-        s.again(episode, environment, "in an environment that played before; reset() must forget that")
+    with s.made() as environment:
+        for episode in [*s.episodes, *s.episodes]:
+            again = s.play(environment, episode.task, repeat(episode))
+            compare(episode, again, "in an environment that played before; reset() must forget that")
     return ""
 
 
 def group_shares_a_task(s: Subject) -> str:
     for episode in s.episodes:
-        s.again(episode, s.make(), "by another member of the group; Task.payload is read-only")
+        s.again(episode, "by another member of the group; Task.payload is read-only")
     return ""
 
 
 def no_shared_state(s: Subject) -> str:
     for pair in [(one, two) for one in s.episodes[:2] for two in s.episodes[2:]]:
         played = [Episode(episode.task) for episode in pair]
-        running = [s.turns(s.make(), new, repeat(old)) for old, new in zip(pair, played, strict=True)]
-        while running:
-            running = [turns for turns in running if next(turns, None)]
+        with s.made() as one, s.made() as two:
+            turns = [s.turns(e, new, repeat(old)) for e, old, new in zip((one, two), pair, played, strict=True)]
+            while turns:
+                turns = [playing for playing in turns if next(playing, None)]
         for old, new in zip(pair, played, strict=True):
             compare(old, new, "played in turns with another; keep state in self, not in the class or module")
     return ""
@@ -174,7 +175,7 @@ def looking_changes_nothing(s: Subject) -> str:
     for looks in (0, 3):
         for episode in s.episodes:
             fix = f"looked at {looks} times a turn; prompt(), anchor(), expert() and choices() must change nothing"
-            s.again(episode, s.make(), fix, looks=looks)
+            s.again(episode, fix, looks=looks)
     return ""
 
 
@@ -197,38 +198,46 @@ def rewards(s: Subject) -> str:
 
 
 def garbage(s: Subject) -> str:
-    environment = s.make()
-    for text in GARBAGE:
-        environment.reset(s.tasks[0])
-        outcome = environment.step(text)
-        if outcome.valid and not text.strip():
-            raise Broken(f"the response {text!r} is valid; without an action: valid=False")
-        if not outcome.done:
-            look(environment)
+    with s.made() as environment:
+        for text in GARBAGE:
+            environment.reset(s.tasks[0])
+            outcome = environment.step(text)
+            if outcome.valid and not text.strip():
+                raise Broken(f"the response {text!r} is valid; without an action: valid=False")
+            if not outcome.done:
+                look(environment)
     return f"{len(GARBAGE)} responses"
 
 
 def after_the_end(s: Subject) -> str:
-    environment, episode = s.make(), s.episodes[0]
-    s.play(environment, episode.task, repeat(episode))
-    try:
-        outcome = environment.step(episode.responses[-1])
-    except Exception:
-        return "step() raises"
+    episode = s.episodes[0]
+    with s.made() as environment:
+        s.play(environment, episode.task, repeat(episode))
+        try:
+            outcome = environment.step(episode.responses[-1])
+        except Exception:
+            return "step() raises"
     if not outcome.done or outcome.reward:
         raise Broken(f"step() answers {short(outcome)}; raise, or stay done without reward")
     return "step() stays done"
 
 
 def well_formed_answers(s: Subject) -> str:
-    environment = s.make()
-    environment.reset(s.tasks[0])
-    expert = expert_of(environment)
-    answers = answers_of(environment)[:20] + ([expert] if expert is not None else [])
-    for text in answers:
+    with s.made() as environment:
         environment.reset(s.tasks[0])
-        if not environment.step(text).valid:
-            raise Broken(f"{text!r}, of expert(), choices() or answer(), is not valid to step(); let them agree")
+        if hasattr(environment, "answer"):
+            _fits(
+                environment,
+                f"Playable in {BASE}",
+                task=lambda value: isinstance(value, str),
+                admissible=lambda value: isinstance(value, list) and all(isinstance(action, str) for action in value),
+            )
+        expert = expert_of(environment)
+        answers = answers_of(environment)[:20] + ([expert] if expert is not None else [])
+        for text in answers:
+            environment.reset(s.tasks[0])
+            if not environment.step(text).valid:
+                raise Broken(f"{text!r}, of expert(), choices() or answer(), is not valid to step(); let them agree")
     return f"{len(answers)} tried" if answers else "none offered"
 
 
@@ -252,17 +261,16 @@ VITAL = RULES[:5]
 def check(subject: Subject) -> list[Finding]:
     """What was found, rule by rule. UserError: what the environment itself tells its user to mend."""
     findings = []
-    with closing(subject):
-        for rule in RULES:
-            name = rule.__name__.replace("_", " ")
-            try:
-                findings.append(Finding(name, True, rule(subject)))
-            except UserError:
-                raise
-            except Exception as error:
-                findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else _raised(error)))
-                if rule in VITAL:
-                    break
+    for rule in RULES:
+        name = rule.__name__.replace("_", " ")
+        try:
+            findings.append(Finding(name, True, rule(subject)))
+        except UserError:
+            raise
+        except Exception as error:
+            findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else _raised(error)))
+            if rule in VITAL:
+                break
     return findings
 
 
@@ -276,8 +284,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print what was found; returns 1 where a rule does not hold."""
     config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **overrides})
-    own = find_class(args.env) if is_own(args.env) else None
-    subject = Subject((lambda: own(config.env)) if own else (lambda: make_suite(config)), config.env)
+    # Imported anew each time: the suite of a new process shares nothing with the one before.
+    subject = Subject(lambda: find_class(args.env)(config.env) if is_own(args.env) else make_suite(config), config.env)
     findings = check(subject)
     failed, speed = sum(not finding.ok for finding in findings), subject.steps / max(subject.seconds, 1e-9)
     if args.json:
@@ -289,6 +297,11 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     left = f", {len(RULES) - len(findings)} not checked" if len(findings) < len(RULES) else f"; {speed:,.0f} steps/s"
     print((f"{failed} of {len(findings)} rules failed" if failed else f"all {len(findings)} rules hold") + left)
     return min(failed, 1)
+
+
+def _lacks_nothing(made: object, protocol: type) -> None:
+    if lacks := missing(made, protocol):
+        raise Broken(f"{type(made).__name__} lacks {', '.join(lacks)}; see {protocol.__name__} in {BASE}")
 
 
 def _fits(made: object, where: str, **fits: Callable[..., object]) -> None:
@@ -318,4 +331,5 @@ def _number(value: object) -> bool:
 
 def _raised(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    where = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"raised {type(error).__name__}: {error}{where}"

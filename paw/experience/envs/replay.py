@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,6 @@ class Subject:
     def __init__(self, make_suite: Callable[[], Suite], env: EnvConfig) -> None:
         self.make_suite, self.env = make_suite, env
         self.steps, self.seconds = 0, 0.0
-        self.opened: list[Environment] = []
 
     @cached_property
     def suite(self) -> Suite:
@@ -63,15 +62,18 @@ class Subject:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        players = (by_expert, by_chance, by_garbage, by_all)
-        return [self.play(self.make(), task, player) for task, player in zip(self.tasks, players, strict=True)]
+        played = []
+        for task, player in zip(self.tasks, (by_expert, by_chance, by_garbage, by_all), strict=True):
+            with self.made() as environment:
+                played.append(self.play(environment, task, player))
+        return played
 
-    def make(self, suite: Suite | None = None) -> Environment:
-        self.opened.append((suite or self.suite).make())
-        return self.opened[-1]
-
-    def close(self) -> None:
-        for environment in self.opened:
+    @contextmanager
+    def made(self, suite: Suite | None = None) -> Iterator[Environment]:
+        environment = (suite or self.suite).make()
+        try:
+            yield environment
+        finally:
             with suppress(Exception):  # a rule of its own
                 environment.close()
 
@@ -103,9 +105,10 @@ class Subject:
             if outcome.done:
                 return
 
-    def again(self, episode: Episode, environment: Environment, fix: str, *, looks: int = 1) -> None:
-        """Play the responses of `episode` to `environment`; Broken, with `fix`, if anything is not as it was."""
-        compare(episode, self.play(environment, episode.task, repeat(episode), looks=looks), fix)
+    def again(self, episode: Episode, fix: str, *, looks: int = 1) -> None:
+        """Play the responses of `episode` to a new environment; Broken, with `fix`, if anything is not as it was."""
+        with self.made() as environment:
+            compare(episode, self.play(environment, episode.task, repeat(episode), looks=looks), fix)
 
 
 def compare(old: Episode, new: Episode, fix: str) -> None:
