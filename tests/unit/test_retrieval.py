@@ -10,6 +10,7 @@ import pytest
 
 from paw.config import SearchConfig
 from paw.errors import UserError
+from paw.experience.embedding import Embedding, _folder
 from paw.experience.retrieval import dense
 from paw.experience.retrieval.base import Hit, make_retriever
 from paw.experience.retrieval.bm25 import Bm25
@@ -174,6 +175,15 @@ def test_dense_finds_what_bm25_cannot(news):
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
+def test_e5_gets_its_prefixes(tmp_path):
+    (tmp_path / "e5-small").symlink_to(_folder(ENCODER, ""))
+    retriever = DenseRetriever(NEWS, str(tmp_path / "e5-small"))
+    passage, query, bare = Embedding(ENCODER).encode([f"passage: {NEWS[0][1]}", "query: cat", NEWS[0][1]]).numpy()
+    assert np.allclose(retriever._vectors_ND[0], passage, atol=1e-5)
+    assert retriever.search(["cat"], 1)[0][0].score == pytest.approx(float(query @ passage), abs=1e-5)
+    assert passage @ bare < 0.99  # what it is refused for if the prefix is missing
+
+
 class Interrupted(list):
     """Documents of which the fifth cannot be read."""
 
@@ -183,7 +193,13 @@ class Interrupted(list):
         return super().__getitem__(at)
 
 
-def test_an_interrupted_dense_index_goes_on_where_it_ended(news, cache, monkeypatch):
+@pytest.fixture
+def loaded(news, monkeypatch) -> None:
+    """The encoder is not loaded again."""
+    monkeypatch.setattr(dense, "Embedding", lambda *_, **__: news._encoder)
+
+
+def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, monkeypatch):
     monkeypatch.setattr(dense, "CHUNK", 2)
     with pytest.raises(KeyboardInterrupt):
         DenseRetriever(Interrupted(NEWS), ENCODER)
@@ -200,7 +216,7 @@ def test_an_interrupted_dense_index_goes_on_where_it_ended(news, cache, monkeypa
     assert np.allclose(again._vectors_ND, news._vectors_ND, atol=1e-5)
 
 
-def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news):
+def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news, loaded):
     corpus = write(tmp_path / "wiki.jsonl", NEWS)
     index = faiss.IndexFlatIP(384)
     index.add(np.ascontiguousarray(news._vectors_ND))

@@ -10,7 +10,6 @@ part of the encoder's name, as in e5_Flat.index for intfloat/e5-base-v2), that i
 
 import fcntl
 import hashlib
-import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,14 +44,14 @@ class DenseRetriever:
         self._faiss: Any = faiss
         self._documents, self._lock = documents, threading.Lock()
         self._encoder = Embedding(encoder, key="search.encoder", tokens=TOKENS)
-        self._query, self._passage = ("query: ", "passage: ") if "e5" in encoder.lower() else ("", "")
+        self._query, self._passage = ("query: ", "passage: ") if "e5" in _name(encoder) else ("", "")
         first = self._passages(slice(0, 1))[0]
         if found := _flat_index(documents, encoder):
             self._index = self._faiss.read_index(str(found), self._faiss.IO_FLAG_MMAP_IFC)
             shape = self._index.ntotal, self._index.d
             self._vectors_ND = self._faiss.rev_swig_ptr(self._index.get_xb(), shape[0] * shape[1]).reshape(shape)
         else:
-            found = cache_dir() / f"dense-{_stamp(documents)}-{re.sub(r'[^A-Za-z0-9.]+', '-', encoder)}.f32"
+            found = cache_dir() / f"dense-{_digest(documents, encoder)}.f32"
             if not found.is_file():
                 self._write(found, width=len(first))
             self._vectors_ND = np.memmap(found, np.float32, "r").reshape(-1, len(first))
@@ -98,10 +97,14 @@ class DenseRetriever:
             raise UserError(f"cannot write {partial}: {error.strerror}; set PAW_CACHE") from None
 
 
-def _stamp(documents: Documents) -> str:
-    if isinstance(documents, Corpus):
-        return stamp(documents.path)
-    return hashlib.sha256("\0".join(contents for _, contents in documents).encode()).hexdigest()[:16]
+def _name(encoder: str) -> str:
+    return Path(encoder).name.lower()
+
+
+def _digest(documents: Documents, encoder: str) -> str:
+    corpus = isinstance(documents, Corpus)
+    source = stamp(documents.path) if corpus else "\0".join(contents for _, contents in documents)
+    return hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
 
 
 def _flat_index(documents: Documents, encoder: str) -> Path | None:
@@ -109,4 +112,4 @@ def _flat_index(documents: Documents, encoder: str) -> Path | None:
     if not isinstance(documents, Corpus):
         return None
     beside = sorted(documents.path.parent.glob("*_Flat.index"))
-    return next((path for path in beside if path.name.split("_Flat")[0].lower() in encoder.lower()), None)
+    return next((path for path in beside if path.name.removesuffix("_Flat.index").lower() in _name(encoder)), None)
