@@ -1,6 +1,6 @@
 """Retrieval: time to index, and queries a second in this process and over HTTP, on the generated world's documents.
 
-    OMP_NUM_THREADS=1 python bench/retriever.py [--bm25 20000] [--dense 2000]
+    OMP_NUM_THREADS=1 python bench/retriever.py [--bm25 20000] [--dense 1000]
 
 Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen` opens what that left in
 the cache. `process` searches for `batch` queries a call; `http` is a real `paw serve retriever` with 16 client threads,
@@ -44,7 +44,7 @@ SECONDS = 5.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bm25", type=int, default=20_000, help="documents (default: %(default)s)")
-    parser.add_argument("--dense", type=int, default=2_000, help="documents (default: %(default)s)")
+    parser.add_argument("--dense", type=int, default=1_000, help="documents (default: %(default)s)")
     options = parser.parse_args()
     libraries = {name: importlib.metadata.version(name) for name in ("bm25s", "faiss-cpu", "torch", "uvicorn")}
     about = {
