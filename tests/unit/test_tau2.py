@@ -259,3 +259,12 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
 def test_a_broken_service_costs_its_episodes_alone():
     groups, stats = play(tau2={"user_model": "unreachable"})
     assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]
+
+
+@pytest.mark.slow
+def test_training_on_it(paw_here, quick, tiny_llm, read_metrics, tmp_path):
+    small = {"model.path": tiny_llm(tmp_path / "model"), "env.name": "tau2", "env.eval_split": "test", "eval.games": 2}
+    small |= {"env.max_turns": 2, "run.updates": 1, "rollout.max_response_tokens": 3, "run.name": "served"}
+    paw_here("train", "quickstart", quick, small, cwd=tmp_path)
+    last = read_metrics(tmp_path / "runs" / "served")[-1]
+    assert last["step"] == 1 and last["health/env_failures"] == 0 and last["world/selected_frac"] == 0.75
