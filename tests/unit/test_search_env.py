@@ -377,6 +377,30 @@ def test_settings_that_do_not_go_together(tmp_path):
         suite(search={"corpus": tmp_path / "corpus.jsonl"})
 
 
+def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
+    from paw.agents import zerosearch
+    from paw.agents.models import Reply
+
+    class Writer:
+        def complete(self, prompt, **_):
+            quality = "noisy" if "noisy" in prompt else "useful"
+            return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0, cut=False)
+
+    monkeypatch.setattr(zerosearch, "make_simulator", lambda config: zerosearch.Simulator(Writer(), config))
+    played = suite(search={"retriever": "zerosearch"})
+    assert played.may_block
+
+    def noisy(tasks):
+        environment, count = played.make(), 0
+        for task in tasks:
+            environment.reset(task)
+            count += "noisy words" in environment.step(environment.expert()).observation
+        return count
+
+    assert noisy(played.eval_tasks("test", 60, 0)) == noisy(played.train_tasks(0, 60, 0)) == 0
+    assert 15 < noisy(played.train_tasks(150, 60, 0)) < 45  # half of them, by default
+
+
 def test_a_server_answers_then_goes_down(monkeypatch):
     """While it is there all is as in process; then an episode fails, and a new run is told its URL."""
     uvicorn = pytest.importorskip("uvicorn", reason="pip install 'paw-trainer[search]'")
