@@ -168,10 +168,11 @@ DAMAGE = [
         {"items_shuffle_1000": "[\n\n{'asin'}]"},
         f"{ITEMS}, line 3: broken or cut short in product 1 (Expecting property",
     ),
-    ({"items_shuffle_1000": ["B1"]}, f"{ITEMS}, product 1: 'B1' is not an object"),
-    ({"items_shuffle_1000": broken({}, "asin")}, f"{ITEMS}, product 2 has no 'asin'"),
-    ({"items_shuffle_1000": broken({}, "query")}, f"{ITEMS}, product 2 (B000000002) has no 'query'"),
-    ({"items_shuffle_1000": broken({"name": 5})}, f"{ITEMS}, product 2 (B000000002): 'name' is 5, not a text"),
+    ({"items_shuffle_1000": ["B1"]}, f"{ITEMS}, line 2, product 1: 'B1' is not an object"),
+    ({"items_shuffle_1000": broken({}, "asin")}, f"{ITEMS}, line 35, product 2 has no 'asin'"),
+    ({"items_shuffle_1000": broken({}, "query")}, f"{ITEMS}, line 35, product 2 (B000000002) has no 'query'"),
+    ({"items_shuffle_1000": broken({}, "small_description")}, "product 2 (B000000002) has no 'small_description'"),
+    ({"items_shuffle_1000": broken({"name": 5})}, f"{ITEMS}, line 35, product 2 (B000000002): 'name' is 5, not a text"),
     (
         {"items_shuffle_1000": broken({}, "customization_options")},
         "product 2 (B000000002) has no 'customization_options'",
@@ -271,18 +272,25 @@ def test_an_array_is_read_piece_by_piece(tmp_path_factory, values: list, chunk: 
     digest = hashlib.sha256()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "CHUNK", chunk)
-        assert list(files.read_array(path, digest)) == values
+        assert [value for _, value in files.read_array(path, digest)] == values
     assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
 
 
 @settings(max_examples=25, deadline=None)
-@given(share=st.floats(0.0, 1.0, exclude_max=True))
-def test_a_file_cut_anywhere_is_an_error(tmp_path_factory, share: float):
-    folder = shop(tmp_path_factory.getbasetemp())
-    data = (folder / ITEMS).read_bytes()
-    (folder / ITEMS).write_bytes(data[: int(share * len(data))])
-    with pytest.raises(UserError, match="broken or cut short in product"):
-        load(folder, RULES)
+@given(share=st.floats(0.0, 1.0, exclude_max=True), chunk=st.integers(1, 300))
+def test_a_file_cut_anywhere_is_an_error_in_its_line(tmp_path_factory, share: float, chunk: int):
+    path = shop(tmp_path_factory.getbasetemp()) / ITEMS
+    data = path.read_bytes()
+    path.write_bytes(kept := data[: int(share * len(data))])
+    messages = []
+    for size in (chunk, files.CHUNK):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cut short in product") as caught:
+            patch.setattr(files, "CHUNK", size)
+            list(files.read_array(path, hashlib.sha256()))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]  # however it is read
+    line = int(messages[0].split("line ")[1].split(":")[0])
+    assert kept.count(b"\n") - 2 <= line <= kept.count(b"\n") + 1
 
 
 @pytest.fixture(scope="module")

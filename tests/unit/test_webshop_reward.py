@@ -217,6 +217,14 @@ def test_titles_of_the_reference_score_as_its_tests_say():
         assert len({*own} & {*nouns.nouns(bought, "rules")}) / len(own) == pytest.approx(score, abs=0.03)
 
 
+@pytest.mark.parametrize("kind", ["rules", "spacy"])
+def test_both_ways_find_the_nouns(kind: str):
+    if kind == "spacy":
+        pytest.importorskip("en_core_web_sm", reason="spaCy's English model is not installed")
+    title = "Rusticware 921ORB Kitchen and Bath Cabinet Knob"
+    assert nouns.nouns(title, kind) == ("rusticware", "921orb", "kitchen", "bath", "cabinet", "knob")
+
+
 def test_which_nouns(monkeypatch: pytest.MonkeyPatch):
     installed = {"spacy"}
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,12 @@ def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
 def _generated(products: int, goals: str, nouns: str, seed: int) -> Catalogue:
     items, entries, written = generator.records(products, seed)
     digest = hashlib.sha256(json.dumps((items, entries, written)).encode())
-    return _stock(iter(items), entries, written, goals, nouns, digest.hexdigest, ("generated products", "their goals"))
+    numbered = ((f"generated product {number}", item) for number, item in enumerate(items, 1))
+    return _stock(numbered, entries, written, goals, nouns, digest.hexdigest, ("generated products", "their goals"))
 
 
 def _stock(
-    items: Iterator[Any],
+    items: Iterable[tuple[str, Any]],
     entries: dict[str, Any],
     written: dict[str, Any],
     kind: str,
@@ -99,7 +100,7 @@ def _stock(
 ) -> Catalogue:
     chosen, rng = choose(nouns), random.Random(SEED)
     source, entry_source = map(str, sources)
-    products = list(files.clean(items, entries, rng, source, entry_source))
+    products = list(files.clean(items, entries, rng, entry_source))
     if kind == "human":
         goals = list(human_goals(products, written, rng, HUMAN))
     else:
