@@ -310,6 +310,8 @@ def test_a_failing_search_fails_its_episode_alone(error):
     with pytest.raises(EnvironmentFailure, match=f"search failed: {type(error).__name__}: [^\n]+$"):
         environment.step("<search>Nile</search>")
     environment = episode(search=broken)
+    empty = environment.step("<search> </search>")  # is not asked for: an agent cannot break its episode so
+    assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
     assert environment.step("<answer>Africa</answer>").won
 
 

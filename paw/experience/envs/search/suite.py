@@ -216,6 +216,8 @@ class SearchEnv:
         pass
 
     def _search(self, query: str) -> list[Hit]:
+        if not query:  # nothing to ask for, and no server is bound to like it
+            return []
         try:
             return self._retrieve(self._question, query)
         except Exception as error:  # a UserError too: it would end the whole run
