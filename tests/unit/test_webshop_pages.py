@@ -301,7 +301,7 @@ def test_paper_answers_are_well_formed():
 
 
 COMPACT = make_style("compact", SHOP, history=1, think=True)
-COMPACT_TASK = "task: Find me cotton men'sShirts with color: red, and size: large, and price lower than 20.00 dollars\n"
+COMPACT_TASK = "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n"
 
 
 def test_compact_prompts():

@@ -2,10 +2,9 @@
 
 `PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent) sends it: the blanks
 at two line ends and the non-breaking hyphen of "e-commerce" included. `CompactStyle` is for a tiny model whose
-vocabulary is whole phrases: it numbers the products of a page, and offers the product types as searches.
+vocabulary is whole phrases: it tells the goal in the catalogue's words, and offers the product types as searches.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase as LETTERS
 from typing import Protocol
@@ -132,18 +131,16 @@ class PaperStyle:
 
 
 class CompactStyle:
-    """Instruction, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can make it
-    one token wherever it stands. Names of several words are written as one, likewise ("easyAssemble"). The products of
-    a page are lettered; all that is told of one is its attributes, its options and whether it is too dear.
+    """The goal as a list, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can
+    make it one token wherever it stands, in the goal too. Names of several words are written as one ("easyAssemble").
+    The products of a page are lettered; of each its attributes are told, and whether it is too dear.
 
-    `searches` are the types of product on offer, and the words to search for them with; `names` of several words.
+    `searches` are the types of product on offer, and the words to search for them with.
     """
 
-    def __init__(self, searches: Mapping[str, str], names: Iterable[str], *, history: int = 2) -> None:
+    def __init__(self, searches: Mapping[str, str], *, history: int = 2) -> None:
         self.searches = {_one_word(name): words for name, words in searches.items()}
         self.history = history
-        several = sorted({name for name in names if " " in name}, key=lambda name: (-len(name), name))
-        self._names = re.compile(rf"\b(?:{'|'.join(map(re.escape, several))})(?!\w)") if several else re.compile("$^")
 
     def observation(self, session: Session) -> str:
         product = session.product
@@ -169,10 +166,13 @@ class CompactStyle:
         return {name: f"click[{text}]" for name, text in named.items() if text in session.clickables}
 
     def prompt(self, session: Session, past: Past) -> str:
-        shown = min(self.history, len(past))
+        goal, shown = session.goal, min(self.history, len(past))
         return "\n".join(
             [
-                f"task: {self._names.sub(lambda found: _one_word(found[0]), session.goal.instruction)}",
+                "task:",
+                f"search {_one_word(goal.query)}",
+                f"with {_words(goal.attributes)}",
+                *(f"pick {_one_word(value)}" for value in goal.options.values()),
                 *(["did:"] if shown else []),
                 *(action for _, action in past[len(past) - shown :]),
                 "see:",
@@ -201,11 +201,8 @@ def make_style(style: str, catalogue: Catalogue, *, history: int, think: bool) -
         return PaperStyle(history=history, think=think)
     if style == "compact":
         known = {ware.query: ware.nouns for ware in WARES}  # titles call a thing by one of these names
-        products = catalogue.products
-        types = sorted({product.query for product in products})
-        values = (value for product in products for values in product.options.values() for value in values)
-        names = {*types, *values, *(attribute for product in products for attribute in product.attributes)}
-        return CompactStyle({name: " ".join([name, *known.get(name, ())]) for name in types}, names, history=history)
+        types = sorted({product.query for product in catalogue.products})
+        return CompactStyle({name: " ".join([name, *known.get(name, ())]) for name in types}, history=history)
     raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
 
 
