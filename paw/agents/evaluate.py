@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from paw.agents import results
 from paw.agents.agents import Agent, make_agent
 from paw.agents.episode import Episode
-from paw.agents.models import ChatModel, ContextFull
+from paw.agents.models import ChatModel, ContextFull, Local
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.experience.envs import make_suite
@@ -62,20 +62,8 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.kind}-{name}").strip("-")
     folder = out or config.run.dir / label
     with ExitStack() as stack:
-        if path is None:
-            from paw.agents.endpoint import Endpoint
-
-            chat_model: Any = stack.enter_context(closing(Endpoint(config.endpoint)))
-            chat_model.check()
-            suite, workers = make_suite(config), config.endpoint.concurrency
-        else:
-            from paw.agents.models import Local
-            from paw.show.player import open_player
-
-            rollouts = stack.enter_context(open_player(config, path))
-            limit = config.rollout.max_prompt_tokens
-            chat_model = stack.enter_context(closing(Local(rollouts.engine, rollouts.chat, max_prompt_tokens=limit)))
-            suite, workers = rollouts.suite, LOCAL_THREADS
+        endpoint = None if path else stack.enter_context(closing(_endpoint(config)))
+        suite = make_suite(config)
         agent = make_agent(config, suite)
         tasks = suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
         about = _open(folder, {"model": name, "games": suite.fingerprint(), **_settings(config)})
@@ -84,6 +72,15 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         todo = [place for place in range(len(tasks)) if lines.get(place, {"failure": True})["failure"] is not None]
         if lines:
             to_stderr(f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}")
+        if path and todo:
+            from paw.show.player import open_player
+
+            rollouts = stack.enter_context(open_player(config, path, suite))
+            local = Local(rollouts.engine, rollouts.chat, max_prompt_tokens=config.rollout.max_prompt_tokens)
+            chat_model: Any = stack.enter_context(closing(local))
+        else:
+            chat_model = endpoint
+        workers = LOCAL_THREADS if path else config.endpoint.concurrency
 
         def play(place: int, environment: Any) -> dict[str, Any]:
             return player | _play(agent, tasks[place], environment, chat_model, config, place)
@@ -112,6 +109,14 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     if failures:
         to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
     return 1 if failures else 0
+
+
+def _endpoint(config: Config) -> Any:
+    from paw.agents.endpoint import Endpoint
+
+    endpoint = Endpoint(config.endpoint)
+    endpoint.check()
+    return endpoint
 
 
 def _play(agent: Agent, task: Task, environment: Any, model: ChatModel, config: Config, place: int) -> dict[str, Any]:
@@ -169,7 +174,8 @@ def _in_threads(
                 environment = environment or suite.make()
                 line = play(place, environment)
                 if line["failure"] is not None:
-                    environment.close()
+                    with suppress(Exception):  # it may be broken itself
+                        environment.close()
                     environment = None
                 ended.put(line)
         except Empty:

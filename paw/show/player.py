@@ -12,6 +12,7 @@ from paw.errors import UserError, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
+from paw.experience.envs.base import Suite
 from paw.experience.rollout import Rollouts
 from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
@@ -78,9 +79,9 @@ def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[
 
 
 @contextmanager
-def open_player(config: Config, path: str) -> Iterator[Rollouts]:
-    """Plays the games of the configuration with the model of that path."""
-    suite = make_suite(config)
+def open_player(config: Config, path: str, suite: Suite | None = None) -> Iterator[Rollouts]:
+    """Plays the games of the configuration (`suite`, if it is made already) with the model of that path."""
+    suite = suite or make_suite(config)
     chat = Chat(load_tokenizer(path))
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:

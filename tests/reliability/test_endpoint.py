@@ -1,6 +1,7 @@
 """An endpoint that misbehaves: a real HTTP server on loopback whose answers a test scripts, one by one."""
 
 import json
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -360,3 +361,23 @@ def test_a_users_mistake_stops_it(server, evaluate):
     server.default = (404, refusal("no"), {})
     err, results = evaluate(code=2)
     assert err.splitlines()[-1].endswith("no model 'm'; it serves: m, n") and results == {}
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_folder_that_goes_on(server, evaluate, paw_start, tmp_path):
+    server.default = lambda handler: (time.sleep(0.05), handler.answer(200, completion(), {}))
+    words = {"env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 3, "eval.games": 60}
+    words |= {"endpoint": server.url, "model": "m", "endpoint.concurrency": 2, "out": tmp_path / "out"}
+    child = paw_start("eval", words)
+    path = tmp_path / "out" / "episodes.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < 3:
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    err = child.stderr.read()
+    assert "Traceback" not in err and "of 60 episodes are in" in err.splitlines()[-1]
+    done = path.read_bytes().count(b"\n")
+    server.default = (200, completion(), {})
+    err, results = evaluate("--endpoint.concurrency", "2", "--eval.games", "60")
+    assert f"{done} of 60 episodes are there" in err and results["episodes"] == 60

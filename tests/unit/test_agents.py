@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paw import cli
 from paw.agents.agents import make_agent
 from paw.agents.endpoint import Limiter
 from paw.agents.episode import Episode
@@ -71,6 +72,15 @@ def test_the_expert_wins_by_plain_answers():
     episode = Episode(task, environment, Scripted(lambda *_: environment.expert()), config, 0)
     make_agent(config, suite).play(episode)
     assert episode.won and episode.turns[-1]["reward"] == 10.0
+
+
+def test_short_forms_of_the_command_line():
+    words = ["eval", "--agent", "react", "--env=alfworld", "--endpoint", "http://a", "--model", "m", "--json"]
+    expected = {"agent.kind": "react", "env.name": "alfworld", "endpoint.url": "http://a", "endpoint.model": "m"}
+    assert cli._split_overrides(words) == (["eval", "--json"], expected)
+    for command in ("plan", "rwml"):  # these have a --model of their own
+        words = [command, "--model", "m", "--recipe", "r"]
+        assert cli._split_overrides(words) == (words, {})
 
 
 # --- the limiter -----------------------------------------------------------------------------------------------------
