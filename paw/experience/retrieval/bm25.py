@@ -76,13 +76,17 @@ class Bm25:
         words = [word for word in WORD.findall(query.lower()) if word not in self._stopwords]
         with self._lock:  # a stemmer may not be shared
             stems = self._stemmer.stemWords(words)
-        total = np.zeros(self._index.scores["num_docs"], np.float32)
-        for stem in stems:
-            if (word := self._index.vocab_dict.get(stem)) is not None:
-                part = slice(self._starts[word], self._starts[word + 1])
-                np.add.at(total, self._texts[part], self._data[part])
-        least = np.partition(total, -k)[-k] if k < len(total) else 0
-        (found,) = ((total >= least) & (total > 0)).nonzero()
+        known = [self._index.vocab_dict[stem] for stem in stems if stem in self._index.vocab_dict]
+        if not known:
+            return []
+        total = np.zeros(self._index.scores["num_docs"], np.float32)  # pages that nothing is added to cost nothing
+        parts = [slice(self._starts[word], self._starts[word + 1]) for word in known]
+        for part in parts:
+            np.add.at(total, self._texts[part], self._data[part])
+        touched = np.concatenate([self._texts[part] for part in parts])  # a text once for each word it has
+        scores, most = total[touched], k * len(parts)
+        least = np.partition(scores, -most)[-most] if most < len(scores) else 0
+        found = np.unique(touched[scores >= least])
         best = found[np.argsort(-total[found], kind="stable")[:k]]
         return list(zip(best.tolist(), total[best].tolist(), strict=True))
 
