@@ -1,6 +1,7 @@
 """Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
 
 import json
+import re
 import threading
 import time
 
@@ -103,12 +104,15 @@ def test_a_two_hop_question_takes_two_documents(world):
             assert first not in documents[second]
 
 
-def test_documents_vary_in_their_words(world):
-    openings = {contents.partition("\n")[2].split(".")[0] for _, contents in world.documents}
-    sentences = {s.format(s="", o="") for relations in RELATIONS.values() for r in relations for s in r.sentences}
-    assert len(openings) == 300 and len(sentences) > 25
-    world = World(20, numbered=True)
-    assert world.documents[0][1] == '"town 1"\ntown 1 lies on river 16. The mayor of town 1 is person 3.' or "person 1"
+def test_documents_say_things_in_different_words(world):
+    said = "\n".join(contents for _, contents in world.documents)
+    sentences = [sentence for relations in RELATIONS.values() for one in relations for sentence in one.sentences]
+    assert all(re.search(sentence.format(s="[A-Z].*", o="[A-Z].*"), said) for sentence in sentences)
+    named, numbered = World(20), World(20, numbered=True)
+    assert named.documents[0][1] == (
+        '"Nakuk Nanorn"\nNakuk Nanorn is a nurse. Nakuk Nanorn was born in Wuvex. Nakuk Nanorn works for Geholal Works.'
+    )
+    assert numbered.documents[0][1] == '"person 1"\nperson 1 was born in town 7. person 1 works for company 16.'
 
 
 # --- the paper's prompts ------------------------------------------------------------------------------------------
