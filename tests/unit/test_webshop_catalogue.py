@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -235,6 +236,12 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str):
     (shop(tmp_path) / name).unlink()
     with pytest.raises(UserError, match=f"{name} is missing .env.data with webshop.catalogue = 'small'"):
         load(tmp_path, WebshopConfig(goals="human", nouns="rules"))
+
+
+def test_a_missing_package_is_named_before_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    with pytest.raises(UserError, match="needs rapidfuzz: pip install 'paw-trainer"):
+        load(shop(tmp_path, items_shuffle_1000="broken"), RULES)
 
 
 def test_people_are_not_asked_where_goals_are_synthetic(tmp_path: Path):

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.machinery
 import math
-import sys
 
 import pytest
 from hypothesis import given
@@ -236,9 +235,3 @@ def test_which_nouns(monkeypatch: pytest.MonkeyPatch):
         nouns.choose("spacy")
     installed.add("en_core_web_sm")
     assert (nouns.choose("auto"), nouns.choose("spacy"), nouns.choose("rules")) == ("spacy", "spacy", "rules")
-
-
-def test_without_rapidfuzz(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    with pytest.raises(UserError, match="rapidfuzz: pip install 'paw-trainer"):
-        earned(options={"0": "never compared before"}, chosen={"style": "nor this"})

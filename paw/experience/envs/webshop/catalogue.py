@@ -17,6 +17,7 @@ from paw.errors import UserError
 from paw.experience.envs.webshop import files, generator
 from paw.experience.envs.webshop.goals import human_goals, synthetic_goals
 from paw.experience.envs.webshop.nouns import choose
+from paw.experience.envs.webshop.reward import require_rapidfuzz
 from paw.experience.envs.webshop.types import Goal, Product
 from paw.experience.retrieval.bm25 import Bm25
 
@@ -58,7 +59,8 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
     """The user's copy of WebShop's files, of the size that webshop.catalogue names.
 
     Raises:
-        UserError: a file is missing, broken or lacks something; or there are fewer than 2 goals.
+        UserError: a file is missing, broken or lacks something; there are fewer than 2 goals; or a package of the
+            extra "webshop" is not installed.
     """
     suffix = "_1000" if config.catalogue == "small" else ""
     items, entries = folder / f"items_shuffle{suffix}.json", folder / f"items_ins_v2{suffix}.json"
@@ -98,6 +100,7 @@ def _stock(
     digest: Callable[[], str],
     sources: tuple[object, object],
 ) -> Catalogue:
+    require_rapidfuzz()
     chosen, rng = choose(nouns), random.Random(SEED)
     source, entry_source = map(str, sources)
     products = list(files.clean(items, entries, rng, entry_source))

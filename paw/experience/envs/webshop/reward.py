@@ -11,6 +11,7 @@ Difference: nouns come from spaCy's model only where that is installed (see `nou
 """
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 
 from paw.errors import UserError
@@ -52,14 +53,17 @@ class Reward:
     """Whether the price is within the limit."""
 
 
+def require_rapidfuzz() -> None:
+    """UserError if the reward could not be told."""
+    if importlib.util.find_spec("rapidfuzz") is None:
+        raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'")
+
+
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> Reward:
     """The reward of buying `product` with the chosen `options` (name -> value) for `goal`.
 
     Args:
         nouns: "spacy" or "rules", the catalogue's `nouns`.
-
-    Raises:
-        UserError: rapidfuzz is not installed.
     """
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     chosen = [base_colour(value) for value in options.values()]
@@ -111,10 +115,8 @@ def _path(category: str) -> set[str]:
 
 @functools.lru_cache(1 << 16)
 def _match(a: str, b: str) -> bool:
-    try:
-        from rapidfuzz import fuzz, utils
-    except ImportError:
-        raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'") from None
+    from rapidfuzz import fuzz, utils
+
     a, b = (text.translate(LATIN_1) for text in (a, b))
     return round(fuzz.token_set_ratio(a, b, processor=utils.default_process)) > MATCH
 
