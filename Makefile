@@ -4,6 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 ARGS ?=
+JOBS ?= 2
+# Slow files first, each in one process: what its tests share is made once.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check lint gpu clean
 
@@ -11,10 +14,10 @@ train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
 
 test: $(VENV)/.test  ## everything: unit, kernels, reliability, real vLLM, real TextWorld
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: $(VENV)/.test lint  ## the inner loop, under two minutes
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check paw kernels tests bench setup.py

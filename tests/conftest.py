@@ -14,6 +14,8 @@ import pytest
 
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken by the other workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
 # stay: the children that tests start would inherit it.
