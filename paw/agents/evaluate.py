@@ -61,6 +61,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     name = path or str(config.endpoint.model)
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.kind}-{name}").strip("-")
     folder = out or config.run.dir / label
+    threads: list[threading.Thread] = []
     with ExitStack() as stack:
         endpoint = None if path else stack.enter_context(closing(_endpoint(config)))
         suite = make_suite(config)
@@ -76,11 +77,12 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
             from paw.show.player import open_player
 
             rollouts = stack.enter_context(open_player(config, path, suite))
+            stack.callback(lambda: [thread.join() for thread in threads])  # after Local: then all have ended or failed
             local = Local(rollouts.engine, rollouts.chat, max_prompt_tokens=config.rollout.max_prompt_tokens)
             chat_model: Any = stack.enter_context(closing(local))
         else:
             chat_model = endpoint
-        workers = LOCAL_THREADS if path else config.endpoint.concurrency
+        workers = min(len(todo), LOCAL_THREADS if path else config.endpoint.concurrency)
 
         def play(place: int, environment: Any) -> dict[str, Any]:
             return player | _play(agent, tasks[place], environment, chat_model, config, place)
@@ -88,7 +90,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         started = time.monotonic()
         try:
             with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
-                for line in _in_threads(todo, play, suite, workers):
+                for line in _in_threads(todo, play, suite, workers, threads):
                     for key in results.SPENT if line["place"] in lines else ():  # a try that failed was paid for too
                         line[key] += lines[line["place"]][key]
                     file.write(json.dumps(line) + "\n")
@@ -155,11 +157,15 @@ def _play(agent: Agent, task: Task, environment: Any, model: ChatModel, config: 
 
 
 def _in_threads(
-    places: list[int], play: Callable[[int, Any], dict[str, Any]], suite: Suite, workers: int
+    places: list[int],
+    play: Callable[[int, Any], dict[str, Any]],
+    suite: Suite,
+    workers: int,
+    threads: list[threading.Thread],
 ) -> Iterator[dict[str, Any]]:
-    """What `play` returns for every place, as they end; each thread keeps one environment while that is whole.
+    """What `play` returns for every place, as they end; each of the `threads` keeps one environment while it is whole.
 
-    The threads are daemons: after Ctrl-C nothing waits for a request under way.
+    They are daemons: after Ctrl-C nothing waits for an endpoint's answer. None begins a new episode then.
     """
     waiting: SimpleQueue[int] = SimpleQueue()
     ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
@@ -184,13 +190,19 @@ def _in_threads(
         except BaseException as error:
             ended.put(error)
 
-    for _ in range(min(workers, len(places))):
-        threading.Thread(target=work, daemon=True).start()
-    for _ in places:
-        line = ended.get()
-        if isinstance(line, BaseException):
-            raise line
-        yield line
+    threads += [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in places:
+            line = ended.get()
+            if isinstance(line, BaseException):
+                raise line
+            yield line
+    finally:
+        with suppress(Empty):
+            while True:
+                waiting.get_nowait()
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Local:
         self._keys = itertools.count()
         self._arrived: SimpleQueue[tuple[Request, Future[Completion]] | None] = SimpleQueue()
         self._waiting: dict[int, Future[Completion]] = {}
+        self._closed, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -87,15 +88,20 @@ class Local:
             ids, cut = self.chat.fit_prompt(prompt, self.max_prompt_tokens)
             self.truncated += cut > 0
         future: Future[Completion] = Future()
-        self._arrived.put((Request(next(self._keys), ids, seed, temperature, max_tokens), future))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("closed")
+            self._arrived.put((Request(next(self._keys), ids, seed, temperature, max_tokens), future))
         tokens = future.result().token_ids
         text, stopped = cut_at(self.chat.decode(tokens), stop)
         cut = len(tokens) == max_tokens and tokens[-1] not in self.chat.end_ids
         return Reply(text, len(ids), len(tokens), cut and not stopped)
 
     def close(self) -> None:
-        """Stop after the engine's current step. Requests under way are never answered; the engine stays open."""
-        self._arrived.put(None)
+        """Stop after the engine's current step; requests under way fail with RuntimeError. The engine stays open."""
+        with self._lock:
+            self._closed = True
+            self._arrived.put(None)
         self._thread.join()
 
     def _serve(self) -> None:
@@ -104,9 +110,13 @@ class Local:
                 for completion in self.engine.step():
                     self._waiting.pop(completion.key).set_result(completion)
             except Exception as error:
-                for future in self._waiting.values():
-                    future.set_exception(error)
-                self._waiting.clear()
+                self._fail(error)
+        self._fail(RuntimeError("closed"))
+
+    def _fail(self, error: Exception) -> None:
+        for future in self._waiting.values():
+            future.set_exception(error)
+        self._waiting.clear()
 
     def _take(self) -> bool:
         """Hand the engine what has arrived; wait for that while it has nothing to do. False when closed."""

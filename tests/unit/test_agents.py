@@ -214,6 +214,8 @@ def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
         for _ in range(2):
             with pytest.raises(MemoryError):
                 model.complete("a", temperature=1.0, max_tokens=1, seed=0)
+    with pytest.raises(RuntimeError, match="closed"):
+        model.complete("a", temperature=1.0, max_tokens=1, seed=0)
 
 
 @pytest.mark.slow
