@@ -1,5 +1,6 @@
 """`paw serve retriever` as a process on loopback: right answers to many at once, mistakes named, a clean end."""
 
+import asyncio
 import json
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 from paw.config import SearchConfig
 from paw.errors import UserError
 from paw.experience.retrieval import remote, server
-from paw.experience.retrieval.base import make_retriever
+from paw.experience.retrieval.base import Hit, make_retriever
 from paw.experience.retrieval.remote import RemoteRetriever
 
 pytestmark = pytest.mark.slow
@@ -97,12 +98,17 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             assert answer.status_code == status and answer.json()["error"], answer.text
         assert "POST /retrieve and GET /health" in answers[405].json()["error"]
 
+    with socket.create_connection((url[7:].partition(":")[0], int(url.rpartition(":")[2]))) as connection:
+        connection.sendall(HEAD)  # and gone
     busy = paw("serve", "retriever", "--corpus", corpus, "--port", url.rpartition(":")[2], code=2)
     assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
     child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0 and child.stderr.read() == ""
     with pytest.raises(UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"):
         client.search(["a"], 1)
+
+
+HEAD = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
 
 
 def stream(count: int) -> Iterator[bytes]:
@@ -116,8 +122,7 @@ def test_what_takes_too_long_ends(serve):
     child, url, _ = serve("--search.timeout_s", TIGHT_S)
     host, port = re.match(r"http://(.*):(\d+)", url).groups()
     with socket.create_connection((host, int(port)), timeout=10) as connection:  # a body that does not come
-        head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
-        connection.sendall(head.encode())
+        connection.sendall(HEAD)
         answer = connection.makefile().read()  # to the end: the server closes
     assert " 408 " in answer and f"the body did not come within {TIGHT_S} s" in answer
     words = " ".join(f"mod{i % 11}" for i in range(10_000))
@@ -127,6 +132,40 @@ def test_what_takes_too_long_ends(serve):
         assert http.post("/retrieve", json={"query": "unique7"}).status_code == 200
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 0
+
+
+class Slow:
+    """A retriever that answers when it is let."""
+
+    def __init__(self):
+        self.let = threading.Event()
+
+    def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
+        self.let.wait(30)
+        if queries == ["break"]:
+            raise RuntimeError("index gone")
+        return [[Hit("1", query, 1.0)] for query in queries]
+
+
+def test_a_busy_server_turns_requests_away_and_a_broken_one_says_so(monkeypatch):
+    monkeypatch.setattr(server, "MAX_WAITING", 2)
+    slow = Slow()
+    app = server.make_app(slow, SearchConfig(), documents=1)
+
+    async def ask() -> tuple:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            waiting = [asyncio.create_task(client.post("/retrieve", json={"query": word})) for word in ("a", "break")]
+            await asyncio.sleep(0.2)
+            third = await client.post("/retrieve", json={"query": "c"})
+            slow.let.set()
+            first, broken = [await task for task in waiting]
+            return third, first, broken, await client.post("/retrieve", json={"query": "c"})
+
+    third, first, broken, after = asyncio.run(ask())
+    assert third.status_code == 503 and "2 requests are waiting already" in third.json()["error"]
+    assert first.status_code == after.status_code == 200
+    assert broken.status_code == 500 and broken.json() == {"error": "the search failed: index gone"}
 
 
 @pytest.mark.parametrize(
