@@ -8,8 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-WORDS = {"webshop": "Instruction", "search": "Doc 1"}
-"""What an environment says that no other does."""
+WORDS = {"webshop": "see:\nshop", "search": "did:\nsearch"}
+"""Of a prompt in no other environment."""
 
 
 @pytest.mark.parametrize("name", ["webshop", "search"])
