@@ -138,7 +138,7 @@ class Tau2Env:
         gym = self._within(functools.partial(self._make, self.tau2.domain, task.payload, **options))
         text, info = self._within(gym.reset)
         if not text:
-            raise EnvironmentFailure(f"tau2 task {task.id} ended before it began: does {self.tau2.user_model} answer?")
+            raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
         self._gym, self._text, self.task = gym, text, text
         self._tools = {tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]}
         self._policy: str = info["policy"]
@@ -272,7 +272,8 @@ def _import() -> tuple[Callable[..., Any], Any]:
     with suppress(ImportError):
         from loguru import logger  # what tau2-bench logs with, line by line of every conversation
 
-        logger.disable("tau2")
+        logger.remove()
+        logger.add(sys.stderr, level="ERROR", filter="tau2.gym")  # why a simulation broke is said nowhere else
     try:
         from tau2.gym.gym_agent import AgentGymEnv
         from tau2.registry import registry
