@@ -153,8 +153,8 @@ class AgentConfig(Section):
     """`paw eval --agent`: how a model plays without training."""
 
     kind: Literal["plain", "react", "reflexion", "search-r1", "zerosearch"] = "plain"
-    trials: Count = 1
-    """Reflexion: episodes of a game, each but the first with plans made after the failures before."""
+    trials: Count = 3
+    """Reflexion: episodes of a game at most, each but the first with plans made after the failures before."""
     memory: Count = 3
     """Reflexion: plans kept."""
     examples: Path | None = None

@@ -46,7 +46,7 @@ def alfworld_examples(kind: str, count: int = 2) -> list[str]:
 def household_example(game: Game) -> str:
     """The expert's episode of `game`, with a thought wherever it turns to something new."""
     household = Household(game)
-    lines = [household.reset().partition("\n\n")[2].replace("\n\n", "\n")]
+    lines = [_room(household.reset())]
     thing, place = game.goal.object.removesuffix("type"), game.goal.target.removesuffix("type")
     treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TOOLS[game.kind]}, then "
     goal = "find and use a desklamp" if game.kind == "look" else f"{treat or ''}put it in {place}"
@@ -102,7 +102,7 @@ def file_examples(path: Path) -> dict[str, list[str]]:
 
 def expert_example(config: Config) -> str:
     """One episode of the WebShop or search environment in a small generated world, by its own expert."""
-    env = {"name": config.env.name, "eval_split": "test", "max_turns": config.env.max_turns}
+    env = {"name": config.env.name, "eval_split": "test", "max_turns": 15}
     small = {"model": {"path": "-"}, "env": env, "webshop": {"products": 200}, "search": {"entities": 100}}
     suite = make_suite(Config.model_validate(small))
     (task,) = suite.warmup_tasks(0, 1, 1)
@@ -136,9 +136,14 @@ def opening(env: EnvConfig, environment: Any, observation: str) -> str:
     """The start of a transcript: the task, and what is seen first where that is not the task itself."""
     match env.name:
         case "alfworld":
-            return observation.partition("\n\n")[2].replace("\n\n", "\n")
+            return _room(observation)
         case "webshop":
             return f"Instruction: {environment.task}\n{observation}"
         case "search":
             return f"Question: {environment.task}"
     return f"Task: {environment.task}\n{observation}"
+
+
+def _room(observation: str) -> str:
+    """The first observation of a household without its welcome, room and task on a line each."""
+    return observation.partition("\n\n")[2].replace("\n\n", "\n")

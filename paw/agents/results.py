@@ -34,7 +34,9 @@ def summarise(
         "success": won / max(1, len(played)),
         "ci_low": low,
         "ci_high": high,
-        **({} if None in scores else {"score": sum(scores) / max(1, len(scores))}),
+        **(
+            {"score": sum(score or 0.0 for score in scores) / len(scores)} if any(s is not None for s in scores) else {}
+        ),
         "kinds": kind_rows((line["kind"], line["success"]) for line in played),
         "steps": sum(line["steps"] for line in played) / max(1, len(played)),
         "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
