@@ -99,12 +99,10 @@ class Tau2Suite:
         return Tau2Env(self._gym, self.config, self.tau2)
 
     def fingerprint(self) -> str:
-        tasks = {split: [self._tasks[i].model_dump_json() for i in ids] for split, ids in self._chosen().items()}
+        splits = (self.config.train_split, self.config.eval_split)
+        tasks = [self._tasks[i].model_dump_json() for split in splits for i in self._ids(split)]
         digest = hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16]
         return f"tau2 {metadata.version('tau2')} {self.tau2.domain} {digest}, user {self.tau2.user_model}"
-
-    def _chosen(self) -> dict[str, list[str]]:
-        return {split: self._ids(split) for split in (self.config.train_split, self.config.eval_split)}
 
     def _ids(self, split: str) -> list[str]:
         """Task ids of a split; UserError where there is none that the gymnasium interface can start."""
