@@ -48,7 +48,7 @@ def test_the_rules_name_keys_that_exist():
         ("simulator.noise_start", "0.5", "search.retriever = 'zerosearch'", {"env.name": "search"}),
         ("tau2.domain", "'airline'", "env.name = 'tau2'", {}),
         ("env.history", "5", "another env.name than 'tau2'", {"env.name": "tau2"}),
-        ("agent.trials", "3", "paw eval", {}),
+        ("agent.trials", "5", "paw eval", {}),
         ("endpoint.retries", "3", "paw eval", {}),
     ],
 )
