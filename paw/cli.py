@@ -1,5 +1,5 @@
-"""The command line: `paw train | eval | rollout | profile | plan | rwml | play | report | serve | export | warmup | env |
-data | doctor`.
+"""The command line: `paw train | eval | rollout | profile | plan | rwml | play | report | serve | export | warmup |
+env | data | doctor`.
 
 Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
 on stderr and exit code 2.
