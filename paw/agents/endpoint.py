@@ -101,7 +101,8 @@ class Endpoint:
             cause = error.__cause__ or error
             raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
         except self._openai.APIStatusError as error:
-            self._raise_mistake(error)
+            if error.status_code in (401, 403):
+                self._raise_mistake(error)
         except Exception:
             return
 

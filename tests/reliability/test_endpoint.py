@@ -191,6 +191,12 @@ def test_an_unknown_model_names_those_there_are(server, ask):
         ask[0]()
 
 
+@pytest.mark.parametrize("models", [404, 500, ["other"]])
+def test_a_list_of_models_is_not_needed(server, models):
+    server.models = models
+    Endpoint(EndpointConfig(url=server.url, model="m")).check()
+
+
 def test_a_wrong_request_is_not_repeated(server, ask):
     server.default = (400, refusal("messages: too funny"), {})
     with pytest.raises(EndpointError, match=r"400 .*too funny"):
