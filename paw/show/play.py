@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--game", metavar="PATH", help="alfworld: a game.tw-pddl file")
     source.add_argument("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of a game")
-    parser.add_argument("--backend", choices=["native", "textworld"], default="native", help="alfworld: the engine")
-    parser.add_argument("--style", choices=["paper", "compact"], default="paper", help="the prompt that 'prompt' shows")
+    parser.add_argument("--difficulty", choices=DIFFICULTIES, help="alfworld: size of a game (default: full)")
+    parser.add_argument("--backend", choices=["native", "textworld"], help="alfworld: the engine (default: native)")
+    parser.add_argument("--style", choices=["paper", "compact"], help="the prompt that 'prompt' shows (default: paper)")
+    parser.add_argument("--recipe", help="settings to play with (default: NAME-grpo, or the defaults)")
     parser.add_argument("--json", action="store_true", help="one command a line in, one JSON object a line out")
 
 
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
 
     Raises UserError where the game file is unreadable, or the suite does (no such environment, nothing installed).
     """
-    suite, task = _alfworld(args) if args.env == "alfworld" and not overrides else _any(args, overrides)
+    plain = args.env == "alfworld" and not overrides and not args.recipe
+    suite, task = _alfworld(args) if plain else _any(args, overrides)
     talk = _json if args.json else _terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
@@ -59,8 +61,9 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
 
 
 def _alfworld(args: argparse.Namespace) -> tuple[Suite, Task]:
-    game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty)
-    suite = AlfworldSuite(EnvConfig(backend=args.backend, style="compact" if args.json else args.style))
+    game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty or "full")
+    style = "compact" if args.json else args.style or "paper"
+    suite = AlfworldSuite(EnvConfig(backend=args.backend or "native", style=style))
     return suite, Task(game.name, game.kind, game)
 
 
@@ -68,7 +71,8 @@ def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[Suite,
     if args.game:
         raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
     options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
-    config = load_played(None, {"env.name": args.env, "env.data": "none", **options, **overrides})
+    given = {key: value for key, value in options.items() if value}
+    config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **given, **overrides})
     suite = make_suite(config)
     return suite, suite.eval_tasks(config.env.eval_split, 1, args.seed)[0]
 

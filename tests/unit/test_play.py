@@ -123,6 +123,14 @@ def test_a_question():
     assert said[1]["feedback"].startswith('<information>{"result": "Doc 1: ') and said[2]["done"]
 
 
+def test_with_a_recipe():
+    out = talk("prompt\nquit", "--recipe", "webshop-quickstart", env="webshop")
+    assert "WebShop e‑commerce environment" not in out
+    assert "WebShop e‑commerce environment" in talk(
+        "prompt\nquit", "--recipe", "webshop-quickstart", "--style", "paper", env="webshop"
+    )
+
+
 def test_an_environment_of_ones_own_gets_what_is_typed():
     out = talk("prompt\n50\n" + "\n".join(map(str, range(1, 100))), env=EXAMPLE, env__max_turns="200")
     assert "I think of a number from 1 to 99. Your guess?" in out and "than 50." in out and "Won in " in out
