@@ -28,6 +28,8 @@ from paw.recipe import load_played
 from paw.types import Task
 
 LOCAL_THREADS = 64
+GIVE_UP = 32
+"""Episodes in a row that could not be played: the endpoint is gone."""
 SETTINGS = ("env", "webshop", "search", "tau2", "agent", "eval")
 FURTHER = {"rollout": ("max_prompt_tokens", "max_response_tokens"), "simulator": ("model", "noise_start")}
 """Sections and keys that decide the outcome. Where and how fast an endpoint answers does not."""
@@ -87,7 +89,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         def play(place: int, environment: Any) -> dict[str, Any]:
             return player | _play(agent, tasks[place], environment, chat_model, config, place)
 
-        started = time.monotonic()
+        started, in_a_row = time.monotonic(), 0
         try:
             with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
                 for line in _in_threads(todo, play, suite, workers, threads):
@@ -97,6 +99,10 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
                     file.flush()
                     lines[line["place"]] = line
                     results.progress(lines, len(tasks))
+                    in_a_row = 0 if line["failure"] is None else in_a_row + 1
+                    if in_a_row == GIVE_UP:
+                        to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
+                        break
         except KeyboardInterrupt:
             to_stderr(f"\nstopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
             raise

@@ -357,6 +357,16 @@ def test_an_endpoint_that_fails_costs_no_success(server, evaluate, tmp_path):
     assert results["calls"] == 19  # the one before the failure was paid for too
 
 
+def test_an_endpoint_that_is_gone_is_given_up(server, evaluate, tmp_path):
+    server.default = (400, refusal("gone"), {})
+    err, results = evaluate("--eval.games", "60", code=1)
+    assert "32 episodes in a row could not be played: giving up" in err
+    assert len(episodes(tmp_path)) == 32 and results["episodes"] == 0 and results["success"] == 0.0
+    server.default = (200, completion(), {})
+    err, results = evaluate("--eval.games", "60")
+    assert "0 of 60 episodes are there, playing 60" in err and results["episodes"] == 60
+
+
 def test_a_full_context_is_a_loss(server, evaluate):
     server.default = (400, refusal("too long", code="context_length_exceeded"), {})
     _, results = evaluate()
@@ -387,3 +397,29 @@ def test_ctrl_c_leaves_a_folder_that_goes_on(server, evaluate, paw_start, tmp_pa
     server.default = (200, completion(), {})
     err, results = evaluate("--endpoint.concurrency", "2", "--eval.games", "60")
     assert f"{done} of 60 episodes are there" in err and results["episodes"] == 60
+
+
+def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
+    def answer(handler):
+        request = server.requests[-1]
+        text = request["messages"][-1]["content"]
+        if request["model"] == "engine":
+            reply = "Doc 1: It lies in Tuk.\nDoc 2: It is old."
+        else:
+            reply = (
+                "<think>So</think><answer>Tuk" if "<information>" in text.split("Question:")[-1] else "<search>where"
+            )
+        handler.answer(200, completion(reply), {})
+
+    server.default = answer
+    words = ["--agent", "zerosearch", "--env", "search", "--env.data", "none", "--search.entities", "50"]
+    words += ["--endpoint", server.url, "--model", "m", "--endpoint.concurrency", "1", "--eval.games", "2"]
+    words += ["--simulator.url", server.url, "--simulator.model", "engine", "--simulator.noise_start", "1"]
+    assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 0, capfd.readouterr().err
+    first, second = episodes(tmp_path)
+    assert [turn["action"] for turn in first["turns"]] == [turn["action"] for turn in second["turns"]]
+    assert [turn["action"] for turn in first["turns"]] == ["search[where]", "answer[Tuk]"]
+    assert "Doc 1: It lies in Tuk." in first["turns"][0]["observation"]
+    asked = [request for request in server.requests if request["model"] == "engine"]
+    assert len(asked) == 2 and "noisy documents" in asked[0]["messages"][0]["content"]
+    assert "| m | zerosearch |" in capfd.readouterr().out
