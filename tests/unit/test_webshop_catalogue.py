@@ -1,5 +1,6 @@
 """WebShop's files, goals and search on a shop of four products; the generated shop."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,6 +17,7 @@ from paw.config import WebshopConfig
 from paw.errors import UserError
 from paw.experience.envs.webshop import files, generator
 from paw.experience.envs.webshop.catalogue import Catalogue, generated, load
+from paw.experience.envs.webshop.goals import synthetic_goals
 from paw.experience.envs.webshop.reward import base_colour, reward
 from paw.experience.envs.webshop.wares import OPTIONS, ROOTS, WARES
 
@@ -136,6 +138,12 @@ def test_synthetic_goals_are_every_combination(tiny: Catalogue):
 def test_human_goals_are_those_with_attributes(tmp_path: Path):
     goals = load(shop(tmp_path), WebshopConfig(goals="human", nouns="rules")).goals
     assert [(goal.instruction, goal.attributes, goal.options, goal.price_upper) for goal in goals] == HUMAN_GOALS
+
+
+def test_a_limit_is_the_larger_of_two_of_the_four_above(tiny: Catalogue):
+    products = [dataclasses.replace(tiny.products[0], price=20.0, options={})] * 200
+    goals = synthetic_goals(products, ATTRIBUTES, random.Random(0), "")
+    assert {goal.price_upper for goal in goals} == {40.0, 50.0, 60.0}  # of 30, 40, 50 and 60
 
 
 def test_search_ranks_by_words(tiny: Catalogue):

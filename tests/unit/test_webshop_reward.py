@@ -121,6 +121,7 @@ def test_options_of_people_are_compared_by_value(wanted: str, chosen: str, met: 
         ("navy blue", "light blue", True),  # blue is a word of "color navy blue"
         ("red", "dark red", False),  # "dark" comes first
         ("red", "wine red", True),
+        ("red", "color", False),  # a base colour counts without its name
         ("deep sea", "deep sea", True),
         ("large", "x-large", False),  # of "color large", one of two words
         ("20 inch", "24 inch", False),
