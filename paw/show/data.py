@@ -24,10 +24,11 @@ WebShop's files (arXiv 2207.01206; princeton-nlp/WebShop, setup.sh), from Google
   1s2j6NgHljiZzQNL3veZaAiyW_qDEgBNi  items_ins_v2.json         their attributes
   14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O  items_human_ins.json      instructions by people (webshop.goals = "human")"""
 SEARCH = """\
-Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, by `hf download --repo-type dataset NAME`:
+Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into one folder, by
+`hf download NAME --repo-type dataset --local-dir ~/.cache/search`:
   PeterJinGo/nq_hotpotqa_train  train.parquet (NQ and HotpotQA) and test.parquet (seven sets)
   PeterJinGo/wiki-18-corpus     wiki-18.jsonl.gz, Wikipedia of 2018: gzip -d, 14 GB
-Put them into one folder."""
+  PeterJinGo/wiki-18-e5-index   part_aa, part_ab, for dense retrieval: cat part_* > e5_Flat.index"""
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
 
 
