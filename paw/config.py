@@ -109,7 +109,7 @@ class EnvConfig(Section):
     """Reward for winning, R_max."""
     invalid_penalty: NonNegative = 0.1
     step_timeout_s: Positive = 60.0
-    """Seconds before a worker-hosted environment counts as hung (textworld back end)."""
+    """Seconds before an environment outside this process counts as hung (textworld back end, tau2)."""
 
 
 class WebshopConfig(Section):
