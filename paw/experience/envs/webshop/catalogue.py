@@ -69,7 +69,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
         if not path.is_file():
             raise UserError(
                 f"{path} is missing (env.data with webshop.catalogue = '{config.catalogue}', webshop.goals = "
-                f"'{config.goals}'); copy WebShop's data files there, or leave env.data out to play a generated shop"
+                f"'{config.goals}'); copy WebShop's data files there, or --env.data none plays a generated shop"
             )
     digest = hashlib.sha256()
     attributes = files.read_object(entries, digest)
@@ -83,7 +83,7 @@ def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
     return _generated(config.products, config.goals, config.nouns, seed)
 
 
-@functools.cache
+@functools.lru_cache(8)
 def _generated(products: int, goals: str, nouns: str, seed: int) -> Catalogue:
     items, entries, written = generator.records(products, seed)
     digest = hashlib.sha256(json.dumps((items, entries, written)).encode())
