@@ -300,7 +300,7 @@ def test_paper_answers_are_well_formed():
     assert PaperStyle(think=False).project("<action>click[red]</action>", {}) == ("click[red]", True)
 
 
-COMPACT = make_style("compact", SHOP, history=1, think=True)
+COMPACT = make_style("compact", history=1, think=True)
 COMPACT_TASK = "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n"
 
 
@@ -338,4 +338,4 @@ def test_compact_actions_are_those_of_the_session():
 
 def test_a_style_that_does_not_exist():
     with pytest.raises(ValueError, match="'chatty'"):
-        make_style("chatty", SHOP, history=2, think=True)
+        make_style("chatty", history=2, think=True)

@@ -9,6 +9,7 @@ from paw.errors import UserError
 from paw.experience.envs import make_suite
 from paw.experience.envs.webshop import generator
 from paw.experience.envs.webshop.buyer import next_action, wanted_options
+from paw.experience.envs.webshop.prompt import PaperStyle
 from paw.experience.envs.webshop.session import Session
 from paw.experience.envs.webshop.suite import WebshopSuite
 from paw.recipe import load
@@ -57,17 +58,17 @@ def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
 
 def test_the_buyer_reaches_every_goal_from_anywhere():
     shop = suite()
-    rng = random.Random(0)
+    rng, style = random.Random(0), PaperStyle()
     for task in shop.eval_tasks("test", 60, 1):
-        session = Session(shop.catalogue, task.payload)
+        session = Session(shop.catalogue, task.payload.goal)
         for _ in range(rng.randrange(12)):
             clicks = [
                 action for action in session.available() if action.startswith("click") and "buy now" not in action
             ]
-            session.step(rng.choice(["search[tea]", f"search[{task.payload.name}]", *clicks]))
+            session.step(rng.choice(["search[tea]", f"search[{task.payload.goal.name}]", *clicks]))
         steps = 0
         while session.reward is None and steps < 15:
-            session.step(next_action(session, shop.style.queries(task.payload)))
+            session.step(next_action(session, style.queries(session)))
             steps += 1
         assert session.reward == 1.0
 
@@ -94,13 +95,25 @@ def test_tasks_are_pure_and_splits_share_no_goal():
     assert [t for step in range(4) for t in shop.train_tasks(step, 2, 1)] == shop.train_tasks(0, 8, 1)
     assert shop.warmup_tasks(10, 3, 0)[1] == shop.warmup_tasks(11, 1, 0)[0]
     n = len(shop.catalogue.goals)
-    train, warm = ({t.id for t in tasks} for tasks in (shop.train_tasks(0, n, 0), shop.warmup_tasks(0, n, 0)))
+    train = {task.id for task in shop.train_tasks(0, n, 0)}
     test = {task.id for task in shop.eval_tasks("test", 0, 0)}
-    assert len(train) + len(warm) + len(test) == n == len(train | warm | test)
+    assert len(train) + len(test) == n == len(train | test)
     assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
     drawn = [task.id for task in shop.eval_tasks("test", 400, 5)]
     assert drawn == [task.id for task in shop.eval_tasks("test", 400, 5)] and set(drawn) < test
     assert {task.kind for task in shop.eval_tasks("test", 0, 0)} == set(generator.ROOTS)
+
+
+def test_the_warm_up_visits_shops_of_its_own():
+    shop = suite(60, style="compact")
+    tasks = shop.warmup_tasks(0, 130, 0)
+    assert len({task.id for task in tasks} | {shop.warmup_tasks(0, 1, 1)[0].id}) == 131
+    assert {task.payload.shop for task in tasks} == {1, 2, 3}
+    own = {product.asin for product in shop.catalogue.products}
+    assert all(task.payload.goal.asin not in own for task in tasks)
+    environment = shop.make()
+    for task in (*tasks[60:66], *shop.train_tasks(0, 2, 0)):
+        assert episode(environment, task, lambda environment: environment.expert())[-1].won
 
 
 def test_outcomes_of_an_episode():
@@ -113,7 +126,7 @@ def test_outcomes_of_an_episode():
     assert environment.reset(task) == "'Search'" == environment.anchor()
     found = environment.step(environment.expert())
     assert found.observation == environment.anchor() and found.observation.startswith("'Back to Search' [SEP] 'Page 1")
-    assert found.valid and found.action == f"search[{task.payload.query}]"
+    assert found.valid and found.action == f"search[{task.payload.goal.query}]"
     partly = [environment.step(environment.answer(action)) for action in (environment.admissible[2], "click[buy now]")]
     assert 0 < partly[-1].score < 1 and partly[-1].reward == 0 and partly[-1].done and not partly[-1].won
 
@@ -131,8 +144,8 @@ def test_the_step_limit_ends_with_score_zero():
 def test_playable():
     environment, (task,) = suite().make(), suite().eval_tasks("test", 1, 0)
     environment.reset(task)
-    assert environment.task == task.payload.instruction and environment.admissible == [] == environment.choices()
-    environment.step(environment.answer(f"search[{task.payload.query}]"))
+    assert environment.task == task.payload.goal.instruction and environment.admissible == [] == environment.choices()
+    environment.step(environment.answer(f"search[{task.payload.goal.query}]"))
     assert environment.admissible[:2] == ["click[back to search]", "click[next >]"]
     assert environment.step(environment.answer("click[next >]")).observation.startswith(
         "'Back to Search' [SEP] 'Page 2"
@@ -145,12 +158,7 @@ def test_playable():
 def test_the_users_files(tmp_path):
     generator.write(tmp_path, products=60)
     shop = suite(data=tmp_path)
-    test = {task.id for task in shop.eval_tasks("test", 0, 0)}
-    train = {task.id for task in shop.train_tasks(0, len(shop.catalogue.goals), 0)}
-    assert len(test | train) == len(shop.catalogue.goals) and not test & train
     assert "small" in shop.fingerprint() and shop.fingerprint() != suite(60).fingerprint()
-    with pytest.raises(UserError, match="generated shop"):
-        shop.warmup_tasks(0, 1, 0)
     with pytest.raises(UserError, match=r"items_shuffle_1000\.json is missing"):
         suite(data=tmp_path / "elsewhere")
 

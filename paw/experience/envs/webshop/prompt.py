@@ -5,6 +5,7 @@ at two line ends and the non-breaking hyphen of "e-commerce" included. `CompactS
 vocabulary is whole phrases: it tells the goal in the catalogue's words, and offers the product types as searches.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase as LETTERS
 from typing import Protocol
@@ -85,7 +86,7 @@ class Style(Protocol):
         """A well-formed response that plays the action of that name."""
         ...
 
-    def queries(self, goal: Goal) -> list[str]:
+    def queries(self, session: Session) -> list[str]:
         """What a buyer who knows the goal searches for, the shortest first."""
         ...
 
@@ -126,7 +127,8 @@ class PaperStyle:
     def answer(self, action: str) -> str:
         return tagged_answer(action, think=self.think)
 
-    def queries(self, goal: Goal) -> list[str]:
+    def queries(self, session: Session) -> list[str]:
+        goal = session.goal
         return [goal.query, " ".join([goal.query, *goal.attributes, *goal.options.values()]), goal.name.lower()]
 
 
@@ -134,12 +136,9 @@ class CompactStyle:
     """The goal as a list, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can
     make it one token wherever it stands, in the goal too. Names of several words are written as one ("easyAssemble").
     The products of a page are lettered; of each its attributes are told, and whether it is too dear.
-
-    `searches` are the types of product on offer, and the words to search for them with.
     """
 
-    def __init__(self, searches: Mapping[str, str], *, history: int = 2) -> None:
-        self.searches = {_one_word(name): words for name, words in searches.items()}
+    def __init__(self, *, history: int = 2) -> None:
         self.history = history
 
     def observation(self, session: Session) -> str:
@@ -155,7 +154,7 @@ class CompactStyle:
 
     def actions(self, session: Session) -> dict[str, str]:
         if session.searching:
-            return {f"search {name}": f"search[{words}]" for name, words in self.searches.items()}
+            return {f"search {name}": f"search[{words}]" for name, words in _searches(session.catalogue).items()}
         if session.product is None:
             listed = zip(LETTERS, session.listed, strict=False)
             named = {f"open {i}": product.asin.lower() for i, product in listed} | {"next": NEXT, "previous": PREVIOUS}
@@ -191,19 +190,25 @@ class CompactStyle:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action}"
 
-    def queries(self, goal: Goal) -> list[str]:
-        return [self.searches[_one_word(goal.query)]]
+    def queries(self, session: Session) -> list[str]:
+        return [_searches(session.catalogue)[_one_word(session.goal.query)]]
 
 
-def make_style(style: str, catalogue: Catalogue, *, history: int, think: bool) -> Style:
+def make_style(style: str, *, history: int, think: bool) -> Style:
     """The style named by `env.style`: "paper" or "compact" (`think` is the paper style's)."""
     if style == "paper":
         return PaperStyle(history=history, think=think)
     if style == "compact":
-        known = {ware.query: ware.nouns for ware in WARES}  # titles call a thing by one of these names
-        types = sorted({product.query for product in catalogue.products})
-        return CompactStyle({name: " ".join([name, *known.get(name, ())]) for name in types}, history=history)
+        return CompactStyle(history=history)
     raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
+
+
+@functools.lru_cache(8)
+def _searches(catalogue: Catalogue) -> dict[str, str]:
+    """The types of product that a shop has, as one word each, and the words that find all of one."""
+    known = {ware.query: ware.nouns for ware in WARES}  # titles call a thing by one of these names
+    types = sorted({product.query for product in catalogue.products})
+    return {_one_word(name): " ".join([name, *known.get(name, ())]) for name in types}
 
 
 def _brief(product: Product, goal: Goal) -> str:

@@ -2,22 +2,34 @@
 
 With `env.data` the catalogue is the user's copy of the original files; without it, it is generated. The first goals are
 for evaluation, drawn with replacement as the reference code's independently seeded environments do; training goes
-through the others in a seeded order. Of a generated catalogue one in `WARMUP_IN` of those is for the warm-up alone.
+through the others in a seeded order. The warm-up visits other shops, generated, endlessly many.
 """
 
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 from paw.config import EnvConfig, WebshopConfig
 from paw.errors import UserError
 from paw.experience.envs.base import shuffled
 from paw.experience.envs.webshop import catalogue
 from paw.experience.envs.webshop.buyer import next_action
-from paw.experience.envs.webshop.prompt import Style, make_style
+from paw.experience.envs.webshop.prompt import make_style
 from paw.experience.envs.webshop.session import Session
+from paw.experience.envs.webshop.types import Goal
 from paw.types import Outcome, Task
 
 HELD_OUT = "test"
-WARMUP_IN = 5
+WARMUP_VISITS = 64
+"""To each shop of the warm-up."""
+
+
+class Visit(NamedTuple):
+    """A task's payload."""
+
+    shop: int
+    """0 is the suite's own catalogue; others are seeds of generated ones."""
+    goal: Goal
 
 
 class WebshopSuite:
@@ -39,11 +51,8 @@ class WebshopSuite:
         self.invalid_penalty = config.invalid_penalty
         made = catalogue.load(config.data.expanduser(), webshop) if config.data else catalogue.generated(webshop)
         self.catalogue = made
-        self.style = make_style(config.style, made, history=config.history, think=config.think)
-        tasks = [Task(f"goal/{i}", goal.category, goal) for i, goal in enumerate(made.goals)]
-        self._test, others = tasks[: made.n_test], tasks[made.n_test :]
-        self._warmup = [] if config.data else others[::WARMUP_IN]
-        self._train = others if config.data else [task for i, task in enumerate(others) if i % WARMUP_IN]
+        tasks = [Task(f"goal/{i}", goal.category, Visit(0, goal)) for i, goal in enumerate(made.goals)]
+        self._test, self._train = tasks[: made.n_test], tasks[made.n_test :]
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         n = len(self._train)
@@ -55,20 +64,26 @@ class WebshopSuite:
         return random.Random(seed).choices(self._test, k=count) if count else self._test
 
     def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        """UserError with env.data: there every goal that is not for evaluation is trained on."""
-        if not self._warmup:
-            raise UserError("model.path = 'quickstart' is warmed up in a generated shop: leave env.data out")
-        n = len(self._warmup)
-        return [self._warmup[shuffled(seed, i, n)] for i in range(start, start + count)]
+        return [self._warmup_task(i, seed) for i in range(start, start + count)]
 
     def make(self) -> "WebshopEnv":
-        return WebshopEnv(self.config, self.catalogue, self.style)
+        return WebshopEnv(self.config, self._shop)
 
     def fingerprint(self) -> str:
         """The catalogue's hash, and what goals and rewards are made with."""
         made, shop = self.catalogue, self.webshop
         kind = shop.catalogue if self.config.data else "generated"
         return f"webshop {kind}, {len(made.goals)} {shop.goals} goals, nouns {made.nouns}, {made.digest[:16]}"
+
+    def _warmup_task(self, i: int, seed: int) -> Task:
+        number, place = divmod(i, WARMUP_VISITS)
+        shop = 1 + number + seed * 1_000_000
+        goals = self._shop(shop).goals
+        goal = goals[place % len(goals)]
+        return Task(f"warmup/{shop}/{place}", goal.category, Visit(shop, goal))
+
+    def _shop(self, number: int) -> catalogue.Catalogue:
+        return catalogue.generated(self.webshop, number) if number else self.catalogue
 
 
 class WebshopEnv:
@@ -78,13 +93,15 @@ class WebshopEnv:
     admissible: list[str]
     """`click[...]` of all that does something now; queries in words of one's own do so too, on every page."""
 
-    def __init__(self, config: EnvConfig, catalogue: catalogue.Catalogue, style: Style) -> None:
-        self.config, self.catalogue, self.style = config, catalogue, style
+    def __init__(self, config: EnvConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
+        self.config, self._shop = config, shop
+        self.style = make_style(config.style, history=config.history, think=config.think)
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose payload is a Goal."""
-        self.session = Session(self.catalogue, task.payload)
-        self.task = task.payload.instruction
+        """Start `task`, whose payload is a Visit."""
+        visit: Visit = task.payload
+        self.session = Session(self._shop(visit.shop), visit.goal)
+        self.task = visit.goal.instruction
         self._past: list[tuple[str, str]] = []
         self._look()
         return self._text
@@ -115,7 +132,7 @@ class WebshopEnv:
         )
 
     def expert(self) -> str:
-        return self.answer(next_action(self.session, self.style.queries(self.session.goal)))
+        return self.answer(next_action(self.session, self.style.queries(self.session)))
 
     def choices(self) -> list[str]:
         return [self.style.answer(name) for name in self._actions]
