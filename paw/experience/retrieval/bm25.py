@@ -1,13 +1,15 @@
 """BM25 as Lucene scores it, on bm25s: k1 = 0.9, b = 0.4, Porter's stemmer, Lucene's English stop words.
 
-    Bm25(["red shoes", "a blue shirt"]).top(["Shoe"], 5) == [[(0, 0.69...)]]
+    Bm25(["red shoes", "a blue shirt"]).top(["Shoe"], 5) == [[(0, 0.36...)]]
 
 The index holds a score for every (word, document), so that a query adds up a few rows of it.
 """
 
 import re
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ class Bm25:
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None):
         try:
-            import bm25s
+            with _hidden("numba"):
+                import bm25s
             from bm25s.stopwords import STOPWORDS_EN
             from Stemmer import Stemmer
         except ImportError:
@@ -109,3 +112,18 @@ class Bm25Retriever:
     def _build(self) -> Bm25:
         texts = (contents for _, contents in self._documents)
         return Bm25(progress(texts, len(self._documents), "BM25 index"))
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Imports within do without `package`, where it is not loaded yet.
+
+    bm25s imports numba if it can; unused here it costs a second, and vLLM's start on a CPU fails over its modules.
+    """
+    if hide := package not in sys.modules:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hide:
+            del sys.modules[package]
