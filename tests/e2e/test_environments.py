@@ -15,8 +15,9 @@ WORDS = {"webshop": "see:\nshop", "search": "did:\nsearch"}
 @pytest.mark.parametrize("name", ["webshop", "search"])
 def test_an_environment_trains_with_paw(paw, quick, tmp_path, name):
     engine = {"rollout.engine": "vllm"} if name == "search" and importlib.util.find_spec("vllm") else {}
+    own = {"PAW_CACHE": str(tmp_path)}  # `quick_model` is to be alone in the shared one
     where = {"run.dir": tmp_path, "run.name": "run", "wm.alpha": 1.0}
-    paw("train", f"{name}-quickstart", quick | engine | where, env=VLLM)
+    paw("train", f"{name}-quickstart", quick | engine | where, env=VLLM | own)
     run = tmp_path / "run"
     start, *updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert start["eval/games"] == updates[-1]["eval/games"] == 8 and len(updates) == 2

@@ -118,7 +118,7 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw, quick_run, tm
         logp = logp.gather(-1, ids[0, start:, None])[:, 0]
         assert torch.allclose(logp, torch.tensor(turn["sampled_logp"]), atol=1e-4)
         assert turn["response"] in tokenizer.decode(turn["response_ids"])
-        assert turn["outcome"].keys() == {"observation", "reward", "done", "won", "action", "valid"}
+        assert turn["outcome"].keys() == {"observation", "reward", "done", "won", "action", "valid", "score"}
 
 
 def test_eval_prints_json(paw, quick_run):
