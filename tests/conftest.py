@@ -108,6 +108,8 @@ def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[...,
             stdin=subprocess.DEVNULL,
             cwd=tmp_path,
             env=paw_env,
+            # In the background of a script Ctrl-C is ignored, and a child would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(child)
         return child
