@@ -17,6 +17,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken by the other workers
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is no folder is tried for a minute else
+
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
 # stay: the children that tests start would inherit it.
 import torch
@@ -50,7 +52,6 @@ def paw_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": "1",
         "PAW_CACHE": str(tmp_path_factory.mktemp("cache")),
-        "HF_HUB_OFFLINE": "1",
     }
 
 
