@@ -36,7 +36,8 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     interval = f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}"
     print(f"success {metrics['success']:.1%} of {metrics['games']:.0f} games ({interval})")
     print("\n".join(kind_lines(kinds)))
-    print(f"mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
+    scored = f"mean score {metrics['score']:.3f}, " if "score" in metrics else ""
+    print(f"{scored}mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
     return 0
 
 
