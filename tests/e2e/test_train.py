@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.trust import checkpoint
 
+pytestmark = pytest.mark.slow
 STEP_METRICS = {
     "reward/mean",
     "success/all",
@@ -129,13 +130,11 @@ def test_eval_prints_json(paw, quick_run):
         assert result[key] == trained[f"eval/{key}"]  # same games, seeds and weights as the run's last evaluation
 
 
-@pytest.mark.slow
 def test_eval_for_people(paw_here, quick_run):
     text = paw_here("eval", quick_run, {"eval.games": 5}).stdout
     assert "of 5 games" in text and "95 % interval" in text and "generated tiny" in text
 
 
-@pytest.mark.slow
 def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays clean."""
     for name in ("config.toml", "metrics.jsonl"):
@@ -154,7 +153,6 @@ def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
-@pytest.mark.slow
 def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_path):
     for name, seed in (("again", 0), ("other", 1)):
         paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": name, "run.seed": seed})
@@ -169,7 +167,6 @@ def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_pa
     assert read_metrics(quick_run) != read_metrics(tmp_path / "other")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "think"), [("llama", "false"), ("qwen3", "true")])
 def test_any_causal_lm_with_a_chat_template(paw, paw_here, tiny_llm, tmp_path, kind, think):
     """The paper's prompt and loss (KL, entropy bonus, trainer log-probs) on a model that is no quickstart."""

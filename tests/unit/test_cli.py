@@ -162,6 +162,7 @@ def test_a_mistake_in_a_process_of_its_own(paw):
     assert done.stderr == "paw: command line: unknown key '--optim.lrr'; did you mean 'optim.lr'?\n"
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_here(paw):
     done = paw("doctor")
     assert done.stdout.startswith(f"paw {__version__}, Python ")

@@ -60,6 +60,7 @@ def mistake(capfd, *words) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tmp_path):
     arms = make_arms(make_config(start, tmp_path))
     played = {}
