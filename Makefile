@@ -8,7 +8,7 @@ JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check lint gpu clean
+.PHONY: train test check fast lint gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -16,7 +16,10 @@ train: $(VENV)/.base  ## train the quickstart recipe and write a report
 test: $(VENV)/.test  ## everything: unit, kernels, reliability, real vLLM, real TextWorld
 	$(PYTEST) $(ARGS)
 
-check: $(VENV)/.test lint  ## the inner loop, under two minutes
+check: $(VENV)/.test  ## the inner loop, under two minutes
+	$(MAKE) -j2 lint fast
+
+fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test

@@ -247,6 +247,7 @@ def save_under_limit(folder: Path, report: Path) -> None:
         report.write_text(str(error))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     good = checkpoint.save(tmp_path / "c", 1, tensors(1), {})
     child = in_child(save_under_limit, tmp_path / "c", tmp_path / "report")

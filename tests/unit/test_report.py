@@ -208,6 +208,7 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert not (tmp_path / "grpo" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_long_runs_stay_small(tmp_path):
     run = make_run(tmp_path / "run", updates=12)
     long_turn = turn(0, random.Random(0))
