@@ -40,6 +40,13 @@ def turns_of(groups):
     return [turn for episode in episodes_of(groups) for turn in episode.turns]
 
 
+def assert_same_turns(turns, others):
+    """Equal but for rounding: who comes first decides who is computed beside whom."""
+    for turn, other in zip(turns, others, strict=True):
+        assert (turn.prompt, turn.response_ids, turn.outcome) == (other.prompt, other.response_ids, other.outcome)
+        assert turn.sampled_logp == pytest.approx(other.sampled_logp, abs=1e-4)
+
+
 class Scripted:
     """Counts to the task's payload, then wins; raises where it is told to."""
 
@@ -268,14 +275,8 @@ def test_environments_that_may_block_think_at_the_same_time(model):
     meeting = threading.Barrier(12)
     whole = turns_of(play(scripted(model))[0])
     groups, stats = play(scripted(model, think=lambda _: meeting.wait(timeout=10)))
-    turns = turns_of(groups)
+    assert_same_turns(turns_of(groups), whole)
     assert stats.failures == []
-    # Who comes first decides who is computed beside whom, so floats agree to rounding.
-    assert [(t.prompt, t.response_ids, t.outcome) for t in turns] == [
-        (t.prompt, t.response_ids, t.outcome) for t in whole
-    ]
-    for turn, before in zip(turns, whole, strict=True):
-        assert turn.sampled_logp == pytest.approx(before.sampled_logp, abs=1e-4)
 
 
 def test_a_continuous_engine_works_on_while_an_environment_thinks(model):
@@ -304,7 +305,9 @@ def test_lock_step_waits_for_every_live_episode_and_changes_nothing(model):
         return step()
 
     engine.continuous, engine.step = True, counted
-    assert play(rollouts, lock_step=True) == want
+    groups, stats = play(rollouts, lock_step=True)
+    assert stats == want[1]
+    assert_same_turns(turns_of(groups), turns_of(want[0]))
     assert batches == [12, 12, 12, 0]
 
 
