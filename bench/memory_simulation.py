@@ -257,6 +257,9 @@ class FlashState:
     """In place of flash-adamw, whose kernels need a GPU: the tensors of its state, without the arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
+        from paw.learner.flash import in_groups  # imports Triton, whose kernels a test may want interpreted
+
+        self._in_groups = in_groups
         self._parameters = list(policy.parameters())
         self._bits = torch.int16 if config.optim.master_bits == 32 else torch.int8
         self._offload = config.optim.offload
@@ -266,7 +269,9 @@ class FlashState:
         kept = bool(self._state)
         for parameter in self._parameters:
             p = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if self._offload or not kept:
+            if (self._offload or not kept) and not self._in_groups(parameter):
+                self._state.append([torch.empty_like(p, dtype=torch.float32) for _ in range(3)])
+            elif self._offload or not kept:
                 scales = [p.new_empty(-(-p.numel() // 32), dtype=torch.float16) for _ in range(2)]
                 moments = [torch.empty_like(p, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
                 self._state.append([torch.empty_like(p, dtype=self._bits), *moments, *scales])

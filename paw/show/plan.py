@@ -24,6 +24,8 @@ HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
 """flash-adamw: two 8-bit moments with a 16-bit scale for every 32; the further bits of the weight come to that."""
+PLAIN_STATE = 12
+"""flash-adamw: bytes of a norm's or bias's parameter, its weight and moments in float32."""
 
 CARDS = {
     24: (165e12, 1.0e12),  # RTX 4090
@@ -122,7 +124,8 @@ class _Model:
         if config.advantage.estimator == "ppo":
             self.valued = shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden + 1
         self.critic = self.w * self.valued / gpus
-        self.optimizer = self.state * (self.trained + self.valued) / gpus
+        plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0
+        self.optimizer = (self.state * (self.trained + self.valued) + plain) / gpus
         # With LoRA the reference is the policy without its adapters.
         self.reference = self.whole / gpus if config.policy.kl_coef and not self.lora.rank else 0
 

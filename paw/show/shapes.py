@@ -40,11 +40,15 @@ class Shape:
         return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
 
     @property
+    def layer_vectors(self) -> int:
+        """Parameters of the norms and biases of one decoder layer."""
+        bias = self.queries + 2 * self.keys if self.qkv_bias else 0
+        return bias + 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+
+    @property
     def layer(self) -> int:
         """Parameters of one decoder layer."""
-        bias = self.queries + 2 * self.keys if self.qkv_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
-        return sum(i * o for i, o in self.linears.values()) + bias + norms
+        return sum(i * o for i, o in self.linears.values()) + self.layer_vectors
 
     @property
     def embedding(self) -> int:
@@ -55,6 +59,11 @@ class Shape:
     def rest(self) -> int:
         """Parameters outside the decoder layers."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def vectors(self) -> int:
+        """Parameters of all norms and biases."""
+        return self.layers * self.layer_vectors + self.hidden
 
     @property
     def parameters(self) -> int:

@@ -9,17 +9,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import OptimConfig
 from paw.learner.distributed import Ranks, leave, sharded_like, whole
+from paw.learner.flash import in_groups
 from paw.learner.optim import make_optimizer
+from paw.recipe import validate
+from paw.show.plan import plan
+from paw.show.shapes import from_config
 from paw.trust import checkpoint
 
 
 def make(*, offload=False, lr=1e-2, bits=32, model=None):
+    """Rows that 3 ranks share unevenly, norms of heads, a scalar head of one row, rows that are not whole groups."""
     if model is None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False)).bfloat16()
+        layers = [nn.Linear(64, 64), nn.RMSNorm(16), nn.Linear(64, 7, bias=False), nn.Linear(64, 1), nn.Linear(24, 5)]
+        model = nn.Sequential(*layers).bfloat16()
     config = OptimConfig(name="flash-adamw", offload=offload, lr=lr, master_bits=bits)
     return model, make_optimizer(model.parameters(), config)
 
@@ -99,13 +106,44 @@ def bits(_):
         assert off < 0.02 if master_bits == 32 else off > 0.08
 
 
+def plain(_):
+    """Norms, biases and odd rows go the way of torch's AdamW on float32 copies, bit for bit."""
+    model, optimizer = make()
+    named = [(name, p) for name, p in model.named_parameters() if not in_groups(p)]
+    assert [name for name, _ in named] == ["0.bias", "1.weight", "3.bias", "4.weight", "4.bias"]
+    exact = [nn.Parameter(p.detach().float()) for _, p in named]
+    reference = torch.optim.AdamW(exact, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, foreach=False)
+    for i in range(4):
+        step(model, optimizer, i)
+        for copy_, (_, p) in zip(exact, named, strict=True):
+            copy_.grad = p.grad.float()
+        reference.step()
+    for copy_, (_, p) in zip(exact, named, strict=True):
+        assert torch.equal(optimizer.state[p]["weight"], copy_.detach()) and torch.equal(p, copy_.detach().bfloat16())
+
+
+def planned(_):
+    """`paw plan` counts the bytes of the state, of a model with norms of heads."""
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32)
+    settings = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    model = Qwen3ForCausalLM(settings).bfloat16()
+    for master_bits in (24, 32):
+        optimizer = make(model=model, bits=master_bits)[1]
+        step(model, optimizer, 0)
+        found = sum(t.nbytes for p in model.parameters() for k, t in optimizer.state_tensors(p).items() if k != "step")
+        tree = {"model": {"path": "here"}, "optim": {"name": "flash-adamw", "master_bits": master_bits}}
+        shape = from_config(settings.to_dict(), origin="here")
+        wanted = plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"]["optimizer"]
+        assert found == round(wanted * 2**30), (found, wanted * 2**30)
+
+
 def shards(folder):
-    """Two ranks: the bits of one, and a checkpoint that either can read."""
-    ranks = Ranks(torch.device("cpu"), tasks=2)
+    """Several ranks: the bits of one, and a checkpoint that any number can read."""
+    ranks = Ranks(torch.device("cpu"), tasks=8)
     one, first = make()
     two = copy.deepcopy(one)
     for layer in two:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(layer, mesh=init_device_mesh("cpu", (ranks.world,)))
     two, second = make(model=two, offload=True)
     for i in range(2):
         step(one, first, i)
@@ -115,12 +153,15 @@ def shards(folder):
     expected, _ = checkpoint.optimizer_tensors(first, one.named_parameters())
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
+        assert tensor.shape == expected[name].shape, name
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
     third = make(model=two)[1]
-    checkpoint.load_optimizer(third, two.named_parameters(), tensors, info)
-    step(one, first, 2)
-    step(two, third, 2)
-    assert same(one, two)
+    checkpoint.load_optimizer(third, two.named_parameters(), expected, info)
+    fewer, last = make(model=copy.deepcopy(one))
+    checkpoint.load_optimizer(last, fewer.named_parameters(), tensors, info)
+    for model, optimizer in ((one, first), (two, third), (fewer, last)):
+        step(model, optimizer, 2)
+    assert same(one, two) and same(one, fewer)
     ranks.close()
     leave()
 

@@ -1,6 +1,7 @@
 """flash-adamw: flashoptim's real kernels, interpreted on the CPU in a process of their own."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["offload,resume", "bits"])
+@pytest.mark.parametrize("cases", ["offload,resume", "bits,plain,planned"])
 def test_on_interpreted_kernels(cases, tmp_path):
     pytest.importorskip("flashoptim")
     child = start(cases, tmp_path, {})
@@ -40,10 +41,14 @@ def test_on_interpreted_kernels(cases, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks(world, tmp_path):
     pytest.importorskip("flashoptim")
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29677"}
-    ranks = [start("shards", tmp_path, variables | {"RANK": str(rank)}) for rank in range(2)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [start("shards", tmp_path, variables | {"RANK": str(rank)}) for rank in range(world)]
     for rank in ranks:
         _, error = rank.communicate(timeout=300)
         assert rank.returncode == 0, error[-3000:]

@@ -97,7 +97,9 @@ def test_components_are_those_of_the_settings():
     moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
     for bits in (24, 32):
         kept = plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
-        assert kept["optimizer"] == pytest.approx(((bits - 16) / 8 + moments) * P)
+        vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
+        each = (bits - 16) / 8 + moments
+        assert kept["optimizer"] == pytest.approx(each * (P - vectors) + 12 * vectors)
     plain = low_memory(optim__offload=False, optim__name="adamw", policy__offload_reference=False)
     parts = plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
     sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
@@ -115,7 +117,8 @@ def test_a_critic_takes_a_second_model():
         assert parts == pytest.approx(grpo.phases[phase] | {"critic": weights})
     # Its optimizer state lies in host memory beside the policy's: 2 + 2.125 bytes a parameter.
     state = ppo.host["update"]["optimizer"] - grpo.host["update"]["optimizer"]
-    assert state == pytest.approx(4.125 * weights / 2 * 8)
+    vectors = shape.vectors / 2**30
+    assert state == pytest.approx(4.125 * (weights / 2 * 8 - vectors) + 12 * vectors)
     assert ppo.seconds["score"] > grpo.seconds["score"] and ppo.seconds["update"] > grpo.seconds["update"]
 
 
