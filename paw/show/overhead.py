@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Column, Table
 
 from paw.show.plots import BLUE, INK, PHASES, SKY, styled
@@ -20,6 +21,8 @@ Record = dict[str, Any]
 """A line of profile.csv: arm, repeat, phase, and what was measured."""
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
+ENOUGH = 6
+"""Repeats that a 95 % interval of a median takes: even the range of n holds it with probability 1 - 2^(1 - n) only."""
 
 
 def write_csv(path: Path, records: list[Record]) -> None:
@@ -47,18 +50,24 @@ def memory_gib(records: list[Record], arm: str) -> tuple[float, float]:
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
     """Median over the repeats of `other` over `base`, less 1, in per cent, and its 95 % bootstrap interval.
 
-    A ratio within a repeat: what else the machine does then slows both arms.
+    A ratio within a repeat: what else the machine does then slows both arms. Fewer than ENOUGH repeats: their range.
     """
     ratios = other / base
-    draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
-    return [100 * float(r) - 100 for r in (np.median(ratios), *np.percentile(np.median(draws, 1), [2.5, 97.5]))]
+    ends = np.array([ratios.min(), ratios.max()])
+    if len(ratios) >= ENOUGH:
+        draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
+        ends = np.percentile(np.median(draws, 1), [2.5, 97.5])
+    return [100 * float(r) - 100 for r in (np.median(ratios), *ends)]
 
 
 def table(records: list[Record]) -> Table:
     """Medians over the repeats, what the second arm adds in the median repeat, and in Figure 5 (Qwen2.5-1.5B)."""
     arms, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("arm", "phase"))
     step = "step" if "rollout" in phases else "after the rollout"
-    shown = Table(*(Column(name, no_wrap=True) for name in ("", *arms, "PaW adds", "the paper")), box=SIMPLE)
+    repeats = records[-1]["repeat"]
+    spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
+    columns = ("", *arms, f"PaW adds [{spread}]", "the paper")
+    shown = Table(*(Column(escape(name), no_wrap=True) for name in columns), box=SIMPLE)
 
     def times(label: str, which: Sequence[str], key: str = "seconds", paper: str = "") -> None:
         a, b = (pick(records, arm, which, key) for arm in arms)

@@ -51,7 +51,7 @@ def profile(
     need neither games nor vLLM; the step then has no rollout. Raises UserError for what the user can mend.
     """
     if repeats < 2:
-        raise UserError(f"--repeats {repeats}: an interval needs at least 2")
+        raise UserError(f"--repeats {repeats}: a spread needs at least 2")
     if synthetic or rollouts:
         overrides = {"env.data": "none", "rollout.engine": "transformers", **overrides}
     config = load(recipe, overrides)
