@@ -47,7 +47,7 @@ from paw.learner.optim import make_optimizer
 from paw.learner.patches import apply_liger, compile_layers, import_liger
 from paw.learner.sync import full_parameters
 from paw.recipe import dump, load
-from paw.show.evaluate import success_metrics
+from paw.show.evaluate import success_metrics, success_text
 from paw.show.fit import check_machine
 from paw.show.live import LiveView
 from paw.show.report import write_report
@@ -56,7 +56,7 @@ from paw.show.samples import sample_episodes
 from paw.signal.loss import score
 from paw.signal.packing import minibatches
 from paw.trust import checkpoint
-from paw.trust.guards import StopSignal, UpdateGuard, memory_message, out_of_memory
+from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
 from paw.trust.metrics import MetricsLog, check_trackers
 from paw.types import Row
 
@@ -220,14 +220,25 @@ class Run:
             self.reference.to("cpu")
 
     def evaluate(self, rollouts: Rollouts) -> None:
-        """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl."""
+        """Play the evaluation games once each; adds `eval/*` to the metrics and a few episodes to samples.jsonl.
+
+        Raises TrainingStopped where every episode failed, after the update has been written down and saved.
+        """
         with self.clock("eval"):
-            groups, _ = rollouts.evaluation(self.view.progress("evaluation"))
-            self.metrics |= {f"eval/{name}": value for name, value in success_metrics(groups).items()}
+            groups, stats = rollouts.evaluation(self.view.progress("evaluation"))
+            found = success_metrics(groups, stats.failed)
+            self.metrics |= {f"eval/{name}": value for name, value in found.items()}
             limits = {"count": SAMPLES, "max_tokens": self.config.wm.max_tokens}
             for sample in sample_episodes(groups, self.policy, self.engine, self.chat, **limits):
                 if self.log:
                     self.log.sample(self.step, sample)
+        if stats.failed and not groups:
+            self._write_metrics()
+            if self.saved != self.step:
+                self.save()
+            raise TrainingStopped(
+                f"stopped at update {self.step}: evaluation: {success_text(found)}; {what_is_saved(self.saved)}"
+            )
         if self.step == 0:
             self._write_metrics()
 

@@ -39,7 +39,13 @@ class RolloutStats:
     prompt_tokens: int = 0
     response_tokens: int = 0
     cached_tokens: int = 0
-    failures: list[str] = field(default_factory=list)
+    failed: list[Trajectory] = field(default_factory=list)
+    """Episodes whose environment failed: they are in no group."""
+
+    @property
+    def failures(self) -> list[str]:
+        """Which task, and why."""
+        return [f"{trajectory.task.id}: {trajectory.failure}" for trajectory in self.failed]
 
     @classmethod
     def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
@@ -51,7 +57,7 @@ class RolloutStats:
 
     def metrics(self) -> dict[str, float]:
         return {
-            "health/env_failures": len(self.failures),
+            "health/env_failures": len(self.failed),
             "health/groups_dropped": self.groups_dropped,
             "health/prompts_truncated": self.prompts_truncated,
             "perf/cached_frac": self.cached_tokens / max(1, self.prompt_tokens),
@@ -222,7 +228,7 @@ class Rollouts:
                     stats.cached_tokens += completion.cached_tokens
                     think(in_flight.pop(completion.key), completion)
                 completions.clear()
-        stats.failures = [f"{t.task.id}: {t.failure}" for group in groups for t in group.trajectories if t.failure]
+        stats.failed = [t for group in groups for t in group.trajectories if t.failure is not None]
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]

@@ -122,10 +122,10 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
         tasks = suite.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
-        groups, _ = rollouts.play(
+        groups, stats = rollouts.play(
             tasks, group_size=1, temperature=temperature, seed=settings.seed, stream=f"warmup/{step}"
         )
-        success, before = success_metrics(groups)["success"], success
+        success, before = success_metrics(groups, stats.failed).get("success", 0.0), success
         report(
             f"warm-up: step {step}, loss {loss:.3f}, success {success:.2f} at temperature {temperature:g}, "
             f"{time.monotonic() - started:.0f} s"

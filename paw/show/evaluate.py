@@ -1,10 +1,11 @@
 """Evaluation: success on held-out games, overall and per task type, with Wilson intervals."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from paw.experience.envs.search.data import SETS
-from paw.types import Group
+from paw.types import Group, Trajectory
 
 
 def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
@@ -21,35 +22,57 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def success_metrics(groups: list[Group]) -> dict[str, float]:
-    """Of the episodes: success, its interval, games, return, steps, share of valid actions, and success_<kind>.
+def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
+    """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>.
 
-    Also the mean score of their last turns, where the environment scores them.
+    Also the mean score of their last turns, where the environment scores them. Episodes whose environment `failed` are
+    among the games and not successful, and "failure" is why the first did; the means of return, steps, valid actions
+    and score are over the others. Where no episode ended, games, failures and failure are all there is.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for episode in episodes for turn in episode.turns]
-    n, won = len(episodes), sum(episode.won for episode in episodes)
+    n, won = len(episodes) + len(failed), sum(episode.won for episode in episodes)
+    counts = {"games": float(n), "failures": float(len(failed)), **({"failure": failed[0].failure} if failed else {})}
+    if not episodes:
+        return counts
     low, high = wilson(won, n)
     scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
     by_kind: dict[str, list[bool]] = {}
-    for episode in episodes:
-        by_kind.setdefault(episode.task.kind, []).append(episode.won)
+    for kind, success in _ended(groups, failed):
+        by_kind.setdefault(kind, []).append(success)
     return {
-        "success": won / max(1, n),
+        **counts,
+        "success": won / n,
         "ci_low": low,
         "ci_high": high,
-        "games": float(n),
-        "return": sum(e.episode_return for e in episodes) / max(1, n),
-        "steps": len(turns) / max(1, n),
+        "return": sum(e.episode_return for e in episodes) / len(episodes),
+        "steps": len(turns) / len(episodes),
         "valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
         **({"score": sum(scores) / len(scores)} if scores else {}),
         **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
     }
 
 
-def kind_table(groups: list[Group]) -> dict[str, dict[str, float]]:
-    """`kind_rows` of the episodes."""
-    return kind_rows((episode.task.kind, episode.won) for group in groups for episode in group.trajectories)
+def success_text(metrics: Mapping[str, Any]) -> str:
+    """Success as people read it, from `success_metrics`.
+
+    >>> success_text({"success": 0.25, "games": 8.0, "failures": 6.0, "failure": "RuntimeError: boom"})
+    '25.0% of 8 games, 6 failed (RuntimeError: boom)'
+    """
+    share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
+    failed = f", {metrics['failures']:.0f} failed ({metrics['failure']})" if metrics["failures"] else ""
+    return f"{share} of {metrics['games']:.0f} games{failed}"
+
+
+def kind_table(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, dict[str, float]]:
+    """`kind_rows` of the episodes; those whose environment `failed` are not successful."""
+    return kind_rows(_ended(groups, failed))
+
+
+def _ended(groups: list[Group], failed: Sequence[Trajectory]) -> Iterator[tuple[str, bool]]:
+    """(kind, whether won) of every episode."""
+    yield from ((episode.task.kind, episode.won) for group in groups for episode in group.trajectories)
+    yield from ((episode.task.kind, False) for episode in failed)
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:

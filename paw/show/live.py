@@ -13,10 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paw.show.evaluate import success_text
 from paw.trust.metrics import Metrics
 
 LINE = {
-    "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval/success": "eval {:.1%}",
+    "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval": "eval {}",
     "world/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "world/loss": "world {:.3g}",
     "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
     "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
@@ -99,14 +100,16 @@ class LiveView:
         if step > self.step:
             self._seconds.append(now - self._last)
         self._last, self.step = now, step
-        self._metrics = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self._metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if self._seconds:
             left = sum(self._seconds) / len(self._seconds) * (self.total - step)
             self._metrics |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
-        names = [name for name in self._metrics if name.startswith("eval/success")]
-        if names:
-            shares = {name: name.removeprefix("eval/").removeprefix("success_") + " {:.1%}" for name in names}
-            self._eval = [*self._texts(shares), f"at update {step}"]
+        if "eval/games" in metrics:
+            self._metrics["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
+            kinds = [name for name in self._metrics if name.startswith("eval/success_")]
+            shares = {name: name.removeprefix("eval/success_") + " {:.1%}" for name in kinds}
+            self._eval = [self._metrics["eval"], *self._texts(shares), f"at update {step}"]
         for name, values in self._trend.items():
             if name in self._metrics:
                 values.append(self._metrics[name])
@@ -114,7 +117,7 @@ class LiveView:
             self._live.refresh()
         elif self.mode == "plain":
             done = f"step {self.step:>{len(str(self.total))}}/{self.total}"
-            self.message("  ".join([done, *self._texts(LINE)]))
+            self.message("  ".join([done, *self._texts(LINE | self._trouble())]))
 
     def _texts(self, forms: dict[str, str]) -> list[str]:
         """The metrics that are there, each as its form writes it."""
@@ -147,9 +150,11 @@ class LiveView:
         row("eval", *self._eval, style="cyan")
         for label, forms in ROWS.items():
             row(label, *self._texts(forms))
-        trouble = {name: form for name, form in TROUBLE.items() if self._metrics.get(name)}
-        row("trouble", *self._texts(trouble), style="yellow")
+        row("trouble", *self._texts(self._trouble()), style="yellow")
         return Group(bar, table)
+
+    def _trouble(self) -> dict[str, str]:
+        return {name: form for name, form in TROUBLE.items() if self._metrics.get(name)}
 
     def _spark(self, name: str, top: float | None = None) -> str:
         """The last values as little bars, from 0 (or the lowest, if below) to `top` or the highest."""

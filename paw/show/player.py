@@ -18,27 +18,31 @@ from paw.learner.export import export_run, start_model
 from paw.learner.model import load_policy, load_tokenizer, pick_device
 from paw.learner.sync import push_weights
 from paw.recipe import load, load_played
-from paw.show.evaluate import kind_lines, kind_table, success_metrics
+from paw.show.evaluate import kind_lines, kind_table, success_metrics, success_text
 
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
-    """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals."""
+    """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals.
+
+    Returns 1 where episodes failed, else 0.
+    """
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)
-        metrics, kinds = success_metrics(groups), kind_table(groups)
+        metrics, kinds = success_metrics(groups, stats.failed), kind_table(groups, stats.failed)
         source = rollouts.suite.fingerprint()
     if as_json:
         about = {"model": path, "source": source, "temperature": config.eval.temperature}
         print(json.dumps({**about, **metrics, "kinds": kinds}))
-        return 0
+        return 1 if stats.failed else 0
     print(f"{path} on {source}, temperature {config.eval.temperature:g}")
-    interval = f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}"
-    print(f"success {metrics['success']:.1%} of {metrics['games']:.0f} games ({interval})")
-    print("\n".join(kind_lines(kinds)))
-    scored = f"mean score {metrics['score']:.3f}, " if "score" in metrics else ""
-    print(f"{scored}mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
-    return 0
+    print(f"success {success_text(metrics)}")
+    if groups:
+        print(f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}")
+        print("\n".join(kind_lines(kinds)))
+        scored = f"mean score {metrics['score']:.3f}, " if "score" in metrics else ""
+        print(f"{scored}mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
+    return 1 if stats.failed else 0
 
 
 def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, tasks: int, out: str) -> int:
@@ -57,8 +61,8 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
             where = {"task": episode.task.id, "kind": episode.task.kind, "member": episode.member}
             for number, turn in enumerate(episode.turns):
                 file.write(json.dumps({**where, "step": number, **asdict(turn)}) + "\n")
-    metrics = success_metrics(groups)
-    to_stderr(f"{metrics['games']:.0f} episodes, success {metrics['success']:.1%}")
+    written = sum(len(group.trajectories) for group in groups)
+    to_stderr(f"{written} episodes, success {success_text(success_metrics(groups, stats.failed))}")
     return 0
 
 

@@ -79,11 +79,15 @@ def out_of_memory(error: BaseException) -> bool:
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
     """One line for the user: where memory ran out, how much was in use, and what to change."""
-    kept = f"the checkpoint of update {saved} is intact (--resume auto)" if saved else "there is no checkpoint yet"
     return (
         f"out of memory in phase '{phase}' of update {update} on rank {rank}, peak {peak_gib:.1f} GiB: lower or set"
-        f" {KNOBS.get(phase, KNOBS['update'])} (`paw plan` finds settings that fit); {kept}"
+        f" {KNOBS.get(phase, KNOBS['update'])} (`paw plan` finds settings that fit); {what_is_saved(saved)}"
     )
+
+
+def what_is_saved(step: int) -> str:
+    """What a user can go on from, `step` being that of the newest checkpoint."""
+    return f"the checkpoint of update {step} is intact (--resume auto)" if step else "there is no checkpoint yet"
 
 
 def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:

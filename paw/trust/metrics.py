@@ -3,7 +3,7 @@
 Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} world/{loss,lambda,selected_frac,masked_frac,
 live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
 sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,valid_actions,
-sampler_mismatch} eval/{success,success_<kind>,return,steps}.
+sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
 """
 
 import importlib.util

@@ -153,12 +153,12 @@ def test_plain_is_one_line_an_update():
         view.header(["recipe [x]", "run dir"])
         view.update(1, METRICS)
         view.message("saved [bold]")
-        view.update(2, {"eval/success": 0.41})
+        view.update(2, {"eval/success": 0.41, "eval/games": 100.0, "eval/failures": 0.0, "health/env_failures": 2})
     text = out.getvalue().splitlines()
     assert text[0] == "recipe [x]" and text[1] == "run dir" and text[3] == "saved [bold]" and len(text) == 5
     assert text[2].startswith("step   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
     assert "2,310 tok/s" in text[2] and "21.3 GiB" in text[2] and "kl" not in text[2] and "\x1b" not in out.getvalue()
-    assert text[4].startswith("step   2/150  eval 41.0%")
+    assert text[4].startswith("step   2/150  eval 41.0% of 100 games  ") and "environment failures 2" in text[4]
 
 
 def test_the_live_view_shows_what_it_must():
@@ -166,7 +166,8 @@ def test_the_live_view_shows_what_it_must():
     with LiveView(20, console=console) as view:
         assert view.mode == "live"
         view.header(["recipe [x]"])
-        view.update(4, {"eval/success": 0.41, "eval/success_pick": 0.6, "success/all": 0.1})
+        evaluation = {"success": 0.41, "success_pick": 0.6, "games": 100.0, "failures": 1.0, "failure": "OSError: gone"}
+        view.update(4, {**{f"eval/{name}": value for name, value in evaluation.items()}, "success/all": 0.1})
         view.message("saved [bold]")
         view.update(5, {**METRICS, "health/env_failures": 2})
     shown = raw.getvalue().decode()
@@ -174,7 +175,12 @@ def test_the_live_view_shows_what_it_must():
     frame = shown.rsplit("update 5/20", 1)[1]
     for piece in (
         *("left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "update 3.3 s"),
-        *("2,310 tokens/s", "peak 21.3 GiB", "environment failures 2", "41.0%  pick 60.0%  at update 4"),
+        *(
+            "2,310 tokens/s",
+            "peak 21.3 GiB",
+            "environment failures 2",
+            "41.0% of 100 games, 1 failed (OSError: gone)  pick 60.0%  at update 4",
+        ),
     ):
         assert piece in frame, piece
     assert "nan" not in frame and "None" not in frame
