@@ -100,7 +100,7 @@ class Run:
         self.suite.train_tasks(0, 1, config.run.seed)
         self.suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
         size = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
-        check_machine(config, gpus=self.ranks.world, gpu_gib=size)
+        check_machine(config, gpus=self.ranks.world, gpu_gib=size, on_host=self.ranks.on_host)
         backend = pick_backend(config.model.head_backend, device, config.model.dtype)
         attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
         warmup_started = time.monotonic()

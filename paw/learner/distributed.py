@@ -41,10 +41,16 @@ class Ranks:
     def __init__(self, device: torch.device, *, tasks: int) -> None:
         """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
         self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+        self.on_host = _variable("LOCAL_WORLD_SIZE", self.world)
         self._device = device
         if not 0 <= self.rank < self.world:
             raise UserError(
                 f"RANK = {self.rank} and WORLD_SIZE = {self.world} do not fit; start with --gpus or torchrun"
+            )
+        if not 1 <= self.on_host <= self.world:
+            raise UserError(
+                f"LOCAL_WORLD_SIZE = {self.on_host} and WORLD_SIZE = {self.world} do not fit; start with --gpus or"
+                " torchrun"
             )
         if tasks < self.world:
             raise UserError(f"rollout.tasks = {tasks} on {self.world} ranks leaves some without a task; lower --gpus")
@@ -174,7 +180,12 @@ def launch(count: int, arguments: list[str]) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     with ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
         ranks = [

@@ -60,7 +60,7 @@ class Fit:
 
 
 def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Fit:
-    """Climb the ladder until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, host_gib."""
+    """Climb the ladder until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
 
     def climb(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
@@ -129,8 +129,9 @@ def changed(config: Config, *changes: Change) -> Config:
     return validate(tree, origin="paw plan")
 
 
-def check_machine(config: Config, *, gpus: int, gpu_gib: float | None) -> None:
-    """`check_fits` for this machine; without a GPU (None) weights, gradients and moments against host memory.
+def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
+    """`check_fits` for this host, with `on_host` of the ranks; without a GPU (None) weights, gradients and moments
+    against its memory.
 
     A model made on the spot, or of a kind the plan does not know, passes.
     """
@@ -142,9 +143,9 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None) -> None:
         return
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if gpu_gib is not None:
-        return check_fits(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib)
+        return check_fits(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=-(-gpus // on_host))
     parts = plan(config, shape, gpus=gpus, gpu_gib=host_gib).phases["update"]
-    need = gpus * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
+    need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
     if need > host_gib:
         raise UserError(
             f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer take {need:.0f} GiB,"
@@ -152,12 +153,14 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None) -> None:
         )
 
 
-def check_fits(config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None) -> None:
+def check_fits(
+    config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None, hosts: int = 1
+) -> None:
     """Raise UserError for what cannot fit, with the plan's numbers and the nearest settings that do, to paste.
 
     A plan is an upper end: here the whole card counts as usable and one sequence of KV cache as enough.
     """
-    machine: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib}
+    machine: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": hosts}
     reasons = plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
@@ -174,7 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", default="1x80GB", metavar="NxGB", help="cards and their memory (default: %(default)s)"
     )
-    parser.add_argument("--host-gib", type=float, metavar="N", help="host memory (default: not limited)")
+    parser.add_argument("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the recipe that fits")
 
@@ -186,11 +190,14 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     cards = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)(?:GB|GiB)?", options.gpus, re.IGNORECASE)
     if not cards:
         raise UserError(f"command line: --gpus '{options.gpus}': write it like 1x80GB or 8x80GB")
+    if not 1 <= options.hosts <= int(cards[1]):
+        raise UserError(f"command line: --hosts {options.hosts}: from 1 to the {cards[1]} cards of --gpus")
     given = overrides | ({"model.path": options.model} if options.model else {})
     config = load(options.recipe or BASE, given)
     if not options.recipe and "model.checkpointing" not in overrides:
         config = changed(config, {"model.checkpointing": "none"})
     machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib}
+    machine["hosts"] = options.hosts
     found = fit(config, shape_of(config.model.path), pinned=overrides.keys(), **machine)
     if options.out and found.fits:
         _write(options.out, found.best)

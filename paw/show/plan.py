@@ -1,8 +1,9 @@
 """What a configuration needs, by arithmetic: GPU and host memory by component, seconds of an update. Loads no torch.
 
-Memory is that of one GPU, N of them; T tokens of a micro-batch; `c` bytes an element in the forward pass, `w` of a
-stored weight. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
-`bench/memory.py` holds the update and the step against a simulated one (docs/memory.md). The rest is stated assumption.
+Memory is that of one GPU, N of them, or of one host with its share of them; T tokens of a micro-batch; `c` bytes an
+element in the forward pass, `w` of a stored weight. All formulas are upper ends: gradients of an earlier micro-batch
+are there, every token is a target. `bench/memory.py` holds the update and the step against a simulated one
+(docs/memory.md). The rest is stated assumption.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Plan:
     phases: dict[str, dict[str, float]]
     """Components of each phase, of one GPU: rollout, score, update, step."""
     host: dict[str, dict[str, float]]
-    """Likewise, of the whole machine: load, update, save, export."""
+    """Likewise, of the first host, all its ranks: load, update, save, export."""
     seconds: dict[str, float]
     gpus: int
     gpu_gib: float
@@ -88,9 +89,11 @@ class Plan:
         return found
 
 
-def plan(config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None) -> Plan:
-    """Predict memory and time of one update of `config` on `gpus` cards of `gpu_gib` GiB."""
-    model = _Model(config, shape, gpus, gpu_gib)
+def plan(
+    config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
+) -> Plan:
+    """Predict memory and time of one update of `config` on `gpus` cards of `gpu_gib` GiB, on `hosts` machines."""
+    model = _Model(config, shape, gpus, gpu_gib, hosts)
     phases, host = (
         {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
         for sizes in (model.phases(), model.host())
@@ -102,8 +105,9 @@ def plan(config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: f
 class _Model:
     """The formulas, in bytes."""
 
-    def __init__(self, config: Config, shape: Shape, gpus: int, gpu_gib: float) -> None:
+    def __init__(self, config: Config, shape: Shape, gpus: int, gpu_gib: float, hosts: int) -> None:
         self.config, self.shape, self.N, self.gpu_gib = config, shape, gpus, gpu_gib
+        self.on_host = -(-gpus // hosts)
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
         self.vllm, flash = config.rollout.engine == "vllm", config.optim.name == "flash-adamw"
         self.c = 2 if config.model.dtype == "bfloat16" else 4
@@ -229,19 +233,19 @@ class _Model:
         }
 
     def host(self) -> dict[str, dict[str, float]]:
-        """Of the machine, all its ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
-        config, s, N = self.config, self.shape, self.N
+        """Of rank 0's host, its n ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
+        config, s, n, several = self.config, self.shape, self.on_host, self.N > 1
         offloads = config.policy.offload_reference
         sleeping = self.vllm and config.rollout.sleep_level == 1
-        activations = PINNED * self.kept() * N if config.model.offload_activations else 0
-        processes = {"processes": HOST_PROCESS * N}
+        activations = PINNED * self.kept() * n if config.model.offload_activations else 0
+        processes = {"processes": HOST_PROCESS * n}
         resident = processes | {
-            "optimizer": (self.optimizer + SLAB) * N if config.optim.offload else 0,
-            "reference": self.reference * N * (PINNED if N > 1 else 1) if offloads else 0,
-            "engine": PINNED * self.c * s.parameters * N if sleeping else 0,
+            "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
+            "reference": self.reference * n * (PINNED if several else 1) if offloads else 0,
+            "engine": PINNED * self.c * s.parameters * n if sleeping else 0,
         }
-        loaded = {"weights": self.whole, "reference": self.reference * N if N > 1 or offloads else 0}
-        loaded |= {"critic": self.critic * N if N > 1 else 0}
+        loaded = {"weights": self.whole, "reference": self.reference * n if several or offloads else 0}
+        loaded |= {"critic": self.critic * n if several else 0}
         return {
             "load": processes | loaded,
             "update": resident | {"activations": activations},

@@ -152,6 +152,7 @@ def test_mistakes_are_told_once(start, tmp_path):
         ({"RANK": "1", "WORLD_SIZE": "4"}, r"rollout\.tasks = 3 on 4 ranks leaves some without a task; lower --gpus"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE = 3 and WORLD_SIZE = 2 do not"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, words):

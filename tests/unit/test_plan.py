@@ -8,7 +8,7 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
-from paw.show.fit import LADDER, changed, check_fits, fit, get
+from paw.show.fit import LADDER, changed, check_fits, check_machine, fit, get
 from paw.show.plan import HEAD_BUFFER, plan
 from paw.show.shapes import SHAPES, from_config, shape_of
 
@@ -122,6 +122,22 @@ def test_a_critic_takes_a_second_model():
     assert ppo.seconds["score"] > grpo.seconds["score"] and ppo.seconds["update"] > grpo.seconds["update"]
 
 
+def test_host_memory_is_that_of_the_ranks_on_one_host(monkeypatch):
+    config, shape = low_memory(), shape_of(NAME)
+    one, two = (plan(config, shape, gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2))
+    half = plan(config, shape, gpus=8, gpu_gib=80.0)
+    assert one.phases == two.phases and two.host["update"]["processes"] == half.host["update"]["processes"]
+    assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
+
+    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B"})
+    need = plan(config, shape_of(config.model.path), gpus=1, gpu_gib=80.0).phases["update"]
+    pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
+    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
+    check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
+    with pytest.raises(UserError, match="does not fit"):
+        check_machine(config, gpus=2, gpu_gib=None, on_host=2)
+
+
 def test_every_saving_saves():
     shape = shape_of(NAME)
     peaks = [
@@ -200,6 +216,7 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
         (["--gpus", "1x80GB"], "give a recipe or --model"),
         (["--model", NAME, "--gpus", "80"], "--gpus '80': write it like 1x80GB"),
         (["--model", NAME, "--gpus", "0x80GB"], "write it like"),
+        (["--model", NAME, "--gpus", "2x80GB", "--hosts", "3"], "--hosts 3: from 1 to the 2 cards"),
         (["--model", NAME, "--optim.nam", "x"], "did you mean 'optim.name'"),
     ],
 )
