@@ -170,7 +170,7 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
         **gradients.metrics(minibatches=steps),
         **critic,
         "optim/lr": lr,
-        "optim/grad_norm": sum(norms) / max(1, len(norms)),
+        **({"optim/grad_norm": fmean(norms)} if norms else {}),
         "optim/skipped": run.guard.skipped,
     }
 

@@ -60,7 +60,7 @@ class RolloutStats:
             "health/env_failures": len(self.failed),
             "health/groups_dropped": self.groups_dropped,
             "health/prompts_truncated": self.prompts_truncated,
-            "perf/cached_frac": self.cached_tokens / max(1, self.prompt_tokens),
+            **({"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}),
         }
 
 

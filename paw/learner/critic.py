@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ class Critic:
         return {"critic/explained_variance": float(1.0 - unexplained / spread)} if spread > 0 else {}
 
     def learn(self, minibatches: Iterable[list[Row]]) -> dict[str, float]:
-        """An optimizer step over each mini-batch of judged rows; steps with non-finite gradients are left out."""
+        """An optimizer step over each mini-batch of judged rows; steps with non-finite gradients are left out.
+
+        Returns critic/loss, critic/clip_frac and, unless every step was left out, critic/grad_norm.
+        """
         losses: list[float] = []
         norms: list[float] = []
         clipped = tokens = 0
@@ -96,9 +100,9 @@ class Critic:
                 norms.append(norm)
             self.optimizer.zero_grad(set_to_none=True)
         return {
-            "critic/loss": sum(losses) / max(1, len(losses)),
-            "critic/grad_norm": sum(norms) / max(1, len(norms)),
-            "critic/clip_frac": sum(self.ranks.gather(clipped)) / max(1, tokens),
+            "critic/loss": fmean(losses),
+            "critic/clip_frac": sum(self.ranks.gather(clipped)) / tokens,
+            **({"critic/grad_norm": fmean(norms)} if norms else {}),
         }
 
     def values(self, batch: Batch) -> Tensor:

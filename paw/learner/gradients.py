@@ -29,7 +29,7 @@ class Gradients:
     """Rows of the whole update."""
     totals: losses.Totals = field(default_factory=losses.Totals)
     terms: list[dict[str, float]] = field(default_factory=list)
-    """Of each mini-batch: policy/grad_norm, world/grad_norm and world/factor, where the terms are kept apart."""
+    """Of each mini-batch whose terms are kept apart: policy/grad_norm, world/grad_norm and, balanced, world/factor."""
 
     def form(self, minibatch: list[Row]) -> tuple[float, float]:
         """(loss, norm of the gradient before the joint clip) of a mini-batch; the gradient is clipped."""
@@ -45,9 +45,8 @@ class Gradients:
         factor = 1.0
         if wm.balance == "gradient" and policy_norm > 0.0 and world_norm > 0.0:
             factor = wm.ratio * policy_norm / world_norm
-        self.terms.append(
-            {"policy/grad_norm": policy_norm, "world/grad_norm": factor * world_norm, "world/factor": factor}
-        )
+        norms = {"policy/grad_norm": policy_norm, "world/grad_norm": factor * world_norm}
+        self.terms.append(norms | ({"world/factor": factor} if wm.balance == "gradient" else {}))
         scales = (1.0, factor)
         if optim.clip == "separate":
             limits = ((optim.grad_clip / (norm + 1e-6)) for norm in (policy_norm, factor * world_norm))
@@ -61,7 +60,8 @@ class Gradients:
 
     def metrics(self, *, minibatches: int) -> dict[str, float]:
         """Of the whole update, over all ranks; norms are means over mini-batches."""
-        found = losses.Totals.sum(self.ranks.gather(self.totals)).metrics(minibatches=minibatches)
+        totals = losses.Totals.sum(self.ranks.gather(self.totals))
+        found = totals.metrics(self.objective, minibatches=minibatches)
         if self.terms:
             found |= {key: sum(term[key] for term in self.terms) / len(self.terms) for key in self.terms[0]}
         return found

@@ -319,10 +319,11 @@ class Totals:
     def sum(cls, parts: Iterable["Totals"]) -> "Totals":
         return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
-    def metrics(self, *, minibatches: int) -> dict[str, float]:
-        """Losses are means over the optimizer steps; fractions and means are over tokens, absent where there are none.
+    def metrics(self, objective: Objective, *, minibatches: int) -> dict[str, float]:
+        """Losses are means over the optimizer steps, fractions and means are over tokens.
 
-        Rows without any gradient made no forward pass and are in no mean.
+        What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
+        masks none. Rows without any gradient made no forward pass and are in no mean.
         """
         steps = max(1, minibatches)
         metrics = {"policy/loss": self.policy_loss / steps}
@@ -330,15 +331,17 @@ class Totals:
             metrics |= {
                 "policy/clip_frac": self.clipped / self.actions,
                 "policy/entropy": self.entropy / self.actions,
-                "policy/kl": self.kl / self.actions,
                 "world/live_frac": self.live / (self.actions + self.observations),
             }
+            if objective.kl_coef > 0.0:
+                metrics["policy/kl"] = self.kl / self.actions
         if self.observations:
             metrics |= {
                 "world/loss": self.world_loss / steps,
                 "world/token_loss": self.row_loss / self.observations,
-                "world/masked_frac": self.masked / self.observations,
             }
+            if objective.observation_loss == "cmae":
+                metrics["world/masked_frac"] = self.masked / self.observations
         return metrics
 
 

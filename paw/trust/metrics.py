@@ -4,6 +4,7 @@ Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} world
 live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
 sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,valid_actions,
 sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
+A name is absent where it was not measured: never 0 in its place.
 """
 
 import importlib.util

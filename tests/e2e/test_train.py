@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 STEP_METRICS = {
     "reward/mean",
     "success/all",
-    "policy/loss", "policy/clip_frac", "policy/kl", "policy/entropy",
+    "policy/loss", "policy/clip_frac", "policy/entropy",
     "world/loss", "world/token_loss", "world/lambda", "world/selected_frac", "world/masked_frac", "world/live_frac",
     "optim/lr", "optim/grad_norm", "optim/skipped",
     "time/rollout", "time/score", "time/update", "time/sync",

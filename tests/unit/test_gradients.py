@@ -58,7 +58,7 @@ def test_apart_or_joint_the_gradient_is_the_same(policy, rows):
     acting, world = terms(policy, rows)
     assert found_apart["policy/grad_norm"] == pytest.approx(float(acting.norm()), rel=1e-5)
     assert found_apart["world/grad_norm"] == pytest.approx(float(world.norm()), rel=1e-5)
-    more = {"policy/grad_norm", "world/grad_norm", "world/factor"}
+    more = {"policy/grad_norm", "world/grad_norm"}
     assert found_apart.keys() - found.keys() == more and not found.keys() & more
     shared = found.keys() - {"world/live_frac"}  # apart, rows without any policy gradient are not even run
     assert {key: found_apart[key] for key in shared} == pytest.approx({key: found[key] for key in shared}, rel=1e-5)

@@ -238,7 +238,7 @@ def test_totals_of_micro_batches_are_those_of_one(policy, rows):
         for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
             coefficients = loss_rows(batch, rows, FULL, update_rows=40)
             totals.add(joint_loss(policy, batch, coefficients, temperature=1.0), coefficients)
-        return totals.metrics(minibatches=1)
+        return totals.metrics(FULL, minibatches=1)
 
     whole = metrics(10**6)
     assert metrics(50) == pytest.approx(whole, rel=1e-5)
@@ -250,7 +250,20 @@ def test_totals_of_micro_batches_are_those_of_one(policy, rows):
 
 def test_totals_of_nothing_report_no_means():
     """No entropy of 0 that a collapse warning would take for real."""
-    assert Totals().metrics(minibatches=2) == {"policy/loss": 0.0}
+    assert Totals().metrics(FULL, minibatches=2) == {"policy/loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"observation_loss": "ce"}, "world/masked_frac")]
+)
+def test_what_was_not_measured_is_absent(policy, rows, changed, absent):
+    def keys(objective):
+        batch = collate(rows, range(len(rows)), with_observation=True, device=CPU)
+        coefficients, totals = loss_rows(batch, rows, objective, update_rows=40), Totals()
+        totals.add(joint_loss(policy, batch, coefficients, temperature=1.0), coefficients)
+        return totals.metrics(objective, minibatches=1).keys()
+
+    assert keys(FULL) - keys(replace(FULL, **changed)) == {absent}
 
 
 def test_truncated_importance_sampling_by_hand():

@@ -1,5 +1,6 @@
 """Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for bit."""
 
+import math
 import random
 import statistics
 from itertools import pairwise
@@ -18,7 +19,7 @@ from paw.learner.sync import push_weights
 from paw.recipe import validate
 from paw.run import open_run
 from paw.signal.packing import alike_batches
-from paw.train import update
+from paw.train import learn, update, weigh
 from paw_kernels import LossRows, paw_loss, token_stats
 
 LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
@@ -174,6 +175,17 @@ def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_
     _, _, metrics = run_updates(make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_rows=1000), 2)
     assert metrics[0]["policy/kl"] < 1e-9
     assert metrics[1]["policy/kl"] > 1e-4
+
+
+def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_path):
+    config = make_config(start, tmp_path, optim_minibatch_rows=1000)
+    with open_run(config) as run:
+        push_weights(run.policy.lm, run.engine, version=0)
+        groups, _ = Rollouts(run.suite, run.engine, run.chat, config).training(0, 4)
+        rows = weigh(run, groups)
+        next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
+        metrics = learn(run, rows)
+    assert metrics["optim/skipped"] == 1 and "optim/grad_norm" not in metrics
 
 
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])

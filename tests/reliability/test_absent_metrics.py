@@ -1,0 +1,37 @@
+"""What a run does not measure is in no log, line, table or plot, and may appear later, on resuming too."""
+
+import csv
+import json
+from pathlib import Path
+
+GUESS = f"{Path(__file__).parents[2] / 'docs' / 'example_environment.py'}:Guess"
+
+
+def test_kl_without_a_reference_is_absent_and_appears_once_there_is_one(paw_here, tiny_llm, tmp_path):
+    settings = {
+        "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.name": "run",
+        "run.updates": 1, "run.threads": 1, "env.name": GUESS, "env.max_turns": 2, "env.invalid_penalty": 0.1,
+        "rollout.tasks": 2, "rollout.group_size": 4, "rollout.engine": "transformers",
+        "rollout.max_response_tokens": 4, "eval.games": 2, "advantage.penalty_only": "keep", "wm.loss": "ce",
+        "wm.grad_norms": True, "policy.kl_coef": 0,
+    }  # fmt: skip
+    recipe, run = tmp_path / "guess.toml", tmp_path / "run"
+    recipe.write_text('[model]\npath = "-"\n')
+    done = paw_here("train", recipe, settings)
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert first["world/loss"] > 0 and "policy/entropy" in first and "world/grad_norm" in first
+    # KL without a reference, the mask of a loss without one, a factor that balances nothing, an engine without a cache
+    absent = {"policy/kl", "world/masked_frac", "world/factor", "perf/cached_frac"}
+    assert not first.keys() & absent and "  kl " not in done.stdout
+    page = (run / "report.html").read_text()
+    assert "policy/entropy" in page and not any(key in page for key in absent)
+    assert not (run / "plots" / "policy_kl.png").exists() and (run / "plots" / "policy_entropy.png").exists()
+
+    done = paw_here("train", recipe, settings | {"policy.kl_coef": 0.1, "run.updates": 2}, "--resume", "auto")
+    _, first, second = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "policy/kl" not in first and second["policy/kl"] >= 0 and "  kl " in done.stdout
+    assert "policy/kl" in (run / "report.html").read_text() and (run / "plots" / "policy_kl.png").exists()
+    paw_here("experiment", "dynamics", run, "--out", tmp_path / "curves")
+    with (tmp_path / "curves" / "dynamics.csv").open(newline="") as file:
+        found = [line["policy/kl"] for line in csv.DictReader(file)]
+    assert found[:2] == ["", ""] and float(found[2]) >= 0
