@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,10 @@ from paw.show.rundir import code_commit, read_info
 from paw.show.samples import sample_episodes
 from paw.signal.loss import score
 from paw.signal.packing import minibatches
-from paw.trust import checkpoint
+from paw.trust import training_state
 from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
 from paw.trust.metrics import MetricsLog, check_trackers
+from paw.trust.training_state import Learner
 from paw.types import Row
 
 STARTING_OVER = -1
@@ -91,8 +91,8 @@ class Run:
         self.ranks = Ranks(device, tasks=config.rollout.tasks)
         stack.callback(self.ranks.close)
         self.directory = config.run.dir / config.run.name
-        if self.ranks.first:
-            _prepare(self.directory, config, resume=resume)
+        self.ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
+        self.ranks.from_first(lambda: _prepare(self.directory, config, resume=resume))
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config)
         if config.wm.enabled and config.wm.weight == "adaptive":
@@ -261,49 +261,27 @@ class Run:
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(rows, size=self.config.optim.minibatch_rows, seed=seed)
 
-    def _learners(self) -> Iterator[tuple[str, Policy, torch.optim.Optimizer, UpdateGuard]]:
-        """Models that learn, with what their files of a checkpoint begin with."""
-        yield "", self.policy, self.optimizer, self.guard
+    def _learners(self) -> list[Learner]:
+        found = [Learner("", self.policy, self.optimizer, self.guard)]
         if self.critic:
-            yield "critic_", self.critic.model, self.critic.optimizer, self.critic.guard
+            found.append(Learner("critic_", self.critic.model, self.critic.optimizer, self.critic.guard))
+        return found
 
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
-        gathered = self.ranks.gathered
-        files: dict[str, Any] = {}
-        state: dict[str, Any] = {}
-        for prefix, model, optimizer, guard in self._learners():
-            names = model.named_parameters_once()
-            tensors, about = checkpoint.optimizer_tensors(optimizer, names.items(), gathered)
-            files |= {f"{prefix}model": gathered(names.items()), f"{prefix}optimizer": tensors}
-            state |= {f"{prefix}optimizer": about, f"{prefix}guard": guard.state()}
-        for rank, (random_tensors, random_state) in enumerate(self.ranks.gather(checkpoint.rng_tensors())):
-            files[_rng(rank)], state[_rng(rank)] = random_tensors, random_state
-        if self.ranks.first:
-            folder = self.directory / "checkpoints"
-            checkpoint.save(folder, self.step, files, state)
-            checkpoint.prune(folder, self.config.run.keep)
-        else:
-            for _ in chain(*files.values()):
-                pass  # what rank 0 writes takes all ranks to gather
+        folder = self.directory / "checkpoints"
+        training_state.save(folder, self.step, self._learners(), self.ranks, keep=self.config.run.keep)
         self.saved = self.step
 
     def restore(self) -> None:
-        """Continue from the newest checkpoint that verifies; a run stopped before its first one starts over."""
-        path = checkpoint.latest(self.directory / "checkpoints", warn=self.view.message)
-        if path is None:
+        """Continue from rank 0's newest checkpoint that verifies; a run stopped before its first one starts over."""
+        folder = self.directory / "checkpoints"
+        found = training_state.restore(folder, self._learners(), self.ranks, warn=self.view.message)
+        if found is None:
             self.view.message(f"no checkpoint yet in {self.directory}: starting over")
             return
-        names = {f"{prefix}model": model.named_parameters_once() for prefix, model, *_ in self._learners()}
-        tensors, state = checkpoint.load(path, like=names)
-        for prefix, model, optimizer, guard in self._learners():
-            model.load(tensors[f"{prefix}model"])
-            moments, about = tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"]
-            checkpoint.load_optimizer(optimizer, names[f"{prefix}model"].items(), moments, about)
-            guard.load_state(state[f"{prefix}guard"])
-        mine = _rng(self.ranks.rank) if _rng(self.ranks.rank) in state else _rng(0)  # fewer ranks saved it
-        checkpoint.load_rng(tensors[mine], state[mine])
-        self.step = self.saved = state["step"]
+        self.step, path = found
+        self.saved = self.step
         self.view.message(f"resumed from {path}")
 
     def finish(self) -> Path:
@@ -362,10 +340,6 @@ def header_lines(run: Run) -> list[str]:
         f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
         f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]
-
-
-def _rng(rank: int) -> str:
-    return f"rng_{rank}" if rank else "rng"
 
 
 def peak_gib(device: torch.device) -> float:

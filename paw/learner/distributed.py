@@ -6,6 +6,7 @@ update does not depend on the number of ranks, up to the order of sums. Weights,
 sharded by FSDP2; each rank has an engine of its own.
 """
 
+import hashlib
 import os
 import signal
 import socket
@@ -82,8 +83,28 @@ class Ranks:
         return items
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, while the others wait."""
-        return self.gather(make() if self.first else None)[0]  # type: ignore[return-value]
+        """What rank 0 makes, while the others wait. Where that raises a UserError, they raise PeerLostError."""
+        made, failure = None, None
+        if self.first:
+            try:
+                made = make()
+            except UserError as error:
+                failure = error
+        made, message = self.gather((made, failure and str(failure)))[0]
+        if failure:
+            raise failure
+        if message:
+            raise PeerLostError(f"rank 0: {message}")
+        return made  # type: ignore[return-value]
+
+    def agree(self, settings: str) -> None:
+        """Raise UserError on all ranks where they were not started with the same settings."""
+        digests = self.gather(hashlib.sha256(settings.encode()).hexdigest())
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise UserError(
+                f"rank {other} was started with other settings than rank 0: use the same recipe and options"
+            )
 
     def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.

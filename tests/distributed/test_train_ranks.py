@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,48 @@ def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variab
     )
     assert (done.returncode == 0) is ok, done.stdout[-2000:] + done.stderr[-4000:]
     return folder / name if ok else done
+
+
+def two_machines(folder, recipe, *options, second=()):
+    """The recipe in two ranks, each in a folder of its own, as on machines without a shared disk: [(code, stderr)]."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank, more in enumerate([(), second]):
+        (folder / f"machine{rank}").mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "paw", "train", str(recipe), "--run.dir", "runs", "--run.name", "run"]
+        variables = os.environ | shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        cwd = folder / f"machine{rank}"
+        ranks.append(subprocess.Popen([*command, *options, *more], cwd=cwd, env=variables, **pipes))
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_machines_resume_from_the_files_of_the_first(start, tmp_path):
+    whole = train(tmp_path, start, "whole", gpus=2, advantage_estimator="ppo", critic_lr=3e-3, run_save_every=1)
+    recipe = tmp_path / "whole.toml"
+    first = two_machines(tmp_path, recipe, "--run.updates", "2", "--eval.every", "0")
+    assert [code for code, _ in first] == [0, 0], first
+    again = two_machines(tmp_path, recipe, "--resume", "auto")
+    assert [code for code, _ in again] == [0, 0], again
+    run = tmp_path / "machine0" / "runs" / "run"
+    assert not list((tmp_path / "machine1").iterdir())
+    for file in ("model", "critic_model", "optimizer", "rng", "rng_1"):
+        ours, theirs = weights(run, file), weights(whole, file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), file
+
+    for checkpoints in (run / "checkpoints").glob("step_*"):
+        (checkpoints / "state.json").write_text("{}")
+    (code, line), (other, its) = two_machines(tmp_path, recipe, "--resume", "auto")
+    assert code == 2 and "is damaged (state.json)" in line and line.count("\n") == 1
+    assert other == 3 and its.startswith("paw: rank 0: checkpoint ") and its.count("\n") == 1
+    (code, line), (other, its) = two_machines(tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"])
+    assert code == other == 2 and line == its
+    assert "rank 1 was started with other settings than rank 0" in line and line.count("\n") == 1
 
 
 def weights(run, file="model"):
