@@ -48,7 +48,7 @@ def main() -> None:
                 "minutes": round((info["warmup_s"] + info["wall_s"]) / 60, 1),
                 "commit": (run / "commit").read_text().strip(),
             }
-            about |= {name: info[name] for name in ("paw", "torch", "device")}
+            about |= {name: info[name] for name in ("paw", "torch", "device")} | {"head": info["backend"]}
             rows.append({"seed": seed, "update": record["step"], **values, **about})
         for when, model in (("before", info["start"]), ("after", str(run / "hf"))):
             cooler.append(
