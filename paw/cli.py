@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from paw import __version__
 from paw.config import Config
-from paw.errors import UserError, to_stderr
+from paw.errors import LINE, UserError, clean, shown, to_stderr
 from paw.experience.envs import check, make_suite
 from paw.experiment import command as experiment
 from paw.ignored import ignored
@@ -47,9 +47,12 @@ def main(argv: list[str] | None = None) -> int:
             rest = [f"--{key}" for key in overrides]
         if rest:
             raise UserError(_unknown(rest[0], overrides=options.overrides))
-        return options.command(options, overrides)
+        try:
+            return options.command(options, overrides)
+        except SystemExit as error:  # not ours: of an environment's file, or of a library
+            raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
     except UserError as error:
-        print(f"paw: {error}", file=sys.stderr)
+        to_stderr(f"paw: {clean(error, LINE)}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

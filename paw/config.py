@@ -109,7 +109,10 @@ class EnvConfig(Section):
     """Reward for winning, R_max."""
     invalid_penalty: NonNegative = 0.1
     step_timeout_s: Positive = 60.0
-    """Seconds before an environment outside this process counts as hung (textworld back end, tau2)."""
+    """Seconds before an environment counts as hung, which costs its episode: a child's answer (textworld back end,
+    tau2), or a turn of an environment of your own."""
+    max_text: Count = 1_000_000
+    """Characters of a prompt (its last), of an observation or an anchor (their first) that are looked at."""
 
 
 class WebshopConfig(Section):

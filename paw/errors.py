@@ -1,6 +1,18 @@
-"""What a user hears: of a mistake by the one exception that ends the command with code 2, of the rest on stderr."""
+"""What a user hears: of a mistake by the one exception that ends the command with code 2, of the rest on stderr.
 
+Whatever an environment, a model or a server wrote passes `clean` before it reaches a terminal or a log.
+"""
+
+import re
+import reprlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LINE = 2000
+"""Characters of a line on the terminal."""
+ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+"""Terminal control sequences (ECMA-48): of colours and cursors, of titles and clipboards, of a few characters."""
 
 
 class UserError(Exception):
@@ -9,5 +21,52 @@ class UserError(Exception):
     exit_code = 2
 
 
+OURS = (KeyboardInterrupt, UserError)
+"""All that an environment may end a run with; anything else it raises, SystemExit too, costs its own episode."""
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Ignores what an environment raises that is broken or no longer needed; Ctrl-C passes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return
+
+
+def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
+    """`value` as text that is safe to print: one line (unless `lines`) of at most `limit` characters.
+
+    Control sequences, control characters, bidirectional and zero-width controls and lone surrogates are taken out;
+    line ends become spaces, so that no text fakes a line of progress.
+
+    >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
+    'it broke step 99/99 ...'
+    """
+    text = f"a {type(value).__name__} that cannot be printed"
+    with quietly():
+        text = str(value)
+    text = ESCAPE.sub("", text[: 4 * limit])
+    kept = "\n\t" if lines else ""
+    text = "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "" for c in text).strip()
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception as one line. Holds for one whose `__str__` raises, too."""
+    return f"{type(error).__name__}: {clean(error)}".removesuffix(": ")
+
+
+def shown(value: object, limit: int = 100) -> str:
+    """The repr of a value as one short line, long texts and containers cut."""
+    short, text = reprlib.Repr(), f"a {type(value).__name__} that cannot be printed"
+    short.maxstring = short.maxother = limit
+    with quietly():
+        text = short.repr(value)
+    return clean(text, limit)
+
+
 def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(clean(line, LINE), file=sys.stderr, flush=True)

@@ -32,8 +32,8 @@ RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
     ("env.difficulty", "generated games: no env.data", lambda c: not c.env.data or c.model.path == "quickstart"),
     ("env.think", "env.style = 'paper'", lambda c: c.env.style == "paper"),
     ("agent. endpoint.", "paw eval", lambda c: False),
-    ("env.step_timeout_s", "env.backend = 'textworld' or env.name = 'tau2'",
-     lambda c: c.env.backend == "textworld" or c.env.name == "tau2"),
+    ("env.step_timeout_s", "env.backend = 'textworld', env.name = 'tau2' or an environment of your own",
+     lambda c: c.env.backend == "textworld" or c.env.name == "tau2" or ":" in c.env.name),
     ("env.kinds env.backend", "env.name = 'alfworld'", lambda c: c.env.name not in ("webshop", "search", "tau2")),
     ("env.difficulty", "env.name = 'alfworld'",  # the small recipes are built on one for ALFWorld
      lambda c: c.env.name not in ("webshop", "search", "tau2") or c.model.path == "quickstart"),

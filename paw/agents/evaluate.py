@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,9 +21,10 @@ from paw.agents.agents import Agent, make_agent
 from paw.agents.episode import Episode
 from paw.agents.models import ChatModel, ContextFull, Local
 from paw.config import Config
-from paw.errors import UserError, to_stderr
+from paw.errors import OURS, UserError, describe, quietly, to_stderr
 from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
+from paw.experience.envs.guard import Guarded, make_threads
 from paw.recipe import load_played
 from paw.types import Task
 
@@ -62,7 +63,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         config = config.model_copy(update={"search": config.search.model_copy(update={"retriever": "zerosearch"})})
     name = path or str(config.endpoint.model)
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.kind}-{name}").strip("-")
-    folder = out or config.run.dir / label
+    folder = (out or config.run.dir / label).absolute()  # an environment may change the current one
     threads: list[threading.Thread] = []
     with ExitStack() as stack:
         endpoint = None if path else stack.enter_context(closing(_endpoint(config)))
@@ -92,7 +93,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         started, in_a_row = time.monotonic(), 0
         try:
             with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
-                for line in _in_threads(todo, play, suite, workers, threads):
+                for line in _in_threads(todo, play, suite, config, workers, threads):
                     for key in results.SPENT if line["place"] in lines else ():  # a try that failed was paid for too
                         line[key] += lines[line["place"]][key]
                     file.write(json.dumps(line) + "\n")
@@ -104,7 +105,8 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
                         to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
                         break
         except KeyboardInterrupt:
-            to_stderr(f"\nstopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
+            to_stderr("")
+            to_stderr(f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
             raise
         if truncated := getattr(chat_model, "truncated", 0):
             to_stderr(f"{truncated} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
@@ -135,10 +137,10 @@ def _play(agent: Agent, task: Task, environment: Any, model: ChatModel, config: 
         agent.play(episode)
     except ContextFull:
         context_full = True
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        failure = describe(error)
     outcome, prices = episode.outcome, config.endpoint
     won = episode.won and not context_full
     cost = (episode.prompt_tokens * prices.input_price + episode.completion_tokens * prices.output_price) / 1e6
@@ -166,6 +168,7 @@ def _in_threads(
     places: list[int],
     play: Callable[[int, Any], dict[str, Any]],
     suite: Suite,
+    config: Config,
     workers: int,
     threads: list[threading.Thread],
 ) -> Iterator[dict[str, Any]]:
@@ -179,22 +182,21 @@ def _in_threads(
         waiting.put(place)
 
     def work() -> None:
-        environment = None
-        try:
-            while True:
-                place = waiting.get_nowait()
-                environment = environment or suite.make()
-                line = play(place, environment)
-                if line["failure"] is not None:
-                    with suppress(Exception):  # it may be broken itself
-                        environment.close()
-                    environment = None
-                ended.put(line)
-        except Empty:
-            if environment:
-                environment.close()
-        except BaseException as error:
-            ended.put(error)
+        with ExitStack() as made:
+            try:
+                environment = None
+                while True:
+                    place = waiting.get_nowait()
+                    environment = environment or made.enter_context(_environment(suite, config))
+                    line = play(place, environment)
+                    if line["failure"] is not None:
+                        made.close()
+                        environment = None
+                    ended.put(line)
+            except Empty:
+                return
+            except BaseException as error:
+                ended.put(error)
 
     threads += [threading.Thread(target=work, daemon=True) for _ in range(workers)]
     for thread in threads:
@@ -209,6 +211,16 @@ def _in_threads(
         with suppress(Empty):
             while True:
                 waiting.get_nowait()
+
+
+@contextmanager
+def _environment(suite: Suite, config: Config) -> Iterator[Guarded]:
+    bounds = make_threads(suite, config.env)
+    environment = Guarded(suite, config.env, bounds, bounded=True)
+    yield environment
+    with quietly():  # it may be broken
+        environment.close()
+    bounds.close()
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -1,25 +1,26 @@
 """Episodes: environments and the engine, each finished turn sent on at once.
 
 A finished response goes to its environment and the next turn's request enters the engine immediately; only live
-episodes generate. Environments that may block (child processes, networks) run in threads meanwhile. Seeds derive from
-(seed, stream, task, member, turn), so an episode's tokens do not depend on which others it was batched with.
+episodes generate. Environments that may block (child processes, networks) run in threads meanwhile, those of a user in
+threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on
+which others it was batched with.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
-from paw.errors import UserError
+from paw.errors import OURS, describe, quietly, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Completion, Engine, Request
-from paw.experience.envs.base import Environment, Suite
-from paw.types import Group, Task, Trajectory, Turn
+from paw.experience.envs.base import Suite
+from paw.experience.envs.guard import Guarded, make_threads
+from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 if TYPE_CHECKING:
     from paw.learner.distributed import Ranks
@@ -36,6 +37,10 @@ class RolloutStats:
 
     groups_dropped: int = 0
     prompts_truncated: int = 0
+    texts_cut: int = 0
+    """Texts of environments longer than env.max_text."""
+    threads_lost: int = 0
+    """Calls of environments given up after env.step_timeout_s, each with its thread."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     cached_tokens: int = 0
@@ -60,64 +65,67 @@ class RolloutStats:
             "health/env_failures": len(self.failed),
             "health/groups_dropped": self.groups_dropped,
             "health/prompts_truncated": self.prompts_truncated,
+            "health/texts_cut": self.texts_cut,
+            "health/threads_lost": self.threads_lost,
             **({"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}),
         }
 
 
 @dataclass
 class _Episode:
-    environment: Environment
+    environment: Guarded
     trajectory: Trajectory
     group: int
     prompt: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     anchor: str = ""
+    response: str | None = None
+    """To the prompt; None before the first."""
+    completion: Completion | None = None
     done: bool = False
 
-    def play(self, response: str, completion: Completion | None, version: int) -> "_Episode":
-        """Start, or play `response`; then look at the next turn. May run in a thread: touches this episode alone.
-
-        Whatever an environment raises costs its own episode; only what the user can mend stops the run.
+    def play(self) -> tuple[Outcome | None, str, str]:
+        """Start, or play the response; then look at the next turn: (outcome, prompt, anchor). Runs in a thread that may
+        be given up, so it changes nothing but the environment. Raises whatever that does.
         """
-        environment, trajectory = self.environment, self.trajectory
+        environment, outcome = self.environment, None
         try:
-            if completion is None:
-                environment.reset(trajectory.task)
+            if self.response is None:
+                environment.reset(self.trajectory.task)
             else:
-                outcome = environment.step(response)
-                self.done = outcome.done
-                trajectory.turns.append(
-                    Turn(
-                        prompt_ids=self.prompt_ids,
-                        response_ids=completion.token_ids,
-                        sampled_logp=completion.logp,
-                        entropy=completion.entropy,
-                        prompt=self.prompt,
-                        response=response,
-                        outcome=outcome,
-                        anchor=self.anchor,
-                        version=version,
-                    )
-                )
-            if not self.done:
-                self.prompt, self.anchor = environment.prompt(), environment.anchor()
-        except UserError:
-            raise
-        except Exception as error:
-            self.done = True
-            trajectory.failure = f"{type(error).__name__}: {error}"
-            with suppress(Exception):  # it is broken already
+                outcome = environment.step(self.response)
+            if outcome and outcome.done:
+                return outcome, "", ""
+            return outcome, environment.prompt(), environment.anchor()
+        except BaseException:
+            with quietly():  # it is broken already
                 environment.close()
-        return self
+            raise
 
-
-class _ThisThread(Executor):
-    """Runs what it is given at once, for environments that never wait: threads would only cost."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
+    def take(self, played: Future[tuple[Outcome | None, str, str]], version: int) -> None:
+        """What `play` came to. Whatever an environment raised costs its own episode, but for Ctrl-C and UserError."""
+        try:
+            outcome, prompt, anchor = played.result()
+        except OURS:
+            raise
+        except BaseException as error:
+            self.done, self.trajectory.failure = True, describe(error)
+            return
+        if outcome and self.completion:
+            turn = Turn(
+                prompt_ids=self.prompt_ids,
+                response_ids=self.completion.token_ids,
+                sampled_logp=self.completion.logp,
+                entropy=self.completion.entropy,
+                prompt=self.prompt,
+                response=self.response or "",
+                outcome=outcome,
+                anchor=self.anchor,
+                version=version,
+            )
+            self.trajectory.turns.append(turn)
+            self.done = outcome.done
+        self.prompt, self.anchor = prompt, anchor
 
 
 class Rollouts:
@@ -125,8 +133,10 @@ class Rollouts:
 
     def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
         self.suite, self.engine, self.chat, self.config, self.ranks = suite, engine, chat, config, ranks
-        self._idle: list[Environment] = []
+        self._threads = make_threads(suite, config.env, THREADS)
+        self._idle: list[Guarded] = []
         self._key = 0
+        self._cut_is_told = False
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
         """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
@@ -173,30 +183,33 @@ class Rollouts:
         `lock_step` lets all live episodes wait for each other's turn: for comparison, and for an engine that takes no
         request while it runs. Groups, tokens and log-probs are the same.
         """
-        stats = RolloutStats()
+        stats, given_up = RolloutStats(), self._threads.given_up
         groups = [
             Group(task, [Trajectory(task, member) for member in range(group_size)], place)
             for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
         ]
-        total, finished, thinking = len(tasks) * group_size, 0, 0
+        total, finished = len(tasks) * group_size, 0
         in_flight: dict[int, _Episode] = {}
         completions: list[Completion] = []
-        answered: SimpleQueue[Future[_Episode]] = SimpleQueue()
+        thinking: dict[Future[Any], _Episode] = {}
+        answered: SimpleQueue[Future[Any]] = SimpleQueue()
         lock_step = lock_step or not self.engine.continuous
 
-        def think(episode: _Episode, completion: Completion | None = None) -> None:
-            """Give the episode's environment its turn; the episode comes back in `answered`."""
-            nonlocal thinking
-            thinking += 1
-            response = self.chat.decode(completion.token_ids) if completion else ""
-            threads.submit(episode.play, response, completion, self.engine.version).add_done_callback(answered.put)
+        def think(episode: _Episode) -> None:
+            """Give the episode's environment its turn; the episode's future comes back in `answered`."""
+            future = self._threads.submit(episode.play)
+            thinking[future] = episode
+            future.add_done_callback(answered.put)
 
-        def send(episode: _Episode) -> None:
+        def send(future: Future[Any]) -> None:
             """Send the episode's next prompt to the engine, or retire it."""
-            nonlocal finished, thinking
-            thinking -= 1
+            nonlocal finished
+            episode = thinking.pop(future)
+            episode.take(future, self.engine.version)
             if episode.done:
                 finished += 1
+                stats.texts_cut += episode.environment.texts_cut
+                episode.environment.texts_cut = 0
                 if episode.trajectory.failure is None:
                     self._idle.append(episode.environment)
                 if progress:
@@ -211,23 +224,29 @@ class Rollouts:
             draw = derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns))
             self.engine.submit(Request(self._key, episode.prompt_ids, draw, temperature, max_tokens=limit))
 
-        with ThreadPoolExecutor(THREADS) if self.suite.may_block else _ThisThread() as threads:
-            for group in groups:
-                for trajectory in group.trajectories:
-                    environment = self._idle.pop() if self._idle else self.suite.make()
-                    think(_Episode(environment, trajectory, group.place))
-            while finished < total:
-                # Wait for environments only while the engine has nothing to do; in lock-step for all of them.
-                while thinking and (lock_step or not in_flight or not answered.empty()):
-                    send(answered.get().result())
-                completions += self.engine.step()
-                if lock_step and self.engine.pending:
-                    continue
-                for completion in completions:
-                    stats.response_tokens += len(completion.token_ids)
-                    stats.cached_tokens += completion.cached_tokens
-                    think(in_flight.pop(completion.key), completion)
-                completions.clear()
+        for group in groups:
+            for trajectory in group.trajectories:
+                environment = self._idle.pop() if self._idle else self._make()
+                think(_Episode(environment, trajectory, group.place))
+        while finished < total:
+            # Wait for environments only while the engine has nothing to do; in lock-step for all of them.
+            while thinking and (lock_step or not in_flight or not answered.empty()):
+                send(self._threads.next_done(answered))
+            completions += self.engine.step()
+            if lock_step and self.engine.pending:
+                continue
+            for completion in completions:
+                stats.response_tokens += len(completion.token_ids)
+                stats.cached_tokens += completion.cached_tokens
+                episode = in_flight.pop(completion.key)
+                episode.completion, episode.response = completion, self.chat.decode(completion.token_ids)
+                think(episode)
+            completions.clear()
+        stats.threads_lost = self._threads.given_up - given_up
+        if stats.texts_cut and not self._cut_is_told:
+            self._cut_is_told = True
+            most = self.config.env.max_text
+            to_stderr(f"{stats.texts_cut} texts of the environment were cut to env.max_text = {most} (said once)")
         stats.failed = [t for group in groups for t in group.trajectories if t.failure is not None]
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
@@ -236,9 +255,12 @@ class Rollouts:
         return kept, stats
 
     def close(self) -> None:
-        for environment in self._idle:
-            environment.close()
+        """Close the environments. What one of them raises, or that it hangs, no longer matters."""
+        self._threads.close(*(environment.close for environment in self._idle))
         self._idle.clear()
+
+    def _make(self) -> Guarded:
+        return Guarded(self.suite, self.config.env, self._threads)
 
 
 def derive_seed(*parts: int | str) -> int:

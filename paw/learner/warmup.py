@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 
 from paw.cache import cache_dir, cached
-from paw.config import Config
+from paw.config import Config, EnvConfig
+from paw.errors import OURS, UserError, describe, quietly
 from paw.experience.chat import Chat
 from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.envs.base import Suite
+from paw.experience.envs.guard import Guarded, make_threads
 from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import Policy
@@ -35,6 +37,8 @@ Batch = list[tuple[list[int], int, int]]
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_START = 256, 10_000_000
 """Warm-up games from CHECK_START on are for measuring, not for learning."""
+MAX_FAILED = 100
+"""Games in a row that break before any turn, more of which end the warm-up."""
 
 
 def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None]) -> Path:
@@ -70,19 +74,22 @@ class Demonstration(NamedTuple):
 
 
 def demonstrations(
-    suite: Suite, *, seed: int, random_actions: float, stray_actions: float = 0.0
+    suite: Suite, env: EnvConfig, *, seed: int, random_actions: float, stray_actions: float = 0.0
 ) -> Iterator[Demonstration]:
     """The turns of the warm-up games, without end: the expert's actions, with shares of random and of stray ones.
 
-    A stray action is one that the state before offered; often it does nothing any more.
+    A stray action is one that the state before offered; often it does nothing any more. A game whose environment fails
+    is left there. Raises UserError where nothing but that happens.
     """
     rng = random.Random(seed)
-    environment = suite.make()
-    for start in itertools.count(0, 64):
-        for task in suite.warmup_tasks(start, 64, seed):
-            environment.reset(task)
-            done, before = False, []
-            while not done:
+    threads, environment, failed = make_threads(suite, env), None, 0
+    for task in itertools.chain.from_iterable(suite.warmup_tasks(start, 64, seed) for start in itertools.count(0, 64)):
+        done, before = False, None
+        while not done:
+            try:
+                environment = environment or Guarded(suite, env, threads, bounded=True)
+                if before is None:
+                    environment.reset(task)
                 prompt, choices = environment.prompt(), environment.choices()
                 if before and rng.random() < stray_actions:
                     response = rng.choice(before)
@@ -91,16 +98,24 @@ def demonstrations(
                 else:
                     response = environment.expert()
                 outcome = environment.step(response)
-                yield Demonstration(prompt, choices, response, outcome.observation)
-                done, before = outcome.done, choices
+            except OURS:
+                raise
+            except BaseException as error:
+                with quietly():
+                    environment.close() if environment else None
+                environment, failed = None, failed + 1
+                if failed > MAX_FAILED:
+                    raise UserError(f"warm-up: {failed} games in a row failed ({describe(error)})") from None
+                break
+            yield Demonstration(prompt, choices, response, outcome.observation)
+            done, before, failed = outcome.done, choices, 0
 
 
 def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
-    turns = demonstrations(
-        suite, seed=settings.seed, random_actions=settings.random_actions, stray_actions=CORPUS_STRAYS
-    )
+    shares = {"random_actions": settings.random_actions, "stray_actions": CORPUS_STRAYS}
+    turns = demonstrations(suite, config.env, seed=settings.seed, **shares)
     corpus = list(itertools.islice(turns, CORPUS_TURNS))
     tokenizer = quickstart.build_tokenizer(
         [turn.prompt for turn in corpus],
@@ -142,7 +157,7 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
 def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[Batch]:
     """Batches without end, rows of like length together."""
     settings = config.warmup
-    turns = demonstrations(suite, seed=settings.seed, random_actions=settings.random_actions)
+    turns = demonstrations(suite, config.env, seed=settings.seed, random_actions=settings.random_actions)
     rng = random.Random(settings.seed)
     while True:
         rows = []

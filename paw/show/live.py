@@ -40,7 +40,7 @@ ROWS = {
 """Rows of the live view, in the same form."""
 TROUBLE = {
     "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
-    "health/groups_dropped": "groups dropped {:.0f}",
+    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
 }  # fmt: skip
 """Told where it is not 0."""
 

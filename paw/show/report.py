@@ -75,6 +75,7 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("health/env_failures", "Environment failures", "n", chart=False),
         Metric("eval/failures", "Environment failures in evaluation", "n", chart=False),
         Metric("health/groups_dropped", "Groups dropped", "n", chart=False),
+        Metric("health/threads_lost", "Threads lost to environments that hang", "n", chart=False),
         Metric("optim/skipped", "Steps skipped, not finite", "sum", chart=False),
         Metric("health/sampler_mismatch", "Sampler mismatch, largest", "nats", chart=False),
         Metric("health/sampler_mismatch_mean", "Sampler mismatch, mean", "nats", chart=False),

@@ -2,8 +2,8 @@
 
 Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} world/{loss,lambda,selected_frac,masked_frac,
 live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
-sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,valid_actions,
-sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
+sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,
+texts_cut,threads_lost,valid_actions,sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
 A name is absent where it was not measured: never 0 in its place.
 """
 

@@ -34,7 +34,7 @@ def test_the_rules_name_keys_that_exist():
         ("lora.alpha", "8.0", "lora.rank > 0", {}),
         ("warmup.lr", "0.1", "model.path = 'quickstart'", {}),
         ("env.think", "false", "env.style = 'paper'", {"env.style": "compact"}),
-        ("env.step_timeout_s", "5.0", "env.backend = 'textworld' or env.name = 'tau2'", {}),
+        ("env.step_timeout_s", "5.0", "env.backend = 'textworld', env.name = 'tau2' or an environment of your own", {}),
         ("env.kinds", "['pick']", "env.name = 'alfworld'", {"env.name": "webshop"}),
         ("env.difficulty", "'tiny'", "env.name = 'alfworld'", {"env.name": "tau2", "env.data": "none"}),
         ("env.backend", "'textworld'", "env.name = 'alfworld'", {"env.name": "search"}),

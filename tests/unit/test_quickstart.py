@@ -137,7 +137,7 @@ def test_training_warm_up_and_evaluation_share_no_game():
 def test_demonstrations_are_expert_play_with_random_actions():
     def first(random_actions, stray_actions=0.0, count=300):
         suite = make_suite(max_turns=12)
-        turns = demonstrations(suite, seed=0, random_actions=random_actions, stray_actions=stray_actions)
+        turns = demonstrations(suite, suite.config, seed=0, random_actions=random_actions, stray_actions=stray_actions)
         return [next(turns) for _ in range(count)]
 
     assert first(0.3) == first(0.3)

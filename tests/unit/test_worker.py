@@ -109,7 +109,7 @@ def test_plays_and_is_reused(make):
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("raise", "step raised ValueError: boom$"),
+        ("raise", "step raised ValueError: boom second line$"),
         ("exit", "exited with code 3 during step"),
         ("exit cleanly", "exited with code 0 during step"),
         ("abort", "died of signal 6 during step"),
@@ -142,7 +142,7 @@ def test_a_hanging_step_is_cut_off(make):
 
 
 def test_a_game_that_cannot_start(make):
-    with pytest.raises(EnvironmentFailure, match=r"start raised RuntimeError: no such game$"):
+    with pytest.raises(EnvironmentFailure, match=r"start raised RuntimeError: no such game second line$"):
         make().start(text="raise")
     with pytest.raises(EnvironmentFailure, match="start raised AttributeError"):
         make("Missing").start()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from paw.errors import UserError
+from paw.errors import OURS, UserError, clean, describe, shown
 from paw.experience.envs import make_suite
 from paw.experience.envs.base import Environment, Suite
 from paw.experience.envs.custom import find_class, is_own, missing
@@ -28,7 +28,6 @@ from paw.experience.envs.replay import (
     expert_of,
     look,
     repeat,
-    short,
 )
 from paw.recipe import load_played
 from paw.types import Outcome, Task
@@ -60,7 +59,7 @@ def members(s: Subject) -> str:
     )
     prints = [suite.fingerprint() for suite in (s.suite, s.suite, s.make_suite())]
     if not isinstance(prints[0], str) or len({*prints}) > 1:
-        raise Broken(f"fingerprint() is {short(prints)}; it must be one text for the same games")
+        raise Broken(f"fingerprint() is {shown(prints)}; it must be one text for the same games")
     return f"{type(s.suite).__name__} and {type(environment).__name__}: {prints[0]}"
 
 
@@ -215,10 +214,12 @@ def after_the_end(s: Subject) -> str:
         s.play(environment, episode.task, repeat(episode))
         try:
             outcome = environment.step(episode.responses[-1])
-        except Exception:
+        except OURS:
+            raise
+        except BaseException:
             return "step() raises"
     if not outcome.done or outcome.reward:
-        raise Broken(f"step() answers {short(outcome)}; raise, or stay done without reward")
+        raise Broken(f"step() answers {shown(outcome)}; raise, or stay done without reward")
     return "step() stays done"
 
 
@@ -265,9 +266,9 @@ def check(subject: Subject) -> list[Finding]:
         name = rule.__name__.replace("_", " ")
         try:
             findings.append(Finding(name, True, rule(subject)))
-        except UserError:
+        except OURS:
             raise
-        except Exception as error:
+        except BaseException as error:
             findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else _raised(error)))
             if rule in VITAL:
                 break
@@ -293,7 +294,7 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         print(json.dumps({"env": args.env, "ok": not failed, "steps_per_second": round(speed), "rules": rules}))
         return min(failed, 1)
     for finding in findings:
-        print(f"{'ok' if finding.ok else 'FAIL':<6}{finding.rule:<25}{finding.seen}".rstrip())
+        print(f"{'ok' if finding.ok else 'FAIL':<6}{finding.rule:<25}{clean(finding.seen)}".rstrip())
     left = f", {len(RULES) - len(findings)} not checked" if len(findings) < len(RULES) else f"; {speed:,.0f} steps/s"
     print((f"{failed} of {len(findings)} rules failed" if failed else f"all {len(findings)} rules hold") + left)
     return min(failed, 1)
@@ -307,7 +308,7 @@ def _lacks_nothing(made: object, protocol: type) -> None:
 def _fits(made: object, where: str, **fits: Callable[..., object]) -> None:
     for name, fit in fits.items():
         if not fit(value := getattr(made, name)):
-            raise Broken(f"{type(made).__name__}.{name} = {short(value)}; for what it must be see {where}")
+            raise Broken(f"{type(made).__name__}.{name} = {shown(value)}; for what it must be see {where}")
 
 
 def _keys(tasks: Iterable[Task], count: int = 0) -> list[tuple[str, str]]:
@@ -315,7 +316,7 @@ def _keys(tasks: Iterable[Task], count: int = 0) -> list[tuple[str, str]]:
     tasks = [*tasks]
     for task in tasks:
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str) and task.kind):
-            raise Broken(f"{short(task)} among the tasks; each must be a Task with texts as id and kind")
+            raise Broken(f"{shown(task)} among the tasks; each must be a Task with texts as id and kind")
     if not tasks or (count and len(tasks) != count):
         raise Broken(f"{len(tasks)} tasks instead of {count or 'all'}; give as many as asked for")
     return [(task.id, task.kind) for task in tasks]
@@ -329,7 +330,7 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return f"raised {type(error).__name__}: {error}{where}"
+    return f"raised {describe(error)}{where}"

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 from paw.config import EnvConfig
-from paw.errors import UserError
+from paw.errors import UserError, quietly
 from paw.experience.envs.base import Environment, Suite
+from paw.experience.envs.guard import make_threads
 
 
 def load_suite(config: EnvConfig) -> Suite:
@@ -22,9 +23,12 @@ def load_suite(config: EnvConfig) -> Suite:
     if not hasattr(suite, "reward_max"):
         suite.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
     _check(suite, Suite, config.name)
-    environment = suite.make()
+    threads = make_threads(suite, config)
+    environment = threads.call(suite.make)
     _check(environment, Environment, config.name)
-    environment.close()
+    with quietly():
+        threads.call(environment.close)
+    threads.close()
     return suite
 
 

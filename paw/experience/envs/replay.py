@@ -3,12 +3,13 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from paw.config import EnvConfig
+from paw.errors import quietly, shown
 from paw.experience.envs.base import Environment, Suite
 from paw.types import Outcome, Task
 
@@ -74,7 +75,7 @@ class Subject:
         try:
             yield environment
         finally:
-            with suppress(Exception):  # a rule of its own
+            with quietly():  # a rule of its own
                 environment.close()
 
     def play(self, environment: Environment, task: Task, player: Player, *, looks: int = 1) -> Episode:
@@ -97,7 +98,7 @@ class Subject:
                 return
             outcome = environment.step(response)
             if not isinstance(outcome, Outcome):
-                raise Broken(f"step() answered {short(outcome)}; it must be an Outcome (paw/types.py)")
+                raise Broken(f"step() answered {shown(outcome)}; it must be an Outcome (paw/types.py)")
             episode.looks += seen[:1]
             episode.responses.append(response)
             episode.outcomes.append(outcome)
@@ -169,11 +170,6 @@ def answers_of(environment: Any) -> list[str]:
     """Responses that play something: choices(), or what is admissible to a Playable environment."""
     admissible = getattr(environment, "admissible", [])
     return choices_of(environment) or [environment.answer(action) for action in admissible]
-
-
-def short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def differ(one: object, two: object) -> str:

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from paw.config import EnvConfig, Tau2Config
-from paw.errors import UserError
+from paw.errors import OURS, UserError, describe, quietly
 from paw.experience.envs.base import shuffled
 from paw.experience.envs.worker import EnvironmentFailure
+from paw.experience.threads import Threads
 from paw.types import Outcome, Task
 
 INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
@@ -128,6 +128,7 @@ class Tau2Env:
         self._make, self.config, self.tau2 = make, config, tau2
         self.admissible: list[str] = []
         self._gym: Any = None
+        self._threads = Threads(1, config.step_timeout_s)
 
     def reset(self, task: Task) -> str:
         """Start a conversation. Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s."""
@@ -200,9 +201,10 @@ class Tau2Env:
 
     def close(self) -> None:
         """End what still runs: AgentGymEnv has no close, and its simulation waits in a thread for the next action."""
+        self._threads.close()
         if self._gym is not None:
             gym, self._gym = self._gym, None
-            threading.Thread(target=_quietly, args=(gym.step, DONE), daemon=True).start()
+            threading.Thread(target=_end, args=(gym,), daemon=True).start()
 
     def _project(self, response: str) -> tuple[str, str]:
         """(action, what is wrong with the response or ""). Of a tool call the name and arguments alone are kept: a
@@ -227,32 +229,19 @@ class Tau2Env:
         return json.dumps({"name": call["name"], "arguments": call["arguments"]}), ""
 
     def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What function(*arguments) returns; EnvironmentFailure if it raises or takes longer than env.step_timeout_s.
-
-        A call that hangs keeps its thread, which ends with the process.
-        """
-        answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
-
-        def work() -> None:
-            try:
-                answers.put((function(*arguments), None))
-            except Exception as error:
-                answers.put((None, error))
-
-        threading.Thread(target=work, daemon=True).start()
+        """What function(*arguments) returns; EnvironmentFailure if it raises, or hangs for env.step_timeout_s."""
         try:
-            value, error = answers.get(timeout=self.config.step_timeout_s)
-        except Empty:
-            value, error = None, TimeoutError(f"no answer within {self.config.step_timeout_s:g} s")
-        if error is None:
-            return value
-        self._gym = None
-        raise EnvironmentFailure(f"tau2 {self.tau2.domain}: {type(error).__name__}: {error}") from error
+            return self._threads.call(function, *arguments)
+        except OURS:
+            raise
+        except BaseException as error:
+            self._gym = None
+            raise EnvironmentFailure(f"tau2 {self.tau2.domain}: {describe(error)}") from error
 
 
-def _quietly(function: Callable[..., Any], *arguments: Any) -> None:
-    with suppress(Exception):
-        function(*arguments)
+def _end(gym: Any) -> None:
+    with quietly():
+        gym.step(DONE)
 
 
 def _import() -> tuple[Callable[..., Any], Any]:

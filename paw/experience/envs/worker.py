@@ -24,6 +24,8 @@ import time
 import weakref
 from typing import Any, NoReturn
 
+from paw.errors import describe
+
 START_TIMEOUT_S = 120.0
 """Seconds for a child to start and import its game, which a busy machine can make slow."""
 MAX_REPLY_BYTES = 1 << 20
@@ -188,8 +190,7 @@ def _serve(factory: str, max_reply_bytes: int) -> None:
     except BrokenPipeError:
         return
     except Exception as error:
-        first_line = str(error).partition("\n")[0][:500]
-        reply({"error": f"{type(error).__name__}: {first_line}"})
+        reply({"error": describe(error)})
 
 
 def _watch(parent: int) -> None:

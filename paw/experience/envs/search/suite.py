@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paw.config import Config, EnvConfig
-from paw.errors import UserError
+from paw.errors import UserError, describe
 from paw.experience.envs.base import shuffled
 from paw.experience.envs.search import data, world
 from paw.experience.envs.search.data import Question
@@ -221,5 +221,4 @@ class SearchEnv:
         try:
             return self._retrieve(self._question, query)
         except Exception as error:  # a UserError too: it would end the whole run
-            reason = str(error).partition("\n")[0]
-            raise EnvironmentFailure(f"search failed: {type(error).__name__}: {reason}") from error
+            raise EnvironmentFailure(f"search failed: {describe(error)}") from error
