@@ -29,6 +29,7 @@ from paw.experience.envs.custom import check_reward_max
 from paw.experience.rollout import Rollouts
 from paw.ignored import ignored
 from paw.learner.attention import pick_attention
+from paw.learner.check import check_path
 from paw.learner.critic import Critic, load_critic
 from paw.learner.distributed import PeerLostError, Ranks, lost_peer
 from paw.learner.export import export, start_model
@@ -126,16 +127,15 @@ class Run:
             check_targets(self.policy.lm, config.lora)
         elif config.policy.kl_coef:
             here = self.ranks.world == 1 and not config.policy.offload_reference
-            self.reference = load_policy(path, place=here, **options).eval().requires_grad_(False)
+            self.reference = load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
         models = [self.policy] if self.reference is self.policy else [self.policy, self.reference]
         if config.advantage.estimator == "ppo":
             models.append(load_critic(path, place=self.ranks.world == 1, **kept, **options))
         if config.model.liger:
             for model in models:
                 apply_liger(model.lm)
-        self.engine = make_engine(
-            config, policy=self.policy, chat=self.chat, model_path=path, own_weights=self.ranks.world > 1
-        )
+        apart = {"own_weights": self.ranks.world > 1, "check": self.ranks.first}
+        self.engine = make_engine(config, policy=self.policy, chat=self.chat, model_path=path, **apart)
         stack.callback(self.engine.close)
         if config.lora.rank:  # after the engine has copied what it needs
             add_adapters(self.policy.lm, config.lora, seed=config.run.seed)
@@ -144,6 +144,7 @@ class Run:
                 compile_layers(model.lm)
             kept_out = config.policy.offload_reference and model is self.reference is not self.policy
             self.ranks.shard(model, model.dtype, offload=kept_out)
+        check_path(self.policy, path)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.critic = Critic(models[-1], config, self.ranks) if config.advantage.estimator == "ppo" else None
         self.guard = UpdateGuard(config.run.max_skipped)

@@ -154,7 +154,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
     def rated(batch: Any) -> list[tuple[float, float]]:
         found, hidden = [], policy.hidden(batch.input_ids, batch.lengths)[batch.position]
         for x, y in zip(hidden.split(256), batch.target[:, None].split(256), strict=True):  # few rows of V at a time
-            z = torch.nn.functional.linear(x, policy.head_weight, policy.head_bias).float()
+            z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
             p = (z / config.rollout.temperature).softmax(-1)
             at_y = p.gather(1, y)
             spread = p.scatter_add(1, y, -torch.ones_like(at_y)).norm(dim=1)

@@ -2,20 +2,21 @@
 
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as the keyword `packed`.
 flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs, fp32) the rows are laid side by side for
-torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T.
+torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T. So they are for
+layers that mix tokens by recurrence or convolution (`separate_rows`), which know no bounds.
 """
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from paw.errors import UserError
@@ -36,17 +37,26 @@ class Packed:
     position_ids: Tensor
     """[T] int64, from 0 in each row."""
     slot: Tensor | None
-    """[T] int64: each token's place in [rows * longest]; None where that is its own (rows of one length)."""
-    attended: list[bool] = field(default_factory=list)
-    """Filled by the first attention that respects the bounds."""
+    """[T] int64: each token's place in [rows * longest]; None where that is its own, or nothing lays them so."""
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [rows, longest, ...], zeros behind shorter rows."""
+        if self.slot is not None:
+            x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.slot, x)
+        return x.unflatten(0, (self.rows, self.longest))
+
+    def one_after_another(self, x: Tensor) -> Tensor:
+        """[rows, longest, ...] -> [T, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.slot is None else x.index_select(0, self.slot)
 
 
-def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device) -> Packed:
-    """Bounds of rows of the given lengths (>= 1), on `device`."""
+def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False) -> Packed:
+    """Bounds of rows of the given lengths (>= 1), on `device`; with `padded` for layers that need them side by side."""
     starts = [0, *accumulate(lengths)]
     longest = max(lengths)
-    even = starts[-1] == longest * len(lengths)
-    slots = [] if even or kernel != "sdpa" else [b * longest + p for b, n in enumerate(lengths) for p in range(n)]
+    needed = (padded or kernel == "sdpa") and starts[-1] != longest * len(lengths)
+    slots = [b * longest + p for b, n in enumerate(lengths) for p in range(n)] if needed else []
     return Packed(
         kernel=kernel,
         rows=len(lengths),
@@ -76,18 +86,21 @@ def packed_attention(
     packed: Packed | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: query [1, heads, T, size], key and value [1, kv heads, T, size].
 
+    `softcap` (Gemma 2) bounds the scores before the softmax; sdpa and varlen know none, flash-attn does.
+
     Returns [1, T, heads, size], the layout Hugging Face models expect. Without `packed` it is their own sdpa.
     """
     if packed is None:
+        if softcap is not None:
+            raise NotImplementedError("sdpa knows no soft cap of attention scores")
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
         )
-    if not packed.attended:
-        packed.attended.append(True)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding left query and key in float32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
@@ -96,11 +109,13 @@ def packed_attention(
         from flash_attn import flash_attn_varlen_func
 
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
-        out = flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True, window_size=window)
+        out = flash_attn_varlen_func(
+            q, k, v, *bounds, softmax_scale=scaling, causal=True, window_size=window, softcap=softcap or 0.0
+        )
     elif packed.kernel == "varlen":
         out = _varlen(q, k, v, packed, scaling, window)
     else:
-        out = _side_by_side(q, k, v, packed, scaling, sliding_window)
+        out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
     return out.unsqueeze(0), None
 
 
@@ -117,22 +132,80 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
 
 
 def _side_by_side(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, sliding_window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    def lay(x: Tensor) -> Tensor:  # [T, heads, size] -> [rows, heads, longest, size]
-        if packed.slot is not None:
-            x = x.new_zeros(packed.rows * packed.longest, *x.shape[1:]).index_copy(0, packed.slot, x)
-        return x.unflatten(0, (packed.rows, packed.longest)).transpose(1, 2)
-
+    q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))  # [rows, heads, longest, size]
     mask = None
-    if sliding_window and sliding_window < packed.longest:
-        ahead = torch.ones(packed.longest, packed.longest, dtype=torch.bool, device=q.device)
-        mask = ahead.tril() & ~ahead.tril(-sliding_window)
-    out = scaled_dot_product_attention(
-        lay(q), lay(k), lay(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    out = out.transpose(1, 2).flatten(0, 1)
-    return out if packed.slot is None else out.index_select(0, packed.slot)
+    if softcap is not None or (sliding_window and sliding_window < packed.longest):
+        mask = torch.ones(packed.longest, packed.longest, dtype=torch.bool, device=q.device).tril()
+        if sliding_window:
+            mask &= ~mask.tril(-sliding_window)
+    if softcap is not None and mask is not None:
+        out = _capped(q, k, v, mask, q.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+    return packed.one_after_another(out.transpose(1, 2))
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
+    """Attention with scores softcap tanh(score / softcap), which it holds: [rows, heads, longest, longest]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * (q @ k.transpose(2, 3) * (scaling / softcap)).tanh()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def separate_rows(lm: nn.Module) -> bool:
+    """Let layers that mix tokens by recurrence or convolution see each packed row alone; whether there are any.
+
+    Hooks on the modules themselves, which a deep copy of the model keeps: a decoder layer hands the bounds down, each
+    time it runs (when it is recomputed as well), since not every model passes them on.
+    """
+    found = False
+    for layer in lm.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and (mixers := token_mixers(layer)):
+            found = True
+            layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
+            for mixer in mixers:
+                mixer.register_forward_pre_hook(_part, with_kwargs=True)
+                mixer.register_forward_hook(_join)
+    return found
+
+
+def token_mixers(layer: nn.Module) -> list[Any]:
+    """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short convolutions. Each has
+    a causal convolution of its own."""
+    return [module for module in layer.modules() if any(isinstance(m, nn.Conv1d) for m in module.children())]
+
+
+def _hand_down(layer: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+    for mixer in token_mixers(layer):
+        mixer.packed = options.get("packed")
+
+
+@torch.compiler.disable
+def _part(mixer: Any, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    if mixer.packed is None:
+        return None
+    if args:
+        return (mixer.packed.side_by_side(args[0].squeeze(0)), *args[1:]), options
+    return args, options | {"hidden_states": mixer.packed.side_by_side(options["hidden_states"].squeeze(0))}
+
+
+@torch.compiler.disable
+def _join(mixer: Any, args: tuple, output: Any) -> Any:
+    if mixer.packed is None:
+        return None
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    first = mixer.packed.one_after_another(first).unsqueeze(0)
+    return (first, *rest) if isinstance(output, tuple) else first
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -30,7 +30,7 @@ from paw.types import Row
 
 def load_critic(path: str, **options: Any) -> Policy:
     """The model of `path` with a scalar head of zeros in place of the vocabulary's; `options` of `load_policy`."""
-    model = load_policy(path, **options)
+    model = load_policy(path, check=False, **options)
     body = model.lm.get_input_embeddings().weight
     head = nn.Linear(model.head_weight.shape[1], 1, dtype=body.dtype, device=body.device)
     for parameter in head.parameters():

@@ -18,8 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.learner.attention import ATTENTION, pack_rows
+from paw.learner.attention import ATTENTION, pack_rows, separate_rows
+from paw.learner.check import check_model
 from paw.learner.distributed import sharded_like
+from paw.learner.logits import LogitTransform
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
@@ -56,11 +58,13 @@ class Policy(nn.Module):
         lm.config.use_cache = False
         lm.set_attn_implementation(ATTENTION)
         lm.eval()
+        self.transform = LogitTransform.of(lm.config)
+        self._padded = separate_rows(lm)
         shape: Any = lm.config.get_text_config()
         head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
         width = shape.num_hidden_layers * shape.num_attention_heads * head_size
-        self.quadratic = None if attention == "sdpa" else width / body
+        self.quadratic = None if attention == "sdpa" or self._padded else width / body
         """2 n^2 width causal attention FLOPs over 2 n body FLOPs."""
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
@@ -80,11 +84,13 @@ class Policy(nn.Module):
         bias = self._head.bias
         return None if bias is None else bias.to(self.dtype)
 
+    def head_options(self, temperature: float) -> dict[str, Any]:
+        """Keywords of the kernels beside hidden states, weight and targets: the model's own logits at a temperature."""
+        return {"bias": self.head_bias, "backend": self.head_backend, **self.transform.options(temperature)}
+
     @property
     def _head(self) -> nn.Linear:
-        head = self.lm.get_output_embeddings()
-        assert isinstance(head, nn.Linear), "AutoModelForCausalLM has a linear head"
-        return head
+        return self.lm.get_output_embeddings()  # type: ignore[return-value]
 
     def forward(self, compute: Callable[[], T]) -> T:
         """compute(), with whole weights: a sharded model has them only inside calls of itself.
@@ -94,21 +100,17 @@ class Policy(nn.Module):
         return compute()
 
     def autocast(self) -> Any:
-        cast = any(parameter.dtype != self.dtype for parameter in self.lm.parameters())
+        cast = self.dtype != torch.float32 and any(parameter.dtype != self.dtype for parameter in self.lm.parameters())
         return torch.autocast(self.device.type, self.dtype) if cast else nullcontext()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """[T] int64, rows of the given lengths one after another -> [T, D] in `dtype`; no row sees another."""
-        packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device)
+        packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device, padded=self._padded)
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
         with self.autocast(), self._saved_tensors():
             out = self.lm.get_decoder()(
                 input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
-            )
-        if not packed.attended:  # its rows have seen each other
-            raise UserError(
-                f"model type '{self.lm.config.model_type}' has its own attention: it cannot be trained here"
             )
         return out.last_hidden_state[0].to(self.dtype)
 
@@ -185,9 +187,11 @@ def load_policy(
     weights: torch.dtype = torch.float32,
     place: bool = True,
     empty: bool = False,
+    check: bool = True,
     **options: Any,
 ) -> Policy:
-    """Load a causal LM, its parameters as `weights`; UserError when the folder has none or they do not fit its config.
+    """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do not fit its config, or
+    the trainer does not compute its log-probs (`learner.check`; not without `check`).
 
     `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
     any value, for a rank that will be sent its own. `options` are those of Policy.
@@ -222,7 +226,10 @@ def load_policy(
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
-    return _placed(Policy(lm, **options), device, place)
+    policy = _placed(Policy(lm, **options), device, place)
+    if check:
+        check_model(policy, str(path))
+    return policy
 
 
 def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:

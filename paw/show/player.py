@@ -88,7 +88,7 @@ def open_player(config: Config, path: str, suite: Suite | None = None) -> Iterat
     """Plays the games of the configuration (`suite`, if it is made already) with the model of that path."""
     suite = suite or make_suite(config)
     chat = Chat(load_tokenizer(path))
-    policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
+    policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device), check=False)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
         with closing(Rollouts(suite, engine, chat, config)) as rollouts:

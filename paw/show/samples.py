@@ -70,6 +70,6 @@ def _probabilities(policy: Policy, context: list[int], target: list[int]) -> lis
     def target_logp() -> torch.Tensor:
         hidden = policy.hidden(ids, [len(ids)])[len(context) - 1 : len(ids) - 1]
         labels = ids[len(context) :]
-        return token_stats(hidden, policy.head_weight, labels, bias=policy.head_bias, backend=policy.head_backend).logp
+        return token_stats(hidden, policy.head_weight, labels, **policy.head_options(1.0)).logp
 
     return [round(p, 4) for p in policy(target_logp).exp().tolist()]

@@ -36,11 +36,9 @@ class Head(Protocol):
     @property
     def head_weight(self) -> Tensor: ...
 
-    @property
-    def head_bias(self) -> Tensor | None: ...
-
-    @property
-    def head_backend(self) -> str: ...
+    def head_options(self, temperature: float) -> dict[str, Any]:
+        """What the kernels need besides: bias, temperature, softcap, backend."""
+        ...
 
     @property
     def quadratic(self) -> float | None:
@@ -194,9 +192,7 @@ def score(
             model.hidden(batch.input_ids, batch.lengths)[batch.position],
             model.head_weight,
             batch.target,
-            bias=model.head_bias,
-            temperature=temperature,
-            backend=model.head_backend,
+            **model.head_options(temperature),
         )
 
     scores: dict[int, tuple[list[float], float]] = {}
@@ -273,9 +269,7 @@ def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float)
             model.head_weight,
             batch.target,
             rows,
-            bias=model.head_bias,
-            temperature=temperature,
-            backend=model.head_backend,
+            **model.head_options(temperature),
         )
     )
 

@@ -7,7 +7,6 @@ import torch
 from joint import FAMILIES, VOCAB, make_lm, tiny_policy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import BloomConfig, BloomForCausalLM
 
 from paw.errors import UserError
 from paw.learner.attention import pack_rows, packed_attention, pick_attention
@@ -91,12 +90,6 @@ def test_kernels_that_cannot_run_are_refused():
         pick_attention("varlen", CPU, torch.bfloat16)
     with pytest.raises(UserError, match="flash-attn is not installed; run: pip install flash-attn"):
         pick_attention("flash", CUDA, torch.bfloat16)
-
-
-def test_a_model_whose_attention_ignores_the_bounds_is_refused():
-    lm = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4))
-    with pytest.raises(UserError, match="model type 'bloom' has its own attention"):
-        Policy(lm).hidden(torch.tensor([1, 2, 3]), [2, 1])
 
 
 def test_what_the_backward_pass_keeps_changes_no_bit():

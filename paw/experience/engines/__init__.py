@@ -13,29 +13,40 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    config: "Config", *, policy: "Policy", chat: "Chat", model_path: str | Path, own_weights: bool = False
+    config: "Config",
+    *,
+    policy: "Policy",
+    chat: "Chat",
+    model_path: str | Path,
+    own_weights: bool = False,
+    check: bool = True,
 ) -> Engine:
     """The engine that `config.rollout.engine` names; push the policy's weights before the first request.
 
     `model_path`, a folder or Hugging Face name, gives vLLM the architecture. Responses end at the chat template's end
     token or at any the model's generation config names. `own_weights` keeps the transformers engine apart from the
-    policy, whose weights are about to be sharded.
+    policy, whose weights are about to be sharded. `check`: hold what the transformers engine samples against the model
+    (`learner.check`), where the policy has its values.
     """
     named = policy.lm.generation_config.eos_token_id if policy.lm.generation_config else None
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
     if config.rollout.engine == "transformers":
         from paw.experience.engines.transformers import TransformersEngine
+        from paw.learner.check import check_sampling
 
         model: Any = policy.lm
         if own_weights:
             model = copy.deepcopy(model).requires_grad_(False).to(policy.device)
-        return TransformersEngine(
+        engine = TransformersEngine(
             model,
             end_ids=end_ids,
             max_batch_tokens=config.rollout.max_batch_tokens,
             autocast=policy.autocast,
             own_weights=own_weights,
         )
+        if check:
+            check_sampling(engine, model, policy)
+        return engine
     from paw.experience.engines.vllm import VllmEngine
 
     return VllmEngine(

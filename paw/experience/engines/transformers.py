@@ -17,17 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from paw.errors import UserError
 from paw.experience.engines.base import Completion, Request
+from paw.learner.attention import token_mixers
+from paw.learner.logits import LogitTransform
 
 
 class TransformersEngine:
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
     `max_batch_tokens` bounds the padded prompt tokens of one prefill. `autocast` makes the context the trainer's own
-    forward passes run in. Raises UserError for a model with sliding-window layers.
+    forward passes run in. Raises UserError for a model with other attention than full (sliding windows, soft caps).
+
+    Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
 
     continuous = False
@@ -41,14 +45,20 @@ class TransformersEngine:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         own_weights: bool = False,
     ):
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+        self._mixes = bool(token_mixers(model))
+        config: Any = model.config.get_text_config()
+        kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
+        kinds -= {"full_attention", *(["linear_attention"] if self._mixes else [])}
+        if getattr(config, "attn_logit_softcapping", None):
+            kinds.add("soft-capped attention")
+        if kinds:
             raise UserError(
-                f"rollout.engine = 'transformers' samples from full-attention models only; '{model.config.model_type}'"
-                f" has {', '.join(sorted(kinds))} layers: use --rollout.engine vllm"
+                f"rollout.engine = 'transformers' samples from full-attention models only; '{config.model_type}' has"
+                f" {', '.join(sorted(kinds))} layers: use --rollout.engine vllm"
             )
         self.version = 0
         self._model = model
+        self._transform = LogitTransform.of(model.config)
         self._end_ids = frozenset(end_ids)
         self._max_batch_tokens = max_batch_tokens
         self._autocast = autocast
@@ -76,7 +86,7 @@ class TransformersEngine:
         queued, self._queue = list(self._queue.values()), {}
         done: dict[int, Completion] = {}
         with _generation_mode(self._model), self._autocast():
-            for batch in _batches(queued, self._max_batch_tokens):
+            for batch in _batches(queued, self._max_batch_tokens, even=self._mixes):
                 done.update((completion.key, completion) for completion in self._generate(batch))
         return [done[request.key] for request in queued]
 
@@ -109,14 +119,16 @@ class TransformersEngine:
         ids_BL = pad_sequence([torch.tensor(request.prompt_ids) for request in batch], batch_first=True).to(device)
         length_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
         longest = max(request.max_tokens for request in batch)
-        cache = _RowCache() if longest > 1 else None
+        cache: Any = None
+        if longest > 1:
+            cache = _EvenCache(config=self._model.config) if self._mixes else _RowCache()
         hidden_BLD = decoder(input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         hidden_BD = hidden_BLD[torch.arange(len(batch), device=device), length_B - 1]
         del hidden_BLD
 
         for t in range(longest):
             uniform_B = torch.from_numpy(uniforms(seeds[live], t)).to(device)
-            token_B, logp_B, entropy_B = sample(head(hidden_BD), temperature_B, uniform_B)
+            token_B, logp_B, entropy_B = sample(self._transform(head(hidden_BD)), temperature_B, uniform_B)
             for row, token, logp, entropy in zip(
                 live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True
             ):
@@ -190,6 +202,17 @@ class _RowCache(Cache):
         self._values = [x.index_select(0, rows) for x in self._values]
 
 
+class _EvenCache(DynamicCache):
+    """The cache of transformers for every kind of layer; rows of one length need no masks."""
+
+    def write_at(self, slot_B: Tensor, width: int) -> None: ...
+
+    def mask(self) -> None: ...
+
+    def keep(self, rows: Tensor) -> None:
+        self.reorder_cache(rows)
+
+
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(token, log-probability, entropy in nats), each [B]: inverse CDF at `uniform_B` in [0, 1).
 
@@ -218,11 +241,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _batches(requests: list[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Requests of similar prompt length, at most `max_tokens` padded prompt tokens together (one request at least)."""
+def _batches(requests: list[Request], max_tokens: int, *, even: bool = False) -> Iterator[list[Request]]:
+    """Requests of similar prompt length (`even`: the same), at most `max_tokens` padded prompt tokens together (one
+    request at least)."""
     batch: list[Request] = []
     for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
-        if batch and (len(batch) + 1) * len(request.prompt_ids) > max_tokens:
+        n = len(request.prompt_ids)
+        if batch and ((len(batch) + 1) * n > max_tokens or (even and n != len(batch[0].prompt_ids))):
             yield batch
             batch = []
         batch.append(request)

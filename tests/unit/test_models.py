@@ -1,0 +1,143 @@
+"""Every architecture: trained and sampled from with its own log-probs, or refused by name. Tiny random models."""
+
+import pytest
+import torch
+import transformers
+from joint import make_lm, make_rows, packed, relative
+from test_transformers_engine import END, assert_same, make_requests, naive, run
+
+from paw.errors import UserError
+from paw.experience.engines.transformers import TransformersEngine
+from paw.learner.check import check_model, check_path, check_sampling, logp_difference
+from paw.learner.model import Policy, load_policy
+from paw.signal.loss import Objective
+
+VOCAB = 61
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=END,
+)
+DELTA_NET = dict(
+    linear_num_value_heads=4, linear_num_key_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
+KNOWN = {
+    "Gemma2": dict(query_pre_attn_scalar=8, sliding_window=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0),
+    "Gemma3": dict(sliding_window=8, final_logit_softcapping=2.0),
+    "NanoChat": dict(final_logit_softcapping=2.0),
+    "Granite": dict(logits_scaling=8.0),
+    "Cohere": dict(logit_scale=0.2),
+    "Cohere2": dict(logit_scale=0.2, sliding_window=8),
+    "FalconH1": dict(lm_head_multiplier=0.3, mamba_d_ssm=32, mamba_chunk_size=8, **MAMBA | dict(mamba_n_heads=4)),
+    "Qwen3_5": DELTA_NET,
+    "Qwen3Next": DELTA_NET | EXPERTS | dict(shared_expert_intermediate_size=16),
+    "OlmoHybrid": DELTA_NET,
+    "Lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "GraniteMoeHybrid": dict(
+        layer_types=["mamba", "attention"] * 2, num_local_experts=4, shared_intermediate_size=16, **MAMBA
+    ),
+    "Qwen3Moe": EXPERTS,
+    "Mixtral": {},
+    "Olmo2": {},
+    "Phi3": {},
+}
+SAMPLED = [name for name in KNOWN if name not in ("Gemma2", "Gemma3", "Cohere2")]  # sliding windows: by vLLM alone
+
+
+def make(name, **settings):
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | KNOWN.get(name, {}) | settings)).eval()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
+    policy = Policy(make(name))
+    assert check_model(policy, "here") < 2e-5
+    assert logp_difference(policy, [17, 1, 17, 30, 2]).max() < 2e-5
+    rows = make_rows(policy, n=6)
+    objective = Objective(observation_loss="ce", temperature=0.7)
+    together = packed(policy, rows, objective, update_rows=len(rows), budget=10**6)[1]
+    alone = packed(policy, rows, objective, update_rows=len(rows), budget=1)[1]
+    assert relative(together, alone) < 1e-4
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
+    lm = make(name).to(torch.bfloat16)
+    before = {key: value.clone() for key, value in lm.named_parameters()}
+    policy = Policy(lm, dtype="bfloat16")
+    assert check_model(policy, "here") < 2e-5
+    for key, value in policy.lm.named_parameters():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, before[key]), key
+    check_path(policy, "here")
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_transformers_engine_samples_from_them(name):
+    lm, requests = make(name), make_requests(8)
+    engine = TransformersEngine(lm, end_ids={END})
+    check_sampling(engine, lm, Policy(lm))
+    for got, request in zip(run(engine, requests), requests, strict=True):
+        assert_same(got, naive(lm, request, {END}))
+
+
+REFUSED = {
+    "Bloom": "model type 'bloom' cannot be trained here: log-probs of packed rows are off by 0",
+    "GptOss": "model type 'gpt_oss' cannot be trained here: log-probs",  # attention sinks
+    "MiniMax": "model type 'minimax' has layers of type linear_attention",
+    "Llama4": "model type 'llama4_text' has layers of type chunked_attention",
+    "RecurrentGemma": "model type 'recurrent_gemma'",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(name):
+    settings = {"GptOss": dict(num_local_experts=4), "RecurrentGemma": dict(lru_width=32)}.get(name, {})
+    lm = make(name, **settings)
+    for key, parameter in lm.named_parameters():
+        if "sinks" in key:
+            torch.nn.init.normal_(parameter)
+    with pytest.raises(UserError, match=f"model.path = 'here': {REFUSED[name]}"):
+        check_model(Policy(lm), "here")
+
+
+def test_a_head_that_does_more_than_we_know_is_refused_at_load(tmp_path):
+    lm = make("Cohere")
+    lm.save_pretrained(tmp_path)
+    assert load_policy(tmp_path).transform.scale == 0.2
+    policy = Policy(lm)
+    lm.logit_scale = 0.25  # as a model would whose config calls it otherwise
+    with pytest.raises(UserError, match=r"model type 'cohere' cannot be trained here.*beyond rounding \(0\.001\)"):
+        check_model(policy, "here")
+
+
+def test_an_engine_that_samples_from_something_else_is_refused():
+    lm = make("Mamba2", num_heads=8, n_groups=1, state_size=8)  # its cache is not the one we give it
+    with pytest.raises(
+        UserError, match="'transformers' cannot sample from model type 'mamba2'.*use --rollout.engine v"
+    ):
+        check_sampling(TransformersEngine(lm, end_ids={END}), lm, Policy(lm))
+
+
+def test_rows_stay_apart_when_layers_are_recomputed_or_compiled():
+    plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
+    rows = make_rows(plain, n=6)
+    a, b = (packed(p, rows, Objective(), update_rows=len(rows)) for p in (plain, thrifty))
+    assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
+
+
+def test_a_dense_model_needs_no_side_by_side_rows():
+    policy = Policy(make_lm(), attention="varlen")
+    assert policy.quadratic and not policy._padded
