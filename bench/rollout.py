@@ -123,7 +123,8 @@ def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
         with torch.device(device):
             lm = AutoModelForCausalLM.from_config(SHAPES[model], dtype=getattr(torch, dtype))
     else:
-        lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device)
+        options = {"trust_remote_code": False, "dtype": getattr(torch, dtype)}
+        lm = AutoModelForCausalLM.from_pretrained(model, **options).to(device)
     lm.config.architectures = [type(lm).__name__]
     with tempfile.TemporaryDirectory() as folder:
         lm.config.save_pretrained(folder)

@@ -39,6 +39,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: str
     """Hugging Face name or folder, or "quickstart": a small Qwen3 made on the spot (see `warmup`)."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the chat template, such as {enable_thinking = false}."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     checkpointing: Literal["none", "selective", "full"] = "none"

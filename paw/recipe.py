@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -112,9 +112,11 @@ def nearest(key: str) -> str:
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
     """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
     kinds = known_keys()
-    if key not in kinds:
-        raise UserError(f"command line: unknown key '--{key}'{nearest(key)}")
-    section, leaf = key.split(".")
+    section, _, leaf = key.partition(".")
+    leaf, _, inner = leaf.partition(".")
+    if (key := f"{section}.{leaf}") not in kinds or (inner and get_origin(kinds[key]) is not dict):
+        whole = f"{key}.{inner}" if inner else key.rstrip(".")
+        raise UserError(f"command line: unknown key '--{whole}'{nearest(whole)}")
     value: Any = text  # a bare word is a string
     with suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {text}")
@@ -126,6 +128,9 @@ def _set(tree: dict[str, Any], key: str, text: str) -> None:
     table = tree.setdefault(section, {})
     if not isinstance(table, dict):
         raise UserError(f"command line: --{key} does not fit the recipe's {section} = {table!r}, which is no table")
+    if inner:  # --model.chat_template_kwargs.enable_thinking false
+        before = table.get(leaf, {})
+        value = {**(before if isinstance(before, dict) else {}), inner: value}
     table[leaf] = value
 
 

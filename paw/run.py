@@ -108,7 +108,7 @@ class Run:
         path = self.ranks.from_first(lambda: start_model(self.directory if resume else None, config, self.view.message))
         warmup_s = time.monotonic() - warmup_started
         self.tokenizer = load_tokenizer(path)
-        self.chat = Chat(self.tokenizer)
+        self.chat = Chat(self.tokenizer, config.model.chat_template_kwargs)
         self.encode_observation = lru_cache(maxsize=65536)(  # environments repeat themselves
             lambda text: self.chat.observation_ids(text, config.wm.max_tokens)
         )

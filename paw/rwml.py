@@ -80,7 +80,7 @@ def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
 def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str], *, out: Path) -> int:
     """Thin out the triplets that a copy of the model, fine-tuned on a few, predicts nearly always; plot how often."""
     config, path, suite, sample = _prepare(source, model, recipe, overrides)
-    chat, settings = Chat(load_tokenizer(path)), config.rwml
+    chat, settings = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.rwml
     policy = _load(config, path)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         engine.sleep()
@@ -133,7 +133,7 @@ def supervise(source: Path, model: str, recipe: str, overrides: dict[str, str], 
         raise UserError(f"--share {share:g}: a share of the triplets, above 0 and at most 1")
     config, path, _, sample = _prepare(source, model, recipe, overrides)
     tokenizer, policy = load_tokenizer(path), _load(config, path)
-    steps = fine_tune(policy, Chat(tokenizer), sample(share), config)
+    steps = fine_tune(policy, Chat(tokenizer, config.model.chat_template_kwargs), sample(share), config)
     weights = dict(full_parameters(policy.lm, once=True))
     out.parent.mkdir(parents=True, exist_ok=True)
     print(export(policy, tokenizer, out, weights, config=config, step=steps, method="fine-tuning on next states"))

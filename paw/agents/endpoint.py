@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlparse
 
@@ -70,14 +70,20 @@ class Limiter:
 
 
 class Endpoint:
-    """A chat model behind a URL; `section` is the configuration's table, for messages.
+    """A chat model behind a URL; `section` is the configuration's table, for messages. `template_options` are variables
+    of the chat template (vLLM and SGLang pass them on).
 
     Raises:
         UserError: the openai package or the model's name is missing.
     """
 
     def __init__(
-        self, config: EndpointConfig, *, section: str = "endpoint", sleep: Callable[[float], None] = time.sleep
+        self,
+        config: EndpointConfig,
+        *,
+        section: str = "endpoint",
+        template_options: Mapping[str, Any] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         try:
             import openai
@@ -91,6 +97,7 @@ class Endpoint:
         key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
         self._client: Any = openai.OpenAI(base_url=self.url, api_key=key, timeout=config.timeout_s, max_retries=0)
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute, sleep=sleep)
+        self._extra = {"chat_template_kwargs": dict(template_options)} if template_options else {}
         self._refused: set[str] = set()
 
     def check(self) -> None:
@@ -149,10 +156,13 @@ class Endpoint:
             kept["max_completion_tokens"] = options["max_tokens"]
         if start and CONTINUE in self._refused:
             prompt, start = RESTATED.format(prompt=prompt, start=start), ""
+        extra = {**self._extra}
         messages = [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}]
         if start:
             messages.append({"role": "assistant", "content": start.encode("utf-8", "replace").decode()})
-            kept["extra_body"] = {CONTINUE: True, "add_generation_prompt": False}
+            extra |= {CONTINUE: True, "add_generation_prompt": False}
+        if extra:
+            kept["extra_body"] = extra
         return {"model": self.config.model, "messages": messages, **kept}
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
@@ -161,7 +171,7 @@ class Endpoint:
         if CONTEXT.search(f"{error.code} {message}"):
             raise ContextFull(f"{self.url}: {message}") from None
         named = (key for key in OPTIONAL if key in request and (error.param == key or f"'{key}'" in message))
-        refused = next(named, CONTINUE if "extra_body" in request else None)
+        refused = next(named, CONTINUE if CONTINUE in request.get("extra_body", {}) else None)
         if refused and refused not in self._refused:
             self._refused.add(refused)
             to_stderr(f"{self.url} does not take {refused}: doing without it ({message})")
@@ -189,6 +199,8 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
         content, usage = choice["message"].get("content") or "", body.get("usage") or {}
         if not isinstance(content, str):
             raise TypeError
+        if "</think>" in content and "<think>" not in content:
+            content = f"<think>{content}"  # opened by the server's chat template
         counts = [int(usage.get(f"{side}_tokens") or 0) for side in ("prompt", "completion")]
         return Reply(cut_at(content, stop)[0], *counts, cut=choice.get("finish_reason") == "length")
     except (ValueError, LookupError, TypeError, AttributeError):

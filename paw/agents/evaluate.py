@@ -124,7 +124,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
 def _endpoint(config: Config) -> Any:
     from paw.agents.endpoint import Endpoint
 
-    endpoint = Endpoint(config.endpoint)
+    endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
     endpoint.check()
     return endpoint
 

@@ -81,7 +81,8 @@ class Local:
         self, prompt: str, *, start: str = "", stop: Sequence[str] = (), temperature: float, max_tokens: int, seed: int
     ) -> Reply:
         if start:
-            ids = self.chat.prompt_ids(prompt) + self.chat.observation_ids(start, self.max_prompt_tokens)
+            begun = self.chat.observation_ids(self.chat.sampled(start), self.max_prompt_tokens)
+            ids = self.chat.prompt_ids(prompt) + begun
             if len(ids) > self.max_prompt_tokens:
                 raise ContextFull(f"rollout.max_prompt_tokens = {self.max_prompt_tokens}")
         else:
@@ -93,7 +94,7 @@ class Local:
                 raise RuntimeError("closed")
             self._arrived.put((Request(next(self._keys), ids, seed, temperature, max_tokens), future))
         tokens = future.result().token_ids
-        text, stopped = cut_at(self.chat.decode(tokens), stop)
+        text, stopped = cut_at(self.chat.decode(tokens) if start else self.chat.answer(tokens), stop)
         cut = len(tokens) == max_tokens and tokens[-1] not in self.chat.end_ids
         return Reply(text, len(ids), len(tokens), cut and not stopped)
 

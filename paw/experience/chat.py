@@ -2,13 +2,14 @@
 
 A prompt is one user message plus the generation prompt. Benign text gets exactly the ids of
 `tokenizer.apply_chat_template`; text that spells a control token ("<|im_end|>") is encoded as the ordinary characters
-it consists of, so the only control tokens of a prompt are the template's own.
+it consists of, so the only control tokens of a prompt are the template's own. Where turns are marked by ordinary text
+("[INST]"), such text in a prompt loses its first character.
 
 The template is rendered once, with a marker as content. One that prints the date keeps the date of construction.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,18 +19,24 @@ from paw.errors import UserError
 MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
 
 
-class Chat:
-    """Encoder and decoder of one fast Hugging Face tokenizer.
+THINKING = ("<think>", "</think>")
 
-    Raises UserError for a tokenizer without a chat template, without a `tokenizers` back end, or with a template that
-    does not show the user's text exactly once.
+
+class Chat:
+    """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat template.
+
+    Raises UserError for a tokenizer without a chat template, without a `tokenizers` back end, with a template that does
+    not show the user's text exactly once or does not know one of the options.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
         if not getattr(tokenizer, "chat_template", None):
             fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
             raise UserError(f"the tokenizer of '{self.name}' has no chat template; {fix}")
+        for key in options or {}:
+            if not re.search(rf"\b{re.escape(key)}\b", str(tokenizer.chat_template)):
+                raise UserError(f"model.chat_template_kwargs: the chat template of '{self.name}' knows no '{key}'")
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")
@@ -40,13 +47,18 @@ class Chat:
         def render(*contents: str, ask: bool) -> str:
             roles = ("user", "assistant", "user")
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+            variables = {"tokenize": False, "add_generation_prompt": ask, **(options or {})}
+            return str(tokenizer.apply_chat_template(messages, **variables))
 
         turns = render(MARK, REPLY, AGAIN, ask=False)
         between = turns.partition(REPLY)[2].partition(AGAIN)[0]
         self._control = self._control_ids(tokenizer, turns.replace(MARK, "").replace(REPLY, "").replace(AGAIN, ""))
+        self._thinking = {i for i in self._control if self._backend.id_to_token(i) in THINKING}
         self._forged = self._forged_pattern()
         self._prefix, self._suffix = self._split(render(MARK, ask=True))
+        self._markers = self._marker_pattern(between)
+        self.opened: str = self._suffix[start:] if (start := self._suffix.find(THINKING[0])) >= 0 else ""
+        """How the template begins every answer: "", or from <think> on. Part of the answer, not of what is sampled."""
         self._trim = self._find_trim(render(f" \n{MARK}\n ", ask=True))
 
         between_ids = self._encode(between)
@@ -67,7 +79,7 @@ class Chat:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of `text` as the one user message, ready for a response."""
-        text = self._trim(_encodable(text))
+        text = self._trim(self._harmless(text))
         ids = self._encode(self._prefix + text + self._suffix)
         if [i for i in ids if i in self._control] == self._expected:
             return ids
@@ -88,17 +100,17 @@ class Chat:
                 f"rollout.max_prompt_tokens = {max_tokens} leaves no room beside the {len(head) + len(self._tail)}"
                 f" tokens of the chat template of '{self.name}'"
             )
-        content = self._encode_plain(self._trim(_encodable(text)) + self._tail_lead)
+        content = self._encode_plain(self._trim(self._harmless(text)) + self._tail_lead)
         return head + content[-room:] + self._tail, max(0, len(content) - room)
 
     def observation_ids(self, text: str, max_tokens: int) -> list[int]:
         """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""
-        return self._encode_plain(_encodable(text))[:max_tokens]
+        return self._encode_plain(self._harmless(text))[:max_tokens]
 
     def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
         """The characters [start, end) of `text` that each of its `observation_ids` stands for."""
         spans, start = [], 0
-        for piece in self._forged.split(_encodable(text)):
+        for piece in self._forged.split(self._harmless(text)):
             encoding = self._backend.encode(piece, add_special_tokens=False)
             kept = (at for at, i in zip(encoding.offsets, encoding.ids, strict=True) if i not in self._control)
             spans += [(start + first, start + last) for first, last in kept]
@@ -106,13 +118,28 @@ class Chat:
         return spans[:max_tokens]
 
     def response_ids(self, text: str) -> list[int]:
-        """Ids of a demonstrated response, the turn's end token included (what a warm-up imitates)."""
-        return [*self._encode_plain(_encodable(text)), self._turn_end]
+        """Ids of a demonstrated response after `opened`, the turn's end token included (what a warm-up imitates)."""
+        return [*self._encode_plain(_encodable(self.sampled(text))), self._turn_end]
+
+    def sampled(self, answer: str) -> str:
+        """The part of an answer that is sampled: without what the template has begun it with."""
+        return answer.removeprefix(self.opened).removeprefix(self.opened.rstrip())
+
+    def answer(self, ids: Iterable[int]) -> str:
+        """Text of a response, with what the template has begun it with."""
+        return self.opened + self.decode(ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a response, without its end token and any other control token."""
-        drop = self._control | self.end_ids
+        """Text of sampled tokens, without the end token and any other control token."""
+        drop = (self._control | self.end_ids) - self._thinking
         return self._backend.decode([i for i in ids if i not in drop], skip_special_tokens=False)
+
+    def _harmless(self, text: str) -> str:
+        """`text` as a tokenizer takes it, no marker of a turn in it; of the same length."""
+        text, before = _encodable(text), ""
+        while text != before:  # a marker may appear where another one was
+            text, before = self._markers.sub(lambda found: " " + found[0][1:], text), text
+        return text
 
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -145,6 +172,15 @@ class Chat:
                 rests.setdefault(token[0], []).append(re.escape(token[1:]))
         cuts = [f"(?<={re.escape(first)})(?={'|'.join(rest)})" for first, rest in rests.items()]
         return re.compile("|".join(cuts) or r"(?!)")
+
+    def _marker_pattern(self, between: str) -> re.Pattern[str]:
+        """Ordinary text that marks turns: that of a template with no control token between question and answer."""
+        if any(i in self._control for i in self._encode(self._suffix)):
+            return re.compile(r"(?!)")
+        control = "|".join(re.escape(self._backend.id_to_token(i) or "") for i in sorted(self._control)) or r"(?!)"
+        parts = [part.strip() for text in (self._prefix, self._suffix, between) for part in re.split(control, text)]
+        words = {word for part in parts for word in (part, *part.splitlines()[-1:]) if word}
+        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)")
 
     def _split(self, rendered: str) -> tuple[str, str]:
         if rendered.count(MARK) != 1:

@@ -42,8 +42,10 @@ class Embedding:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         folder = _folder(name, key)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-            loaded: Any = AutoModel.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            loaded: Any = AutoModel.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            )
             pooling = cached_file(folder, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False)
             modes = json.loads(Path(pooling).read_text(encoding="utf-8")) if pooling else {}
         except Exception as error:  # whatever the hub or a broken file raises

@@ -239,7 +239,7 @@ class Rollouts:
                 stats.response_tokens += len(completion.token_ids)
                 stats.cached_tokens += completion.cached_tokens
                 episode = in_flight.pop(completion.key)
-                episode.completion, episode.response = completion, self.chat.decode(completion.token_ids)
+                episode.completion, episode.response = completion, self.chat.answer(completion.token_ids)
                 think(episode)
             completions.clear()
         stats.threads_lost = self._threads.given_up - given_up

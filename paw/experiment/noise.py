@@ -138,7 +138,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
         with open_player(config, path) as player:
             groups, stats = player.training(0, tasks, progress)
         tell(stats.failures)
-    chat, limit = Chat(load_tokenizer(path)), config.wm.max_tokens
+    chat, limit = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.wm.max_tokens
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
     if rollouts:
         groups = read_episodes(rollouts, vocabulary=len(policy.head_weight))

@@ -1,5 +1,7 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
+import copy
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +54,7 @@ def export(
         shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
         temp.mkdir(parents=True)
         policy.lm.save_pretrained(temp, state_dict=weights)
-        tokenizer.save_pretrained(temp)
+        _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
         card = CARD.format(config=config, version=__version__, updates=step, method=method)
         (temp / "README.md").write_text(card, encoding="utf-8")
         (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
@@ -65,6 +67,16 @@ def export(
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return folder
+
+
+def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
+    """The tokenizer with `model.chat_template_kwargs` written into its chat template, so that servers need not know."""
+    if not options:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    settings = "".join(f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items())
+    tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
+    return tokenizer
 
 
 def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:

@@ -175,9 +175,9 @@ def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
     _check_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever they meet first
-        raise UserError(f"model.path = '{path}': no tokenizer found ({_first_line(error)})") from None
+        raise UserError(f"model.path = '{path}': no tokenizer found ({_reason(error)})") from None
 
 
 def load_policy(
@@ -198,7 +198,7 @@ def load_policy(
     """
     _check_folder(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if empty:
             with no_init_weights():
                 lm = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
@@ -207,6 +207,7 @@ def load_policy(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
+            trust_remote_code=False,  # unless it is said, transformers asks on standard input
             dtype=weights,
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -214,7 +215,7 @@ def load_policy(
             ignore_mismatched_sizes=True,  # named below
         )
     except Exception as error:  # broken files and settings raise whatever they meet first
-        raise UserError(f"model.path = '{path}': cannot be loaded: {_first_line(error)}") from None
+        raise UserError(f"model.path = '{path}': cannot be loaded: {_reason(error)}") from None
     lm, info = loaded
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise UserError(
@@ -242,5 +243,7 @@ def _check_folder(path: str | Path) -> None:
         raise UserError(f"model.path = '{path}': there is no config.json in it, so it is not a Hugging Face model")
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "its files name code of their own (auto_map), which is never run"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

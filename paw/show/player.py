@@ -87,7 +87,7 @@ def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[
 def open_player(config: Config, path: str, suite: Suite | None = None) -> Iterator[Rollouts]:
     """Plays the games of the configuration (`suite`, if it is made already) with the model of that path."""
     suite = suite or make_suite(config)
-    chat = Chat(load_tokenizer(path))
+    chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device), check=False)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)

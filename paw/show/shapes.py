@@ -109,7 +109,7 @@ def shape_of(model: str | Path) -> Shape:
     try:
         from transformers import AutoConfig
 
-        settings = AutoConfig.from_pretrained(str(model)).to_dict()
+        settings = AutoConfig.from_pretrained(str(model), trust_remote_code=False).to_dict()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"model '{model}' is neither a folder, nor known ({', '.join(SHAPES)}): {reason}") from None

@@ -416,3 +416,16 @@ def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
     asked = [request for request in server.requests if request["model"] == "engine"]
     assert len(asked) == 2 and "noisy documents" in asked[0]["messages"][0]["content"]
     assert "| m | zerosearch |" in capfd.readouterr().out
+
+
+def test_template_options_go_along_and_what_a_template_opened_is_part_of_the_answer(ask, server):
+    call, _ = ask
+    config = EndpointConfig(url=server.url, model="m", retries=0)
+    options = {"enable_thinking": False}
+    server.script = [(200, completion("hm</think><action>look</action>"), {})] * 2
+    reply = call(endpoint=Endpoint(config, template_options=options))
+    assert reply.text == "<think>hm</think><action>look</action>"
+    call(endpoint=Endpoint(config, template_options=options), start="<search>")
+    first, second = server.requests
+    assert first["chat_template_kwargs"] == second["chat_template_kwargs"] == options
+    assert second["continue_final_message"] is True and "continue_final_message" not in first

@@ -194,6 +194,16 @@ def test_a_recipe_that_is_not_text(tmp_path):
     assert "not valid TOML" in problem(path)
 
 
+def test_a_table_takes_one_key_at_a_time_or_all(recipe):
+    options = {"model.chat_template_kwargs.enable_thinking": "false", "model.chat_template_kwargs.effort": "low"}
+    config = load(recipe(), options)
+    assert config.model.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
+    assert load(recipe(), {"model.chat_template_kwargs": "{enable_thinking = false}"}).model.chat_template_kwargs == {
+        "enable_thinking": False
+    }
+    assert "unknown key '--wm.rho.x'" in problem(recipe(), {"wm.rho.x": "1"})
+
+
 def test_an_override_into_what_is_no_section(recipe):
     assert "optim = 3" in problem(recipe("optim = 3\n" + MODEL), {"optim.lr": "1"})
 

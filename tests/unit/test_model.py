@@ -1,7 +1,9 @@
 """The policy: hidden states and head of any causal LM, and one line for a model that cannot be loaded."""
 
+import io
 import json
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
@@ -49,6 +51,10 @@ BREAKS = {
     "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
     "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
     "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
+    "code of its own": (
+        lambda f: rewrite(f, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
+        "its files name code of their own (auto_map), which is never run",
+    ),
     "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "pickled weights alone": (only_pickled, "model.safetensors"),
@@ -73,6 +79,20 @@ def test_a_broken_model_is_a_users_error_of_one_line(broken, capfd, name):
     assert message.startswith(f"model.path = '{broken}': ")
     assert reason in message and "\n" not in message
     assert capfd.readouterr() == ("", "")  # no load report around the line
+
+
+def test_code_in_a_model_folder_is_never_run(broken, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # an answer for whoever asks
+    marker = broken / "was-run"
+    (broken / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Mine: pass\n")
+    for kind in ("mine", "qwen2"):  # qwen2: its own code instead
+        autos = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+        rewrite(broken, model_type=kind, auto_map={auto: "mine.Mine" for auto in autos})
+        (broken / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}}')
+        for load in (load_policy, load_tokenizer):
+            with suppress(UserError):
+                load(broken)
+            assert not marker.exists()
 
 
 def test_a_file_or_an_empty_folder_is_no_model(saved, tmp_path):

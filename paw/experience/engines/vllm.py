@@ -63,6 +63,7 @@ class VllmEngine:
             max_num_batched_tokens=max(8192, max_model_len),
             gpu_memory_utilization=gpu_memory_utilization,
             load_format="dummy",
+            trust_remote_code=False,
             skip_tokenizer_init=True,
             generation_config="vllm",
             enable_prefix_caching=True,
