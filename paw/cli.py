@@ -19,7 +19,7 @@ from paw.experience.envs import check, make_suite
 from paw.experiment import command as experiment
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
-from paw.show import data, doctor, fit, play, report
+from paw.show import data, doctor, fit, inspect_model, play, report
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 SHORT = {
@@ -142,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
 
     check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", check.run))
     add_module("data", "say where an environment's files are, check them, or generate some", data)
-    add("doctor", "say what is installed, what is missing and how to get it", lambda *_: doctor.run(), overrides=False)
+    sub = add("doctor", "say what is installed and what is missing, or inspect a model", _doctor, overrides=False)
+    sub.add_argument("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
+    sub.add_argument("--json", action="store_true", help="with --model: as JSON")
     return parser
 
 
@@ -205,6 +207,10 @@ def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return rwml.supervise(*start, share=options.share, out=options.out)
 
 
+def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
+    return inspect_model.run(options.model, as_json=options.json) if options.model else doctor.run()
+
+
 def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.experience.retrieval.server import serve
 
@@ -255,7 +261,7 @@ def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:
     others: list[str] = []
     overrides: dict[str, str] = {}
     rest = iter(words)
-    own_model = words[:1] in (["rwml"], ["plan"])
+    own_model = words[:1] in (["rwml"], ["plan"], ["doctor"])
     for word in rest:
         key, equals, value = word.partition("=")
         key = key if key == "--model" and own_model else SHORT.get(key, key)

@@ -6,8 +6,9 @@ with terms that our kernels leave out.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from transformers import GradientCheckpointingLayer, PreTrainedModel
 
 from paw.errors import UserError
-from paw.experience.engines.base import Engine, Request
+from paw.experience.engines.base import Request
+from paw.experience.engines.transformers import TransformersEngine
 from paw.learner.attention import token_mixers
 from paw.trust.guards import out_of_memory
 from paw_kernels import best_backend, token_stats
@@ -67,25 +69,25 @@ def check_path(policy: "Policy", path: str) -> float:
     return largest
 
 
-def check_sampling(engine: Engine, lm: PreTrainedModel, policy: "Policy") -> None:
-    """UserError where log-probs that the engine samples with, prompts of two lengths in a batch, are not those of `lm`,
-    whose weights it has. `policy` says in which dtype."""
-    kind, vocabulary, prompts = lm.config.model_type, lm.config.get_text_config().vocab_size, {}
+def check_sampling(lm: PreTrainedModel) -> float:
+    """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
+    lengths in a batch. UserError where they are not the model's own."""
+    vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
+    engine = TransformersEngine(lm, end_ids=[])
     for key, length in enumerate(LENGTHS):
-        ids = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
-        prompts[key] = torch.tensor(ids, device=lm.device)
-        engine.submit(Request(key, ids, seed=key, temperature=1.0, max_tokens=4))
-    differences = []
-    for done in engine.step():
-        answer = torch.tensor(done.token_ids, device=lm.device)
-        expected = _own_logp(policy, lm, torch.cat([prompts[done.key], answer]))[-len(answer) :]
-        differences.append((expected.cpu() - torch.tensor(done.logp)).abs())
-    largest, mean = float(torch.cat(differences).max()), float(torch.cat(differences).mean())
-    if not (largest <= EXACT if policy.dtype == torch.float32 else mean <= ROUNDED):
+        prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
+        engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
+    with _upcast(lm):
+        for done in engine.step():
+            row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
+            found.append((_own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
+    largest = float(torch.cat(found).max())
+    if not largest <= EXACT:
         raise UserError(
-            f"rollout.engine = 'transformers' cannot sample from model type '{kind}': log-probs are off by"
-            f" {largest:.2g} nats (mean {mean:.2g}) from the model's own; use --rollout.engine vllm"
+            f"rollout.engine = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
+            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --rollout.engine vllm"
         )
+    return largest
 
 
 def check_layers(lm: PreTrainedModel, path: str) -> None:
@@ -115,21 +117,22 @@ def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tenso
         hidden = policy.hidden(ids, lengths)[position]
         return token_stats(hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)).logp
 
+    def own(row: Tensor) -> Tensor:
+        with policy.autocast():
+            return _own_logp(policy.lm, row)
+
     found = policy(ours)
-    expected = torch.cat(
-        [policy(lambda row=row: _own_logp(policy, policy.lm, row)) for row in ids.split(list(lengths))]
-    )
+    expected = torch.cat([policy(partial(own, row)) for row in ids.split(list(lengths))])
     return (found - expected).abs()
 
 
 @torch.no_grad()
-def _own_logp(policy: "Policy", lm: PreTrainedModel, row: Tensor) -> Tensor:
+def _own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
     """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
     attention = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for
     try:
-        with policy.autocast():
-            logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
     finally:
         lm.set_attn_implementation(attention)
     return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
@@ -137,24 +140,28 @@ def _own_logp(policy: "Policy", lm: PreTrainedModel, row: Tensor) -> Tensor:
 
 @contextmanager
 def _upcast(lm: PreTrainedModel) -> Iterator[None]:
-    """Float32 arithmetic for 16-bit weights, one decoder layer at a time: back and forth loses nothing."""
-    dtype = lm.dtype
-    if dtype == torch.float32:
-        yield
-        return
+    """Float32 arithmetic for 16-bit weights, one decoder layer at a time: there and back loses nothing."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    low = {id(p): p.dtype for p in lm.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+
+    def raise_(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if id(parameter) in low:
+                parameter.data = parameter.data.float()
+
+    def lower(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if id(parameter) in low:
+                parameter.data = parameter.data.to(low[id(parameter)])
+
     with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(
-                layer.register_forward_pre_hook(lambda layer, _: layer.float() and None, prepend=True).remove
-            )
-            stack.callback(layer.register_forward_hook(lambda layer, *_: layer.to(dtype) and None).remove)
-        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        for layer in layers if low else ():
+            before = layer.register_forward_pre_hook(lambda layer, _: raise_(layer.parameters()), prepend=True)
+            after = layer.register_forward_hook(lambda layer, *_: lower(layer.parameters()))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
         rest = [parameter for parameter in lm.parameters() if id(parameter) not in inside]
-        for parameter in rest:
-            parameter.data = parameter.data.float()
-        try:
-            yield
-        finally:
-            for parameter in rest:
-                parameter.data = parameter.data.to(dtype)
+        raise_(rest)
+        stack.callback(lower, rest)
+        yield

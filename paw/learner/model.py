@@ -239,6 +239,8 @@ def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
 
 
 def _check_folder(path: str | Path) -> None:
+    if not Path(path).exists() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
+        raise UserError(f"model.path = '{path}': there is no such folder")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = '{path}': there is no config.json in it, so it is not a Hugging Face model")
 

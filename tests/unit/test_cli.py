@@ -1,6 +1,8 @@
 """The command line: quick help, one line for a mistake, names for runs."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -170,6 +172,19 @@ def test_doctor_says_what_is_here(paw):
     assert "pip install" in done.stdout or "vllm" in done.stdout
     assert done.stdout.endswith("ready: paw train quickstart\n")
     assert done.stderr == ""
+
+
+def test_doctor_inspects_a_model(paw_here, tiny_llm, tmp_path):
+    model = tiny_llm(tmp_path / "m", "qwen3")
+    done = paw_here("doctor", "--model", model)
+    assert re.search(r"log-probs +off by \d\S+ nats in float32, \S+ in bfloat16", done.stdout)
+    assert "chat template  usable, opens no thinking" in done.stdout and done.stdout.endswith("can be trained\n")
+    found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
+    assert found["difference_float32"] < 1e-5 and found["layers"] == {"full_attention": 2} and not found["problems"]
+    (model / "chat_template.jinja").unlink()
+    done = paw_here("doctor", "--model", model, code=1)
+    assert "has no chat template" in done.stdout and done.stdout.endswith("cannot be trained as it is\n")
+    assert "there is no such folder" in paw_here("doctor", "--model", tmp_path / "none", code=2).stderr
 
 
 def name_of(capsys, folder, recipe="quickstart", *words):

@@ -45,7 +45,7 @@ def make_engine(
             own_weights=own_weights,
         )
         if check:
-            check_sampling(engine, model, policy)
+            check_sampling(model)
         return engine
     from paw.experience.engines.vllm import VllmEngine
 
