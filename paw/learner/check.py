@@ -129,7 +129,7 @@ def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tenso
 @torch.no_grad()
 def _own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
     """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
-    attention = lm.config._attn_implementation
+    attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for
     try:
         logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()

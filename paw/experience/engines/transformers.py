@@ -210,7 +210,7 @@ class _EvenCache(DynamicCache):
     def mask(self) -> None: ...
 
     def keep(self, rows: Tensor) -> None:
-        self.reorder_cache(rows)
+        self.reorder_cache(rows)  # type: ignore[arg-type]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
