@@ -31,10 +31,12 @@ from paw_kernels._triton import TILES, Tiles, TritonRows
 
 CSV = Path(__file__).parent / "results" / "triton_aot.csv"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SIZES = {"dtype": "bfloat16", "n": 4096, "V": 128_256, "D": 4096, "bias": False, "gradients": True}
+SIZES = {"dtype": "bfloat16", "n": 4096, "V": 128_256, "D": 4096, "bias": False, "gradients": True, "softcap": None}
 """Llama 3.1 8B; one chunk."""
 QWEN = {"V": 151_936, "D": 2048, "bias": True}
 """Half a tile of columns is left over; the gradient with entropy."""
+GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
+"""Gemma 2 2B, with a soft cap."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
     "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32],
@@ -115,7 +117,7 @@ def compiled(
 
 
 def launches(
-    tiles: Tiles, *, dtype: str, n: int, V: int, D: int, bias: bool, gradients: bool
+    tiles: Tiles, *, dtype: str, n: int, V: int, D: int, bias: bool, gradients: bool, softcap: float | None
 ) -> list[tuple[Any, tuple, dict[str, Any]]]:
     """(kernel, arguments, options) of one chunk of n rows."""
     recorded = []
@@ -125,7 +127,7 @@ def launches(
         with torch.device("meta"):
             of = {"dtype": getattr(torch, dtype)}
             weight, offset = torch.empty(V, D, **of), torch.empty(V, **of) if bias else None
-            rows = TritonRows(weight, offset, 0.7, n, gradients, tiles)
+            rows = TritonRows(weight, offset, 0.7, softcap, n, gradients, tiles)
             target, value = torch.empty(n, dtype=torch.int64), torch.empty(n)
             rows.forward(torch.empty(n, D, **of), target, None)
             if gradients:

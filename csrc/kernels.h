@@ -13,14 +13,16 @@ namespace paw {
 struct Rows {
   float* logits;  // [n, V], rows `stride` apart
   int64_t stride;
-  const float* bias;      // [V] or null; z = (logits + bias) scale
+  const float* bias;      // [V] or null; u = logits + bias, z = u scale
   const int64_t* target;  // in [0, V)
   float scale;
+  float softcap;  // above 0: u = softcap tanh((logits + bias) / softcap)
   int V;
 };
 
 struct Statistics {
-  float *logp, *entropy, *log_sum;
+  float *logp, *entropy;
+  float *top, *log_total;  // max u, and logsumexp(z - top scale): apart, because their sum would round small ones away
 };
 
 // a and c as functions of logp, one formula for every loss: see Slopes in paw_kernels/coefficients.py.
@@ -33,14 +35,15 @@ enum class Type { float32, bfloat16, float16 };
 
 cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t stream);
 
-// Row k < L of the logits becomes, in place, scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) of row source[k], written
-// as `type` from the first byte of row k on. source[k] is k, or at least L while row k is no source: so rows are
+// Row k < L of the logits becomes, in place, scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of row source[k],
+// written as `type` from the first byte of row k on. source[k] is k, or at least L while row k is no source: so rows are
 // independent. logp is not read; c may be null.
 cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
                          Type type, cudaStream_t stream);
 
 // Statistics, a(logp) and, where a or c is not 0, the gradient in place of the row: logits are read once. A cluster of
-// `cluster` blocks holds a row in its shared memory, 16 ceil(ceil(V + 6) / 4 / cluster) bytes each; log_sum is not written.
+// `cluster` blocks holds a row in its shared memory, 16 ceil(ceil(V + 6) / 4 / cluster) bytes each; top and log_total are not
+// written.
 cudaError_t row_loss(Rows rows, int64_t n, Slopes slopes, Statistics out, float* a, Type type, int cluster,
                      cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 // Plain C interface on raw pointers (no torch, no Python headers), so building it needs a C++ compiler and nothing else.
 // Every row is one thread's; blocks of a row stay in the first-level cache, so memory is read once per operation.
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -40,56 +41,91 @@ inline __attribute__((always_inline)) float fast_exp(float x) {
   return x < -87.3f ? 0.0f : p * scale;
 }
 
-CLONES void statistics(const float* row, const float* bias, float scale, int64_t V, float* max_out, double* sum_out,
-                       double* dot_out) {
-  float top = -INFINITY;  // before scaling
-  double sum = 0, dot = 0;  // of exp(z - max), and of exp(z - max) (z - max): both keep their sign, nothing cancels
-  for (int64_t start = 0; start < V; start += BLOCK) {
-    const int64_t n = V - start < BLOCK ? V - start : BLOCK;
-    const float* z = row + start;
-    const float* b = bias ? bias + start : zeros;
-    float block_top = top;
-#pragma omp simd reduction(max : block_top)
-    for (int64_t j = 0; j < n; j++) {
-      const float value = z[j] + b[j];
-      block_top = value > block_top ? value : block_top;
-    }
-    if (block_top > top) {
-      if (sum > 0) {
-        const double down = (double(top) - block_top) * scale, shrink = std::exp(down);
-        dot = shrink * (dot + down * sum);
-        sum *= shrink;
-      }
-      top = block_top;
-    }
-    float block_sum = 0, block_dot = 0;
-#pragma omp simd reduction(+ : block_sum, block_dot)
-    for (int64_t j = 0; j < n; j++) {
-      const float down = (z[j] + b[j] - top) * scale;  // exactly 0 at the maximum
-      const float e = fast_exp(down);
-      block_sum += e;
-      block_dot += e * (down < -87.3f ? 0.0f : down);
-    }
-    sum += block_sum;
-    dot += block_dot;
-  }
-  *max_out = top;
-  *sum_out = sum;
-  *dot_out = dot;
+// tanh to about 2 ulp: a polynomial where the quotient would cancel. The same as in device.cuh and _triton_kernels.py.
+inline __attribute__((always_inline)) float fast_tanh(float x) {
+  const float size = std::fabs(x), s = x * x;
+  const float p = ((1.643756359e-2f * s - 5.267180450e-2f) * s + 1.332072492e-1f) * s - 3.333294663e-1f;
+  const float e = fast_exp(-2 * size), quotient = (1 - e) / (1 + e);
+  return __builtin_copysignf(size < 0.55f ? size * s * p + size : quotient, x);
 }
 
-CLONES void gradient(const float* row, float* out, const float* bias, float scale, int64_t V, float log_sum,
-                     float entropy, float a, float c) {
+inline __attribute__((always_inline)) void cap(const float* u, const float* b, float softcap, int64_t n, float* capped) {
+  const float inverse = 1 / softcap;
+#pragma omp simd
+  for (int64_t j = 0; j < n; j++) capped[j] = softcap * fast_tanh((u[j] + b[j]) * inverse);
+}
+
+struct Sums {
+  float top, chosen;  // the largest logit and the target's, with bias, capped, before scaling
+  double sum, dot;    // of exp(z - max), and of exp(z - max) (z - max): both keep their sign, nothing cancels
+};
+
+CLONES Sums statistics(const float* row, const float* bias, float scale, float softcap, int64_t V, int64_t target) {
+  Sums of{-FLT_MAX, 0, 0, 0};  // a finite top: -inf - -inf is NaN
+  float capped[BLOCK];
   for (int64_t start = 0; start < V; start += BLOCK) {
-    const int64_t n = V - start < BLOCK ? V - start : BLOCK;
-    const float* z = row + start;
+    const int64_t n = V - start < BLOCK ? V - start : BLOCK, here = target - start;
+    const float* u = row + start;
+    const float* b = bias ? bias + start : zeros;
+    if (softcap > 0) {
+      cap(u, b, softcap, n, capped);
+      u = capped, b = zeros;
+    }
+    if (here >= 0 && here < n) of.chosen = u[here] + b[here];
+    float top = of.top;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < n; j++) {
+      const float value = u[j] + b[j];
+      top = value > top ? value : top;
+    }
+    if (top > of.top) {
+      if (of.sum > 0) {
+        const double down = (double(of.top) - top) * scale, shrink = std::exp(down);
+        of.dot = shrink * (of.dot + down * of.sum);
+        of.sum *= shrink;
+      }
+      of.top = top;
+    }
+    float sum = 0, dot = 0;
+#pragma omp simd reduction(+ : sum, dot)
+    for (int64_t j = 0; j < n; j++) {
+      const float down = (u[j] + b[j] - top) * scale;  // exactly 0 at the maximum
+      const float e = fast_exp(down);
+      sum += e;
+      dot += e * (down < -87.3f ? 0.0f : down);
+    }
+    of.sum += sum;
+    of.dot += dot;
+  }
+  return of;
+}
+
+CLONES void gradient(const float* row, float* out, const float* bias, float scale, float softcap, int64_t V,
+                     int64_t target, float top, float log_total, float entropy, float a, float c) {
+  float capped[BLOCK];
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    const int64_t n = V - start < BLOCK ? V - start : BLOCK, here = target - start;
+    const float* u = row + start;
     const float* b = bias ? bias + start : zeros;
     float* d = out + start;
+    if (softcap > 0) {
+      cap(u, b, softcap, n, capped);
+      u = capped, b = zeros;
+    }
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-      const float logp = (z[j] + b[j]) * scale - log_sum;
+      const float logp = (u[j] + b[j] - top) * scale - log_total;
       const float p = fast_exp(logp);
       d[j] = -scale * (a * p + c * p * ((logp < -87.3f ? 0.0f : logp) + entropy));
+    }
+    if (here >= 0 && here < n) d[here] += scale * a;
+    if (softcap > 0) {
+      const float inverse = 1 / softcap;
+#pragma omp simd
+      for (int64_t j = 0; j < n; j++) {
+        const float t = capped[j] * inverse;
+        d[j] *= (1 - t) * (1 + t);
+      }
     }
   }
 }
@@ -98,37 +134,36 @@ CLONES void gradient(const float* row, float* out, const float* bias, float scal
 
 extern "C" {
 
-// logits [n, V], rows `stride` apart; bias [V] or null; target [n] in [0, V). z = (logits + bias) scale.
-// Writes logp, entropy and log_sum = logsumexp(z), [n] each.
+// Renamed whenever a function below changes, so that Python never calls an older library.
+extern const int paw_cpu_interface_2 = 2;
+
+// logits [n, V], rows `stride` apart; bias [V] or null; target [n] in [0, V). u = logits + bias, or with a softcap > 0
+// softcap tanh(u / softcap); z = u scale. Writes logp, entropy, top = max u and log_total = logsumexp(z - top scale), [n] each.
 void paw_row_statistics(const float* logits, int64_t stride, const float* bias, const int64_t* target, float scale,
-                        int64_t n, int64_t V, float* logp, float* entropy, float* log_sum, int threads) {
+                        float softcap, int64_t n, int64_t V, float* logp, float* entropy, float* top, float* log_total,
+                        int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n > 1 && n * V > 32768)
   for (int64_t i = 0; i < n; i++) {
-    const float* row = logits + i * stride;
-    float top;
-    double sum, dot;
-    statistics(row, bias, scale, V, &top, &sum, &dot);
-    const double log_total = std::log(sum);
-    const int64_t y = target[i];
-    const float z = row[y] + (bias ? bias[y] : 0.0f);
-    logp[i] = float((double(z) - top) * scale - log_total);
-    entropy[i] = float(log_total - dot / sum);
-    log_sum[i] = float(double(top) * scale + log_total);
+    const Sums of = statistics(logits + i * stride, bias, scale, softcap, V, target[i]);
+    const double log_sum = std::log(of.sum);
+    logp[i] = float((double(of.chosen) - of.top) * scale - log_sum);
+    entropy[i] = float(log_sum - of.dot / of.sum);
+    top[i] = of.top;
+    log_total[i] = float(log_sum);
   }
 }
 
-// Row k < L of logits becomes dL/dlogits of row source[k]: scale (a (1[j = y] - p_j) - c p_j (log p_j + H)).
-// target, log_sum, entropy, a and c (or null) belong to the n rows before packing. Each source[k] is k, or lies at or
-// beyond L while row k is no source: then no row that is written is read by another.
+// Row k < L of logits becomes dL/dlogits of row source[k]: scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit.
+// target, top, log_total, entropy, a and c (or null) belong to the n rows before packing. Each source[k] is k, or lies at
+// or beyond L while row k is no source: then no row that is written is read by another.
 void paw_row_gradient(float* logits, int64_t stride, const float* bias, const int64_t* target, const int64_t* source,
-                      const float* log_sum, const float* entropy, const float* a, const float* c, float scale,
-                      int64_t L, int64_t V, int threads) {
+                      const float* top, const float* log_total, const float* entropy, const float* a, const float* c,
+                      float scale, float softcap, int64_t L, int64_t V, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (L > 1 && L * V > 32768)
   for (int64_t k = 0; k < L; k++) {
     const int64_t i = source[k];
-    float* out = logits + k * stride;
-    gradient(logits + i * stride, out, bias, scale, V, log_sum[i], entropy[i], a[i], c ? c[i] : 0.0f);
-    out[target[i]] += scale * a[i];
+    gradient(logits + i * stride, logits + k * stride, bias, scale, softcap, V, target[i], top[i], log_total[i],
+             entropy[i], a[i], c ? c[i] : 0.0f);
   }
 }
 }

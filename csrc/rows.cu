@@ -1,6 +1,8 @@
 // Row kernels of the head: statistics of a softmax and the gradient of its logits in place, or both in one read.
 // Bytes of device memory a row: 4 V for the statistics, (4 + size) V for the gradient, (4 + size) V for both at once.
 
+#include <type_traits>
+
 #include "device.cuh"
 #include "kernels.h"
 
@@ -12,12 +14,13 @@ constexpr int LOADS = 4;         // 16-byte vectors of a thread in a tile: as ma
 constexpr int DEPTH = 4;         // tiles of asynchronous copies in flight
 constexpr float FLOOR = -126.f;  // exp(FLOOR) is 0: bounds a logarithm that is multiplied by its own exponential
 
-// sum of exp(z - top) and dot of exp(z - top) (z - top): each has one sign, so log(sum) - dot / sum does not cancel.
+// top of u, sum of exp((u - top) scale), and dot of these times (u - top) scale: each has one sign, so log(sum) - dot / sum
+// does not cancel. A difference is taken before it is scaled: exact however large the logits are, and 0 at the top.
 struct Sums {
-  float top, sum, dot;
+  float top, sum, dot, scale;
 
   __device__ void raise(float high) {
-    const float down = fmaxf(top - high, FLOOR), shrink = fast_exp(down);
+    const float down = fmaxf((top - high) * scale, FLOOR), shrink = fast_exp(down);
     dot = shrink * (dot + down * sum);
     sum *= shrink;
     top = high;
@@ -25,48 +28,48 @@ struct Sums {
 
   // Logits of -inf add nothing; NaN and +inf make the sums NaN.
   template <int N>
-  __device__ void add(const float (&z)[N]) {
+  __device__ void add(const float (&u)[N]) {
     float high = top;
-    for (float value : z) high = fmaxf(high, value);
+    for (float value : u) high = fmaxf(high, value);
     raise(high);
-    for (float value : z) {
-      const float down = value - top, e = fast_exp(down);
+    for (float value : u) {
+      const float down = (value - top) * scale, e = fast_exp(down);
       sum += e;
       dot += e * fmaxf(down, FLOOR);
     }
   }
 };
 
-__device__ Sums no_sums() { return {-3.402823466e38f, 0, 0}; }  // a finite top: -inf - -inf is NaN
+__device__ Sums no_sums(float scale) { return {-3.402823466e38f, 0, 0, scale}; }  // a finite top: -inf - -inf is NaN
 
 __device__ Sums merge(Sums a, Sums b) {
   const float high = fmaxf(a.top, b.top);
   a.raise(high);
   b.raise(high);
-  return {high, a.sum + b.sum, a.dot + b.dot};
+  return {high, a.sum + b.sum, a.dot + b.dot, a.scale};
 }
 
 struct Softmax {
-  float logp, entropy, log_sum;
+  float logp, entropy, log_total;
 
-  __device__ Softmax(Sums s, float z_target) {
-    const float log_total = logf(s.sum);
-    logp = z_target - s.top - log_total;
+  __device__ Softmax(Sums s, float u_target) {
+    log_total = logf(s.sum);
+    logp = (u_target - s.top) * s.scale - log_total;
     entropy = log_total - s.dot / s.sum;
-    log_sum = s.top + log_total;
   }
 };
 
 // A row cut into aligned vectors: vector i holds the logits 4 i - shift + {0, 1, 2, 3}, with -inf outside of [0, V).
+template <bool CAPPED>
 struct Row {
   const float *x, *bias;
-  float scale;
+  float scale, softcap, inverse;
   int V, shift;
   int whole_end;  // vectors that begin before it, from 0 on, do not reach beyond V
 
   __device__ Row(const Rows& rows, int64_t k)
-      : x(rows.logits + k * rows.stride), bias(rows.bias), scale(rows.scale), V(rows.V),
-        shift(reinterpret_cast<uintptr_t>(x) / sizeof(float) % 4), whole_end(max(V - 3, 0)) {}
+      : x(rows.logits + k * rows.stride), bias(rows.bias), scale(rows.scale), softcap(rows.softcap),
+        inverse(1 / softcap), V(rows.V), shift(reinterpret_cast<uintptr_t>(x) / sizeof(float) % 4), whole_end(max(V - 3, 0)) {}
 
   __device__ int vectors() const { return (V + shift + 3) / 4; }
   __device__ int first(int i) const { return 4 * i - shift; }
@@ -91,17 +94,25 @@ struct Row {
     }
   }
 
-  // z of vector i.
-  __device__ void scaled(float4 v, int i, float* z) const {
-    z[0] = v.x, z[1] = v.y, z[2] = v.z, z[3] = v.w;
+  __device__ float capped(float logit) const { return CAPPED ? softcap * fast_tanh(logit * inverse) : logit; }
+
+  // u of vector i.
+  __device__ void logits(float4 v, int i, float* u) const {
+    u[0] = v.x, u[1] = v.y, u[2] = v.z, u[3] = v.w;
     if (bias) {
-      for (int u = 0; u < 4; u++)
-        if (inside(first(i) + u)) z[u] += bias[first(i) + u];
+      for (int k = 0; k < 4; k++)
+        if (inside(first(i) + k)) u[k] += bias[first(i) + k];
     }
-    for (int u = 0; u < 4; u++) z[u] *= scale;
+    for (int k = 0; k < 4; k++) u[k] = CAPPED && !inside(first(i) + k) ? u[k] : capped(u[k]);
   }
 
-  __device__ float scaled(int j) const { return (bias ? x[j] + bias[j] : x[j]) * scale; }
+  __device__ float logit(int j) const { return capped(bias ? x[j] + bias[j] : x[j]); }
+
+  // du/dlogit.
+  __device__ float slope(float u) const {
+    const float t = u * inverse;
+    return CAPPED ? (1 - t) * (1 + t) : 1;
+  }
 };
 
 template <class T>
@@ -109,75 +120,78 @@ struct alignas(4 * sizeof(T)) Four {
   T of[4];
 };
 
-// dL/dlogits of one row: a [j = target] - p_j (a + c (log p_j + entropy)), where a and c include the scale.
+// dL/du of one row: a [j = target] - p_j (a + c (log p_j + entropy)), where a and c include the scale.
 struct Gradient {
-  float log_sum, a, c, rest;
+  float top, scale, log_total, a, c, rest;
 
-  __device__ Gradient(float log_sum, float entropy, float a, float c)
-      : log_sum(log_sum), a(a), c(c), rest(a + c * entropy) {}
+  __device__ Gradient(float top, float scale, float log_total, float entropy, float a, float c)
+      : top(top), scale(scale), log_total(log_total), a(a * scale), c(c * scale), rest((a + c * entropy) * scale) {}
 
-  __device__ float off_target(float z) const {
-    const float logp = z - log_sum;
+  __device__ float off_target(float u) const {
+    const float logp = (u - top) * scale - log_total;
     return -fast_exp(logp) * (c * fmaxf(logp, FLOOR) + rest);
   }
 
   // Writes vector i of the row, given its logits, as if the target were not in it.
-  template <class T>
-  __device__ void store(T* out, const Row& row, int i, float4 x) const {
+  template <class T, class R>
+  __device__ void store(T* out, const R& row, int i, float4 x) const {
     const int j = row.first(i);
-    float z[4];
+    float u[4];
     Four<T> d;
-    row.scaled(x, i, z);
-    narrow(d.of, off_target(z[0]), off_target(z[1]));
-    narrow(d.of + 2, off_target(z[2]), off_target(z[3]));
+    row.logits(x, i, u);
+    for (float& value : u) value = off_target(value) * row.slope(value);
+    narrow(d.of, u[0], u[1]);
+    narrow(d.of + 2, u[2], u[3]);
     if (row.whole(i) && reinterpret_cast<uintptr_t>(out + j) % sizeof(d) == 0) {
       *reinterpret_cast<Four<T>*>(out + j) = d;
     } else {
-      for (int u = 0; u < 4; u++)
-        if (row.inside(j + u)) out[j + u] = d.of[u];
+      for (int k = 0; k < 4; k++)
+        if (row.inside(j + k)) out[j + k] = d.of[k];
     }
   }
 
   // Then, by the same thread, the target.
-  template <class T>
-  __device__ void store_target(T* out, int target, float z) const {
+  template <class T, class R>
+  __device__ void store_target(T* out, const R& row, int target, float u) const {
     alignas(2 * sizeof(T)) T d[2];
-    narrow(d, off_target(z) + a, 0);
+    narrow(d, (off_target(u) + a) * row.slope(u), 0);
     out[target] = d[0];
   }
 };
 
+template <bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 4) statistics_kernel(Rows rows, Statistics out) {
   const int64_t k = blockIdx.x;
-  const Row row(rows, k);
-  Sums sums = no_sums();
+  const Row<CAPPED> row(rows, k);
+  Sums sums = no_sums(row.scale);
   for (int start = 0; start < row.vectors(); start += LOADS * blockDim.x) {
     float4 x[LOADS];
-    float z[4 * LOADS];
+    float u[4 * LOADS];
     row.load(x, start);
 #pragma unroll
-    for (int u = 0; u < LOADS; u++) row.scaled(x[u], start + u * blockDim.x + threadIdx.x, z + 4 * u);
-    sums.add(z);
+    for (int v = 0; v < LOADS; v++) row.logits(x[v], start + v * blockDim.x + threadIdx.x, u + 4 * v);
+    sums.add(u);
   }
-  const float z_target = row.scaled(rows.target[k]);
-  sums = block_reduce(sums, no_sums());
+  const float u_target = row.logit(rows.target[k]);
+  sums = block_reduce(sums, no_sums(row.scale));
   if (threadIdx.x > 0) return;
-  const Softmax of(sums, z_target);
+  const Softmax of(sums, u_target);
   out.logp[k] = of.logp;
   out.entropy[k] = of.entropy;
-  out.log_sum[k] = of.log_sum;
+  out.top[k] = sums.top;
+  out.log_total[k] = of.log_total;
 }
 
-template <class T>
+template <class T, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 4)
     gradient_kernel(Rows rows, const int64_t* source, Statistics of, const float* a, const float* c) {
   const int64_t k = blockIdx.x, i = source[k];
-  const Row row(rows, i);
+  const Row<CAPPED> row(rows, i);
   T* const out = reinterpret_cast<T*>(rows.logits + k * rows.stride);
-  const Gradient gradient(of.log_sum[i], of.entropy[i], a[i] * row.scale, (c ? c[i] : 0) * row.scale);
+  const Gradient gradient(of.top[i], row.scale, of.log_total[i], of.entropy[i], a[i], c ? c[i] : 0);
   const int target = rows.target[i], tile = LOADS * blockDim.x;
   const bool mine = row.of(target) % blockDim.x == threadIdx.x;
-  const float z_target = mine ? row.scaled(target) : 0;  // before it is overwritten
+  const float u_target = mine ? row.logit(target) : 0;  // before it is overwritten
   int safe = 0;
   for (int start = 0; start < row.vectors(); start += tile) {
     float4 x[LOADS];
@@ -193,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 4)
       gradient.store(out, row, v, x[u]);
     }
   }
-  if (mine) gradient.store_target(out, target, z_target);
+  if (mine) gradient.store_target(out, row, target, u_target);
 }
 
 // One row's part of Slopes.
@@ -213,18 +227,18 @@ struct Slope {
 };
 
 struct Answer {
-  float log_sum, entropy, a;
+  float top, log_total, entropy, a;
 };
 
 // A cluster of blocks holds one row, `part` vectors in each block's shared memory.
-template <class T>
+template <class T, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
   SHARED(Sums, mine);
   SHARED(Answer, answer);
   float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier
   const int rank = cluster_rank(), size = cluster_size();
   const int64_t k = blockIdx.x / size;
-  const Row row(rows, k);
+  const Row<CAPPED> row(rows, k);
   const int begin = rank * part, count = min(part, row.vectors() - begin), tile = LOADS * blockDim.x;
 
   const auto fetch = [&](int start) {
@@ -238,32 +252,35 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
   };
   for (int d = 0; d < DEPTH; d++) fetch(d * tile);
   const int target = rows.target[k];
-  const float z_target = row.scaled(target);  // while no block of the cluster overwrites it
+  const float u_target = row.logit(target);  // while no block of the cluster overwrites it
   const Slope slope(slopes, k);
 
-  Sums sums = no_sums();
+  Sums sums = no_sums(row.scale);
   for (int start = 0; start < count; start += tile) {
     fetch(start + DEPTH * tile);
     __pipeline_wait_prior(DEPTH);
-    float z[4 * LOADS];
+    float u[4 * LOADS];
 #pragma unroll
-    for (int u = 0; u < LOADS; u++) {
-      const int v = start + u * blockDim.x + threadIdx.x;
-      row.scaled(v < count ? held[v] : float4{-INFINITY, -INFINITY, -INFINITY, -INFINITY}, begin + v, z + 4 * u);
+    for (int l = 0; l < LOADS; l++) {
+      const int v = start + l * blockDim.x + threadIdx.x;
+      if (v < count)
+        row.logits(held[v], begin + v, u + 4 * l);
+      else
+        row.logits({-INFINITY, -INFINITY, -INFINITY, -INFINITY}, row.vectors(), u + 4 * l);
     }
-    sums.add(z);
+    sums.add(u);
   }
-  sums = block_reduce(sums, no_sums());
+  sums = block_reduce(sums, no_sums(row.scale));
   if (threadIdx.x == 0) mine = sums;
   cluster_arrive();
   cluster_wait();
 
   if (warp() == 0) {
-    sums = warp_reduce(lane() < size ? *cluster_peer(&mine, lane()) : no_sums());
+    sums = warp_reduce(lane() < size ? *cluster_peer(&mine, lane()) : no_sums(row.scale));
     if (lane() == 0) {
-      const Softmax of(sums, z_target);
+      const Softmax of(sums, u_target);
       const float slope_a = slope.a(of.logp);
-      answer = {of.log_sum, of.entropy, slope_a};
+      answer = {sums.top, of.log_total, of.entropy, slope_a};
       if (rank == 0) {
         out.logp[k] = of.logp;
         out.entropy[k] = of.entropy;
@@ -274,12 +291,12 @@ __global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slop
   __syncthreads();
   cluster_arrive();  // waited for at the end: a block's sums must outlive the reading of them
   if (answer.a != 0 || slope.c != 0) {  // the caller decides so too: not by the products, which may underflow
-    const Gradient gradient(answer.log_sum, answer.entropy, answer.a * row.scale, slope.c * row.scale);
+    const Gradient gradient(answer.top, row.scale, answer.log_total, answer.entropy, answer.a, slope.c);
     T* const to = reinterpret_cast<T*>(rows.logits + k * rows.stride);
 #pragma unroll LOADS
     for (int v = threadIdx.x; v < count; v += blockDim.x) gradient.store(to, row, begin + v, held[v]);
     const int v = row.of(target) - begin;
-    if (v >= 0 && v < count && v % blockDim.x == threadIdx.x) gradient.store_target(to, target, z_target);
+    if (v >= 0 && v < count && v % blockDim.x == threadIdx.x) gradient.store_target(to, row, target, u_target);
   }
   cluster_wait();
 }
@@ -305,23 +322,34 @@ int threads(int vectors) {
 
 int vectors(int V) { return (V + 6) / 4; }  // of the worst aligned row
 
-// launch(T()) with the T of `type`.
+// launch(capped), a type with a constant value.
 template <class Launch>
-cudaError_t with(Type type, Launch launch) {
-  if (type == Type::float32) return launch(float());
-  return type == Type::bfloat16 ? launch(__nv_bfloat16()) : launch(__half());
+cudaError_t with(float softcap, Launch launch) {
+  return softcap > 0 ? launch(std::true_type()) : launch(std::false_type());
+}
+
+// launch(T(), capped) with the T of `type`.
+template <class Launch>
+cudaError_t with(Type type, float softcap, Launch launch) {
+  return with(softcap, [&](auto capped) {
+    if (type == Type::float32) return launch(float(), capped);
+    return type == Type::bfloat16 ? launch(__nv_bfloat16(), capped) : launch(__half(), capped);
+  });
 }
 
 }  // namespace
 
 cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t stream) {
-  return launch(statistics_kernel, {n, threads(vectors(rows.V))}, stream, rows, out);
+  return with(rows.softcap, [&](auto capped) {
+    return launch(statistics_kernel<capped.value>, {n, threads(vectors(rows.V))}, stream, rows, out);
+  });
 }
 
 cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
                          Type type, cudaStream_t stream) {
-  return with(type, [&](auto t) {
-    return launch(gradient_kernel<decltype(t)>, {L, threads(vectors(rows.V))}, stream, rows, source, of, a, c);
+  return with(type, rows.softcap, [&](auto t, auto capped) {
+    const auto kernel = gradient_kernel<decltype(t), capped.value>;
+    return launch(kernel, {L, threads(vectors(rows.V))}, stream, rows, source, of, a, c);
   });
 }
 
@@ -329,8 +357,8 @@ cudaError_t row_loss(Rows rows, int64_t n, Slopes slopes, Statistics out, float*
                      cudaStream_t stream) {
   const int part = (vectors(rows.V) + cluster - 1) / cluster;
   const Grid grid{n * cluster, threads(part), cluster, part * int64_t(sizeof(float4))};
-  return with(type, [&](auto t) {
-    return launch(loss_kernel<decltype(t)>, grid, stream, rows, slopes, out, a, part);
+  return with(type, rows.softcap, [&](auto t, auto capped) {
+    return launch(loss_kernel<decltype(t), capped.value>, grid, stream, rows, slopes, out, a, part);
   });
 }
 

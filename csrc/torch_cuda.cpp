@@ -54,12 +54,13 @@ class Call {
     return tensor ? data<T>(*tensor, name, size) : nullptr;
   }
 
-  paw::Rows rows(const Tensor& logits, const optional<Tensor>& bias, const optional<Tensor>& target, double scale) const {
+  paw::Rows rows(const Tensor& logits, const optional<Tensor>& bias, const optional<Tensor>& target, double scale,
+                 optional<double> softcap) const {
     STD_TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "logits must be [n, V] with contiguous rows");
     const int64_t n = logits.size(0), V = logits.size(1);
     STD_TORCH_CHECK(V > 0 && V <= 1 << 30, "logits must have 1 to 2^30 columns, got ", V);
     return {located<float>(logits, "logits"),          logits.stride(0), data<const float>(bias, "bias", V),
-            data<const int64_t>(target, "target", n), float(scale),     int(V)};
+            data<const int64_t>(target, "target", n), float(scale),     float(softcap.value_or(0)), int(V)};
   }
 
   void check(cudaError_t error) const {
@@ -97,32 +98,37 @@ int size_of(const Tensor& tensor, const char* name) {
   return int(tensor.numel());
 }
 
-std::tuple<Tensor, Tensor, Tensor> row_statistics(Tensor logits, optional<Tensor> bias, Tensor target, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_statistics(Tensor logits, optional<Tensor> bias, Tensor target,
+                                                          double scale, optional<double> softcap) {
   const Call call(logits);
   const int64_t n = logits.size(0);
   const auto empty = [&] { return call.empty(n, ScalarType::Float); };
-  Tensor logp = empty(), entropy = empty(), log_sum = empty();
+  Tensor logp = empty(), entropy = empty(), top = empty(), log_total = empty();
   const auto to = [&](const Tensor& t) { return call.data<float>(t, "result", n); };
-  const paw::Rows rows = call.rows(logits, bias, target, scale);
-  call.check(paw::row_statistics(rows, n, {to(logp), to(entropy), to(log_sum)}, call.stream));
-  return {logp, entropy, log_sum};
+  const paw::Rows rows = call.rows(logits, bias, target, scale, softcap);
+  call.check(paw::row_statistics(rows, n, {to(logp), to(entropy), to(top), to(log_total)}, call.stream));
+  return {logp, entropy, top, log_total};
 }
 
-void row_gradient(Tensor logits, optional<Tensor> bias, Tensor target, Tensor source, Tensor log_sum, Tensor entropy,
-                  Tensor a, optional<Tensor> c, double scale, ScalarType dtype) {
+void row_gradient(Tensor logits, optional<Tensor> bias, Tensor target, Tensor source, Tensor top, Tensor log_total,
+                  Tensor entropy, Tensor a, optional<Tensor> c, double scale, ScalarType dtype,
+                  optional<double> softcap) {
   const Call call(logits);
   const int64_t n = logits.size(0), L = source.numel();
-  const paw::Statistics of{nullptr, const_cast<float*>(call.data<const float>(entropy, "entropy", n)),
-                           const_cast<float*>(call.data<const float>(log_sum, "log_sum", n))};
-  call.check(paw::row_gradient(call.rows(logits, bias, target, scale), call.data<const int64_t>(source, "source", L), L,
-                               of, call.data<const float>(a, "a", n), call.data<const float>(c, "c", n), type_of(dtype),
+  const auto read = [&](const Tensor& t, const char* name) {
+    return const_cast<float*>(call.data<const float>(t, name, n));
+  };
+  const paw::Statistics of{nullptr, read(entropy, "entropy"), read(top, "top"), read(log_total, "log_total")};
+  const paw::Rows rows = call.rows(logits, bias, target, scale, softcap);
+  call.check(paw::row_gradient(rows, call.data<const int64_t>(source, "source", L), L, of,
+                               call.data<const float>(a, "a", n), call.data<const float>(c, "c", n), type_of(dtype),
                                call.stream));
 }
 
 std::tuple<Tensor, Tensor, Tensor> row_loss(Tensor logits, optional<Tensor> bias, Tensor target, Tensor slope,
                                             Tensor base, Tensor low, Tensor high, Tensor power, optional<Tensor> pull,
                                             optional<Tensor> ref, optional<Tensor> c, double scale, ScalarType dtype,
-                                            int64_t cluster) {
+                                            int64_t cluster, optional<double> softcap) {
   const Call call(logits);
   const int64_t n = logits.size(0);
   STD_TORCH_CHECK(cluster >= 1 && cluster <= 16, "cluster must be 1 to 16 blocks, got ", cluster);
@@ -133,15 +139,15 @@ std::tuple<Tensor, Tensor, Tensor> row_loss(Tensor logits, optional<Tensor> bias
   const auto empty = [&] { return call.empty(n, ScalarType::Float); };
   Tensor logp = empty(), entropy = empty(), a = empty();
   const auto to = [&](const Tensor& t) { return call.data<float>(t, "result", n); };
-  call.check(paw::row_loss(call.rows(logits, bias, target, scale), n, slopes, {to(logp), to(entropy), nullptr}, to(a),
-                           type_of(dtype), int(cluster), call.stream));
+  const paw::Rows rows = call.rows(logits, bias, target, scale, softcap);
+  call.check(paw::row_loss(rows, n, slopes, {to(logp), to(entropy)}, to(a), type_of(dtype), int(cluster), call.stream));
   return {logp, entropy, a};
 }
 
 void row_move(Tensor logits, Tensor source, ScalarType dtype) {
   const Call call(logits);
   const int64_t L = source.numel();
-  const paw::Rows rows = call.rows(logits, std::nullopt, std::nullopt, 1);
+  const paw::Rows rows = call.rows(logits, std::nullopt, std::nullopt, 1, std::nullopt);
   call.check(paw::row_move(rows, call.data<const int64_t>(source, "source", L), L, type_of(dtype), call.stream));
 }
 
@@ -175,6 +181,9 @@ std::tuple<Tensor, Tensor> pack(Tensor live) {
 }
 
 }  // namespace
+
+// Renamed whenever an operator changes, so that Python never calls an older library.
+extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_2 = 2;
 
 STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));

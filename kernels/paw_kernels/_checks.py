@@ -8,7 +8,9 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> None:
+def check_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+) -> None:
     """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device."""
     if hidden.dim() != 2:
         raise ValueError(f"hidden must be [T, D], got shape {list(hidden.shape)}")
@@ -21,8 +23,11 @@ def check_head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
     check_tensor("target", target, [T], torch.int64, hidden.device)
     if bias is not None:
         check_tensor("bias", bias, [weight.shape[0]], hidden.dtype, hidden.device)
-    if not (math.isfinite(temperature) and temperature > 0):
+    # Comparisons, because torch.compile makes a symbol of a float that changes.
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be None, or positive and finite, got {softcap}")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:

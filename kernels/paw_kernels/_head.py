@@ -41,20 +41,20 @@ class Rows(Protocol):
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Logits of x [n, D], kept for `gradient`; answers logp, entropy, a, c ([n] float32, c None for all zeros).
 
-        a and c are those of the logits after temperature (anything, if slopes is None).
+        a and c are those of the logits after soft cap and temperature (anything, if slopes is None).
         """
         ...
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """dL/dz before temperature of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
+        """dL/d(W h + b) of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
 
         `source` comes from `segments.pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
         """
         ...
 
 
-MakeRows = Callable[[Tensor, Tensor | None, float, int, bool], tuple[Rows, int]]
-"""(weight, bias, temperature, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
+MakeRows = Callable[[Tensor, Tensor | None, float, float | None, int, bool], tuple[Rows, int]]
+"""(weight, bias, temperature, softcap, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
 
 
 def head_pass(
@@ -65,6 +65,7 @@ def head_pass(
     target: Tensor,
     index: Tensor,
     temperature: float,
+    softcap: float | None,
     *,
     slopes: Slopes | None = None,
     wants: tuple[bool, bool, bool] = (False, False, False),
@@ -73,7 +74,8 @@ def head_pass(
 
     `slopes` are those of the N rows; `wants` says which gradients to form: of hidden, weight, bias.
     """
-    sums = _chunks(make_rows, hidden, weight, bias, target, index, temperature, slopes if any(wants) else None, wants)
+    head = weight, bias, temperature, softcap
+    sums = _chunks(make_rows, hidden, head, target, index, slopes if any(wants) else None, wants)
     # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
     d_weight, d_bias = (None if d is None else d.to(weight.dtype) for d in sums[3:])
     return HeadPass(*sums[:3], d_weight, d_bias)
@@ -82,23 +84,21 @@ def head_pass(
 def _chunks(
     make_rows: MakeRows,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: tuple[Tensor, Tensor | None, float, float | None],
     target: Tensor,
     index: Tensor,
-    temperature: float,
     slopes: Slopes | None,
     wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The fields of HeadPass, dW and db as they were summed."""
-    N, device = index.numel(), hidden.device
+    """The fields of HeadPass, dW and db as they were summed. `head`: weight, bias, temperature, softcap."""
+    weight, N, device = head[0], index.numel(), hidden.device
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
     d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
 
     with torch.autocast(device.type, enabled=False):
-        rows, step = make_rows(weight, bias, temperature, N, slopes is not None)
+        rows, step = make_rows(*head, N, slopes is not None)
         for start in range(0, N, step):
             chunk = slice(start, min(start + step, N))
             at = index[chunk]

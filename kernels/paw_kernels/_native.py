@@ -13,35 +13,41 @@ from torch import Tensor
 
 from paw_kernels.coefficients import Slopes
 
-_STATIC_SHARED = 512 + 1024
+_STATIC_SHARED = 544 + 1024
 """Bytes of shared memory that a block of row_loss_ needs beside its part of the row: its own, and the system's."""
 
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 _LIBRARY.define(
-    "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale) -> (Tensor, Tensor, Tensor)",
+    "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale, float? softcap=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor log_sum, Tensor entropy, "
-    "Tensor a, Tensor? c, float scale, ScalarType dtype) -> ()"
+    "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
+    "Tensor entropy, Tensor a, Tensor? c, float scale, ScalarType dtype, float? softcap=None) -> ()"
 )
 _LIBRARY.define(
     "row_loss_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor slope, Tensor base, Tensor low, Tensor high, "
-    "Tensor power, Tensor? pull, Tensor? ref, Tensor? c, float scale, ScalarType dtype, int cluster) "
-    "-> (Tensor, Tensor, Tensor)"
+    "Tensor power, Tensor? pull, Tensor? ref, Tensor? c, float scale, ScalarType dtype, int cluster, "
+    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("row_move_(Tensor(a!) logits, Tensor source, ScalarType dtype) -> ()")
 
 
 @cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The C++ row operations, or None where the package was installed without a compiler."""
+    """The C++ row operations, or None where they were not built, or from older sources."""
     spec = importlib.util.find_spec("paw_kernels._cpu")
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
+    if not hasattr(library, "paw_cpu_interface_2"):
+        return None
     pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
-    library.paw_row_statistics.argtypes = [pointer, size, *[pointer] * 2, real, size, size, *[pointer] * 3, integer]
-    library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 7, real, size, size, integer]
+    library.paw_row_statistics.argtypes = [
+        *(pointer, size, pointer, pointer, real, real, size, size),
+        *([pointer] * 4 + [integer]),
+    ]
+    library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 8, real, real, size, size, integer]
     library.paw_row_statistics.restype = library.paw_row_gradient.restype = None
     return library
 
@@ -56,6 +62,8 @@ def why_no_cuda() -> str | None:
         torch.ops.load_library(spec.origin)
     except OSError as error:
         return f"{spec.origin} does not load beside this torch ({error}); build it again"
+    if not hasattr(ctypes.CDLL(spec.origin), "paw_cuda_interface_2"):
+        return f"{spec.origin} was built from older sources; build it again"
     return None
 
 
@@ -79,12 +87,15 @@ def _cluster_size(V: int, largest: int, shared_memory: int) -> int:
     return 0
 
 
-def row_statistics(logits: Tensor, bias: Tensor | None, target: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, entropy and log-sum-exp ([n] float32) of z = (logits + bias) * scale.
+def row_statistics(
+    logits: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, entropy, top = max u and log-sum-exp of z - top * scale ([n] float32), for z = u * scale.
 
-    logits [n, V] float32, rows contiguous; bias [V] float32; target [n] int64 in [0, V).
+    u is logits + bias, or softcap * tanh of that over softcap. logits [n, V] float32, rows contiguous; bias [V]
+    float32; target [n] int64 in [0, V).
     """
-    return torch.ops.paw_kernels.row_statistics(logits, bias, target, scale)
+    return torch.ops.paw_kernels.row_statistics(logits, bias, target, scale, softcap)
 
 
 def row_gradient_(
@@ -92,30 +103,40 @@ def row_gradient_(
     bias: Tensor | None,
     target: Tensor,
     source: Tensor,
-    log_sum: Tensor,
+    top: Tensor,
+    log_total: Tensor,
     entropy: Tensor,
     a: Tensor,
     c: Tensor | None,
     scale: float,
     dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
 ) -> None:
-    """In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) of row source[k].
+    """In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of source[k].
 
-    `source` [L] int64 comes from `segments.pack`; target, log_sum, entropy, a and c are those of all n rows. The result
+    `source` [L] int64 comes from `segments.pack`; target, the statistics, a and c are those of all n rows. The result
     is `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
     """
-    torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, log_sum, entropy, a, c, scale, dtype)
+    statistics = top, log_total, entropy
+    torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, *statistics, a, c, scale, dtype, softcap)
 
 
 def row_loss_(
-    logits: Tensor, bias: Tensor | None, target: Tensor, of: Slopes, scale: float, dtype: torch.dtype, cluster: int
+    logits: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    of: Slopes,
+    scale: float,
+    dtype: torch.dtype,
+    cluster: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics and, in place of the rows where a or c is not 0, the gradient, from one read of the logits. CUDA only.
 
     Answers logp, entropy and a ([n] float32). Nothing is packed yet: see `row_move_`. `cluster` is `cluster_size`.
     """
     per_row = of.scale, of.base, of.low, of.high, of.power, of.pull, of.ref, of.c
-    return torch.ops.paw_kernels.row_loss_(logits, bias, target, *per_row, scale, dtype, cluster)
+    return torch.ops.paw_kernels.row_loss_(logits, bias, target, *per_row, scale, dtype, cluster, softcap)
 
 
 def row_move_(logits: Tensor, source: Tensor, dtype: torch.dtype) -> None:
@@ -139,16 +160,19 @@ def _cpu() -> ctypes.CDLL:
     return library
 
 
-def _row_statistics_cpu(logits: Tensor, bias: Tensor | None, target: Tensor, scale: float) -> tuple[Tensor, ...]:
+def _row_statistics_cpu(
+    logits: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, ...]:
     n, V = logits.shape
     target = target.contiguous()
-    results = tuple(torch.empty(n, dtype=torch.float32) for _ in range(3))
+    results = tuple(torch.empty(n, dtype=torch.float32) for _ in range(4))
     _cpu().paw_row_statistics(
         logits.data_ptr(),
         logits.stride(0),
         _pointer(bias),
         target.data_ptr(),
         scale,
+        softcap or 0.0,
         n,
         V,
         *(r.data_ptr() for r in results),
@@ -162,22 +186,25 @@ def _row_gradient_cpu(
     bias: Tensor | None,
     target: Tensor,
     source: Tensor,
-    log_sum: Tensor,
+    top: Tensor,
+    log_total: Tensor,
     entropy: Tensor,
     a: Tensor,
     c: Tensor | None,
     scale: float,
     dtype: torch.dtype,
+    softcap: float | None = None,
 ) -> None:
     if dtype != torch.float32:
         raise ValueError(f"dtype must be float32 on the CPU, got {dtype}")
-    per_row = [t if t is None else t.contiguous() for t in (target, source, log_sum, entropy, a, c)]
+    per_row = [t if t is None else t.contiguous() for t in (target, source, top, log_total, entropy, a, c)]
     _cpu().paw_row_gradient(
         logits.data_ptr(),
         logits.stride(0),
         _pointer(bias),
         *map(_pointer, per_row),
         scale,
+        softcap or 0.0,
         source.numel(),
         logits.shape[1],
         torch.get_num_threads(),
@@ -189,12 +216,12 @@ _LIBRARY.impl("row_gradient_", _row_gradient_cpu, "CPU")
 
 
 @torch.library.register_fake("paw_kernels::row_statistics")
-def _(logits, bias, target, scale):
-    return tuple(logits.new_empty(logits.shape[0]) for _ in range(3))
+def _(logits, *rest):
+    return tuple(logits.new_empty(logits.shape[0]) for _ in range(4))
 
 
 @torch.library.register_fake("paw_kernels::row_gradient_")
-def _(logits, bias, target, source, log_sum, entropy, a, c, scale, dtype):
+def _(logits, bias, target, source, *rest):
     return None
 
 

@@ -26,39 +26,40 @@ CHUNK_ROWS = 256
 
 
 class NativeRows:
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, n: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, n: int) -> None:
         V, device = weight.shape[0], weight.device
         self.head = weight if weight.is_cuda else weight.float()
         self._bias = None if bias is None else bias.float().contiguous()
-        self._scale = 1 / temperature
+        self._scale, self._softcap = 1 / temperature, softcap
         self._buffer = torch.empty((n, V), dtype=torch.float32, device=device)
-        self._log_sum = self._entropy = torch.empty(0)
+        self._statistics: tuple[Tensor, ...] = ()
         self._cluster = cluster_size(V, device) if weight.is_cuda else 0
 
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         z = logits(x, self.head, self._buffer)
         if slopes is not None and self._cluster:  # statistics and gradients from one read
-            found = row_loss_(z, self._bias, target, slopes, self._scale, self.head.dtype, self._cluster)
-            return *found, slopes.c
-        logp, self._entropy, self._log_sum = row_statistics(z, self._bias, target, self._scale)
+            how = self._scale, self.head.dtype, self._cluster, self._softcap
+            return *row_loss_(z, self._bias, target, slopes, *how), slopes.c
+        logp, entropy, top, log_total = row_statistics(z, self._bias, target, self._scale, self._softcap)
+        self._statistics = top, log_total, entropy
         a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, self._entropy, a, c
+        return logp, entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         z, dtype = self._buffer[: target.numel()], self.head.dtype
         if self._cluster:
             row_move_(z, source, dtype)
         else:
-            statistics = self._log_sum, self._entropy
-            row_gradient_(z, self._bias, target, source, *statistics, a, c, scale=self._scale, dtype=dtype)
+            how = self._scale, dtype, self._softcap
+            row_gradient_(z, self._bias, target, source, *self._statistics, a, c, *how)
         return packed_rows(z, source.numel(), dtype)
 
 
 def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
+    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
 ) -> tuple[NativeRows, int]:
     step = max(CHUNK_ROWS, CHUNK_BYTES[weight.device.type] // (4 * weight.shape[0]))
-    return NativeRows(weight, bias, temperature, min(step, N)), step
+    return NativeRows(weight, bias, temperature, softcap, min(step, N)), step
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
@@ -66,5 +67,5 @@ def why_not(backend: str, device: torch.device) -> str | None:
     if device.type != backend:
         return f"it needs tensors of device {backend}, these are on {device}"
     if backend == "cpu" and cpu_library() is None:
-        return "csrc/rows.cpp was not built; install a C++ compiler and repeat pip install -e ."
+        return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and repeat pip install -e ."
     return why_no_cuda() if backend == "cuda" else None

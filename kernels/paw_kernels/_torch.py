@@ -1,7 +1,7 @@
 """The row operations in plain torch: correct on every device, the fallback, and the yardstick of the other backends.
 
-Memory: three float32 [n, V] buffers of CHUNK_BYTES each and, for 16-bit weights on the CPU (where matmuls cannot keep
-their float32 sums), a float32 copy of the weight.
+Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap, and, for 16-bit weights on the CPU
+(where matmuls cannot keep their float32 sums), a float32 copy of the weight.
 """
 
 import torch
@@ -15,11 +15,11 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 
 
 class TorchRows:
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, n: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, n: int) -> None:
         self.head = weight if weight.is_cuda else weight.float()
-        self._bias, self._temperature = bias, temperature
+        self._bias, self._temperature, self._softcap = bias, temperature, softcap
         self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
-        self._log_sum = self._entropy = torch.empty(0)
+        self._top = self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums of terms of one sign."""
@@ -27,9 +27,12 @@ class TorchRows:
         z = logits(x, self.head, self._z)
         if self._bias is not None:
             z += self._bias
-        if self._temperature != 1.0:
+        if self._softcap is not None:
+            z.div_(self._softcap).tanh_().mul_(self._softcap)
+        self._top = z.amax(1)
+        z -= self._top[:, None]
+        if self._temperature != 1.0:  # a difference is scaled: exact however large the logits are
             z *= 1 / self._temperature
-        z -= z.amax(1, keepdim=True)
         # e = exp(z) is kept: p = e / exp(log_sum) without a second exponential.
         e = torch.exp(z, out=self._e[:n])
         total = e.sum(1)
@@ -40,24 +43,32 @@ class TorchRows:
         return logp, self._entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """a (1[j = y] - p_j) - c p_j (log p_j + H) over the temperature, built in the buffers of z and e."""
+        """a (1[j = y] - p_j) - c p_j (log p_j + H) over the temperature, built in the buffers of z and e.
+
+        Times 1 - tanh^2 under a soft cap, of which z is still known.
+        """
         n = target.numel()
-        z, e, log_sum, entropy = self._z[:n], self._e[:n], self._log_sum, self._entropy
+        z, e, top, log_sum, entropy = self._z[:n], self._e[:n], self._top, self._log_sum, self._entropy
         a, c = a / self._temperature, None if c is None else c / self._temperature
         if source.numel() < n:
-            z, e, log_sum, entropy, a, target = (v[source] for v in (z, e, log_sum, entropy, a, target))
+            z, e, top, log_sum, entropy, a, target = (v[source] for v in (z, e, top, log_sum, entropy, a, target))
             c = None if c is None else c[source]
+        slope = None
+        if self._softcap is not None:
+            tanh = z.mul(self._temperature / self._softcap).add_((top / self._softcap)[:, None])
+            slope = tanh.square_().neg_().add_(1)
         scale = torch.exp(-log_sum)
         if c is None:
             dz = e.mul_((-a * scale)[:, None])
         else:
             offset = a + c * (entropy - log_sum)
             dz = z.mul_((-c * scale)[:, None]).sub_((offset * scale)[:, None]).mul_(e)
-        return dz.scatter_add_(1, target[:, None], a[:, None]).to(self.head.dtype)
+        dz.scatter_add_(1, target[:, None], a[:, None])
+        return (dz if slope is None else dz.mul_(slope)).to(self.head.dtype)
 
 
 def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
+    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
 ) -> tuple[TorchRows, int]:
     step = max(1, CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-    return TorchRows(weight, bias, temperature, min(step, N)), step
+    return TorchRows(weight, bias, temperature, softcap, min(step, N)), step

@@ -72,12 +72,20 @@ class TritonRows:
     """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, temperature: float, n: int, gradients: bool, tiles: Tiles
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        softcap: float | None,
+        n: int,
+        gradients: bool,
+        tiles: Tiles,
     ) -> None:
         # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
         self._weight, self._bias, self._tiles = weight, None if bias is None else bias.contiguous(), tiles
         self._scale, self._inverse_temperature = math.log2(math.e) / temperature, 1 / temperature
+        self._softcap = softcap
         blocks = triton.cdiv(weight.shape[0], tiles.cols)
         self._partial = weight.new_empty((blocks, n, 4), dtype=torch.float32)
         self._result = weight.new_empty((4, n), dtype=torch.float32)
@@ -100,7 +108,7 @@ class TritonRows:
         _launch(
             kernels.forward_kernel,
             min(_processors(weight.device), triton.cdiv(n, tiles.rows) * blocks),
-            *(*tensors, n, V, D, self._scale, *weight.stride(), _padded(V), capacity),
+            *(*tensors, n, V, D, self._scale, self._softcap, *weight.stride(), _padded(V), capacity),
             ROWS=tiles.rows,
             COLS=tiles.cols,
             DEPTH=tiles.depth,
@@ -135,7 +143,7 @@ class TritonRows:
             kernels.gradient_kernel,
             L * triton.cdiv(width, at_once * self._tiles.cols),
             *(self._buffer, self._partial, self._result, *per_row),
-            *(width, blocks, capacity, self._scale, self._inverse_temperature),
+            *(width, blocks, capacity, self._scale, self._inverse_temperature, self._softcap),
             COLS=self._tiles.cols,
             BLOCKS=at_once,
             INTERPRETED=INTERPRETED,
@@ -145,7 +153,7 @@ class TritonRows:
 
 
 def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, N: int, gradients: bool
+    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
 ) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
     tiles = tiles_for(weight)
@@ -156,7 +164,7 @@ def make_rows(
     most = max(1, (CHUNK_BYTES if gradients else STATISTICS_BYTES) // (row_bytes * tiles.rows))
     row_tiles = max(1, triton.cdiv(N, tiles.rows))
     step = triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)) * tiles.rows
-    return TritonRows(weight, bias, temperature, step, gradients, tiles), step
+    return TritonRows(weight, bias, temperature, softcap, step, gradients, tiles), step
 
 
 def tiles_for(weight: Tensor, arch: str | None = None) -> Tiles:

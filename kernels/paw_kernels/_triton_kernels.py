@@ -1,7 +1,7 @@
 """Triton kernels of the fused head: logits a tile at a time, statistics of a row, dL/dz in place.
 
-With u the logits before temperature T and scale = log2(e) / T, a tile of ROWS x COLS logits is never written. Of each
-of its rows there remain four float32 numbers,
+With u the logits after the soft cap, before temperature T, and scale = log2(e) / T, a tile of ROWS x COLS logits is
+never written. Of each of its rows there remain four float32 numbers,
 
     peak = max u,   total = sum e,   slant = sum e x,   chosen = u at the target, else 0,   where x = (u - peak) scale,
 
@@ -13,7 +13,8 @@ tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift total,
 
 add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so rounding e is a relative
 error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16). At the
-peak e is 1 exactly: 1 - p of a sure token, its whole gradient, carries no rounding of e.
+peak e is 1 exactly: 1 - p of a sure token, its whole gradient, carries no rounding of e. The derivative of a soft cap
+is 1 - (u / softcap)^2 with u = peak + log2(e) / scale, but that of the target from its log p: its e may have vanished.
 
 Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN, but e is NaN beside
 it, and so is every sum of the row.
@@ -36,11 +37,23 @@ SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed t
 
 
 @triton.jit
-def _logits(u, first, target, bias, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """WIDTH columns from `first` with the bias added and those beyond V closed; and the logit of the target, or 0."""
+def _tanh(x):
+    """To about 2 ulp: a polynomial where the quotient would cancel. Neither overflows."""
+    size, s = tl.abs(x), x * x
+    p = ((1.643756359e-2 * s - 5.267180450e-2) * s + 1.332072492e-1) * s - 3.333294663e-1
+    e = tl.exp2(-2.885390081777927 * size)  # exp(-2 |x|)
+    t = tl.where(size < 0.55, size * s * p + size, (1 - e) / (1 + e))
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """WIDTH columns from `first`, with bias and soft cap, those beyond V closed; and the logit of the target, or 0."""
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
         u += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if softcap is not None:
+        u = softcap * _tanh(u * (1 / softcap))
     if RAGGED:
         u = tl.where((cols < V)[None, :], u, OUTSIDE)
     return u, tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
@@ -76,6 +89,7 @@ def forward_kernel(
     V,
     D: tl.constexpr,
     scale,
+    softcap,
     w_row,
     w_col,
     width,
@@ -93,7 +107,7 @@ def forward_kernel(
 ):
     """partial [V / COLS, capacity, 4] (peak, slant, total, chosen), and e [n, V], of x [n, D] @ w [V, D]^T + bias [V].
 
-    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias and e may be None. A fixed
+    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias, softcap, e may be None. A fixed
     number of programs shares the tiles; GROUP tiles of rows go through the vocabulary together, so that a tile of w is
     read from the L2 cache by all of them. HALVES handles a tile's columns in two steps, which needs fewer registers.
     """
@@ -142,8 +156,8 @@ def forward_kernel(
         if HALVES:
             half: tl.constexpr = COLS // 2
             a, b = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
-            a, chosen = _logits(a, col, y, bias, V, half, RAGGED)
-            b, chosen_b = _logits(b, col + half, y, bias, V, half, RAGGED)
+            a, chosen = _logits(a, col, y, bias, softcap, V, half, RAGGED)
+            b, chosen_b = _logits(b, col + half, y, bias, softcap, V, half, RAGGED)
             peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
             total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA)
             total_b, slant_b = _powers(b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA)
@@ -151,7 +165,7 @@ def forward_kernel(
             slant += slant_b
             chosen += chosen_b
         else:
-            acc, chosen = _logits(acc, col, y, bias, V, COLS, RAGGED)
+            acc, chosen = _logits(acc, col, y, bias, softcap, V, COLS, RAGGED)
             peak = tl.max(acc, 1)
             total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA)
         # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
@@ -207,16 +221,19 @@ def gradient_kernel(
     capacity,
     scale,
     inverse_temperature,
+    softcap,
     COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """In place: row k of e becomes dL/du of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
+    """In place: row k of e becomes dL/d(W h + b) of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
+
+    Under a soft cap times 1 - (u / softcap)^2.
 
     A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no row that is written is
     read by another (`segments.pack`), in itself because each thread loads and stores the same elements. `width` is V
-    with the row's padding, whose content is never used: a mask by V would forbid wide loads for odd vocabularies. c may
-    be None.
+    with the row's padding, whose content is never used: a mask by V would forbid wide loads for odd vocabularies. c and
+    softcap may be None.
     """
     spans = tl.cdiv(width, BLOCKS * COLS)
     k = tl.program_id(0) // spans
@@ -231,12 +248,20 @@ def gradient_kernel(
     p = power * tl.exp2(shift)[:, None]
     at_target = tl.load(a + row) * inverse_temperature
     slope = at_target
-    if c is not None:
+    if (c is not None) | (softcap is not None):
         power = tl.maximum(power, SMALLEST)
         # One instruction, wrong by 2^-22; the exact one has 25 and would take longer than the memory does.
         log_power = tl.log2(power) if INTERPRETED else libdevice.fast_log2f(power)
+    if c is not None:
         offset = shift * LN2 + tl.load(result + capacity + row)
         slope += tl.load(c + row) * inverse_temperature * (log_power * LN2 + offset[:, None])
-    dz = tl.where(cols == tl.load(target + row).to(tl.int32), at_target, 0.0) - p * slope
+    chosen = cols == tl.load(target + row).to(tl.int32)
+    dz = tl.where(chosen, at_target, 0.0) - p * slope
+    if softcap is not None:
+        to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
+        log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)  # log2 of e, were it of M
+        u = tl.where(chosen, highest + log_chosen * to_logit, peak[:, None] + log_power * to_logit)
+        t = u * (1 / softcap)
+        dz *= (1 - t) * (1 + t)
     out = e + k.to(tl.int64) * width + cols
     tl.store(out, dz.to(e.dtype.element_ty), mask=cols < width)

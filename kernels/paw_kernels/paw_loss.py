@@ -43,7 +43,7 @@ _SCHEMA = """(
     Tensor hidden, Tensor weight, Tensor? bias, Tensor target,
     Tensor kind, Tensor row_weight, Tensor advantage, Tensor old_logp, Tensor? ref_logp,
     float clip_low, float clip_high, float dual_clip, float kl_coef, float entropy_coef, float rho,
-    str observation_loss, float q, float temperature, str backend, bool[] wants
+    str observation_loss, float q, float temperature, float? softcap, str backend, bool[] wants
 ) -> (
     Tensor loss, Tensor row_loss, Tensor logp, Tensor entropy, Tensor kl, Tensor live, Tensor clipped, Tensor masked,
     Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor unit
@@ -71,6 +71,7 @@ def _paw_loss(
     observation_loss: str,
     q: float,
     temperature: float,
+    softcap: float | None,
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
@@ -91,6 +92,7 @@ def _paw_loss(
         target,
         index,
         temperature,
+        softcap,
         slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
         wants=(wants[0], wants[1], wants[2]),
     )
@@ -143,7 +145,7 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
         gradients = [None if d is None else (d * factor).to(d.dtype) for d in gradients]
     if not keep:
         ctx.gradients = None
-    return *gradients, *[None] * 17
+    return *gradients, *[None] * 18
 
 
 _paw_loss.register_autograd(_backward, setup_context=_save)
@@ -165,18 +167,21 @@ def paw_loss(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> PawLoss:
     """sum_t weight_t * l_t over action and observation rows, with l as `paw_kernels.coefficients` defines it.
 
     hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and device; target [T] int64.
-    Logits, statistics and the loss are float32. Rows of kind 0 are never read, nor are their targets. NaN in a row
-    that is read makes the loss NaN. No gradient is formed under no_grad or for inputs that require none.
+    softcap: see `token_stats`. Logits, statistics and the loss are float32. Rows of kind 0 are never read, nor are
+    their targets. NaN in a row that is read makes the loss NaN. No gradient is formed under no_grad or for inputs that
+    require none.
 
     Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets outside [0, V), values
-    in `rows` that are not finite where they are read, a backend that is unknown or cannot run here.
+    in `rows` that are not finite where they are read, a temperature or softcap that is not positive and finite, a
+    backend that is unknown or cannot run here.
     """
-    check_head(hidden, weight, target, bias, temperature)
+    check_head(hidden, weight, target, bias, temperature, softcap)
     rows.check(hidden.shape[0], hidden.device)
     grad = torch.is_grad_enabled()
     wants = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -199,6 +204,7 @@ def paw_loss(
         rows.observation_loss,
         rows.q,
         float(temperature),
+        None if softcap is None else float(softcap),
         backend,
         wants,
     )[:8]

@@ -21,23 +21,29 @@ class TokenStats(NamedTuple):
     """Both [T] float32."""
 
     logp: Tensor
-    """log softmax((hidden W^T + b) / temperature) at the target, <= 0."""
+    """log softmax(z) at the target, <= 0."""
     entropy: Tensor
     """Entropy of the same distribution over the vocabulary, nats, >= 0."""
 
 
 @torch.library.custom_op("paw_kernels::token_stats", mutates_args=())
 def _token_stats(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, backend: str
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: float,
+    softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     raise_first({f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])})
     index = torch.arange(hidden.shape[0], device=hidden.device)
-    result = head_pass(resolve(backend, hidden), hidden, weight, bias, target, index, temperature)
+    result = head_pass(resolve(backend, hidden), hidden, weight, bias, target, index, temperature, softcap)
     return result.logp, result.entropy
 
 
 @_token_stats.register_fake
-def _(hidden, weight, bias, target, temperature, backend):
+def _(hidden, *rest):
     return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
 
 
@@ -50,6 +56,7 @@ def _token_stats_backward(
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     temperature: float,
+    softcap: float | None,
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +72,7 @@ def _token_stats_backward(
         target,
         index,
         temperature,
+        softcap,
         slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
         wants=(wants[0], wants[1], wants[2]),
     )
@@ -76,14 +84,15 @@ def _token_stats_backward(
 
 
 @_token_stats_backward.register_fake
-def _(hidden, weight, bias, target, grad_logp, grad_entropy, temperature, backend, wants):
+def _(hidden, weight, *rest):
+    wants = rest[-1]
     shapes = hidden.shape, weight.shape, weight.shape[:1]
     return tuple(hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4])
-    ctx.temperature, ctx.backend = inputs[4:]
+    ctx.options = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
@@ -93,10 +102,8 @@ def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -
         assert grad_entropy is not None, "backward of neither output"
         grad_logp = torch.zeros_like(grad_entropy)
     wants = list(ctx.needs_input_grad[:3])
-    gradients = _token_stats_backward(
-        hidden, weight, bias, target, grad_logp, grad_entropy, ctx.temperature, ctx.backend, wants
-    )
-    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), None, None, None
+    gradients = _token_stats_backward(hidden, weight, bias, target, grad_logp, grad_entropy, *ctx.options, wants)
+    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), *[None] * 4
 
 
 _token_stats.register_autograd(_backward, setup_context=_save)
@@ -109,15 +116,18 @@ def token_stats(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """Log-probability and entropy of target [T] int64 under softmax((hidden weight^T + bias) / temperature).
+    """Log-probability and entropy of target [T] int64 under softmax(z), z = (hidden weight^T + bias) / temperature.
 
+    With a soft cap z = softcap tanh(u / softcap) / temperature, u = hidden weight^T + bias (Gemma 2, arXiv 2408.00118).
     hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and device; statistics are
     computed from float32 logits and are float32 whatever the inputs are. Differentiable in hidden, weight and bias.
 
-    Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a backend that is unknown or
-    cannot run here.
+    Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a temperature or softcap that is
+    not positive and finite, a backend that is unknown or cannot run here.
     """
-    check_head(hidden, weight, target, bias, temperature)
-    return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), backend))
+    check_head(hidden, weight, target, bias, temperature, softcap)
+    softcap = None if softcap is None else float(softcap)
+    return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), softcap, backend))

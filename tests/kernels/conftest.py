@@ -29,6 +29,33 @@ def gpu():
     return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cuda")
 
 
+@pytest.fixture(
+    params=["torch", "cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda", "cuda fused"))]
+)
+def backend(request, monkeypatch):
+    """What to pass as `backend`; "cuda" are its kernels on the CPU, and "fused" those that read the logits once."""
+    if request.param == "triton":
+        from triton_interpreted import backend as triton
+
+        if not triton.INTERPRETED:
+            pytest.skip("the interpreter is for machines without a GPU")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if not request.param.startswith("cuda"):
+        return request.param
+    request.getfixturevalue("emulator")
+
+    from paw_kernels import _rows
+
+    class OnCuda(_rows.NativeRows):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._cluster = 2 if request.param == "cuda fused" else 0
+
+    monkeypatch.setattr(_rows, "NativeRows", OnCuda)
+    monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
+    return "cpu"
+
+
 @pytest.fixture(scope="module", params=["forward", "backward", "shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine(request):
     """Where the CUDA operators run in a test: emulated with three orders of turns, and on a GPU."""

@@ -51,6 +51,7 @@ inline Index threadIdx, blockIdx, blockDim;
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
 inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, 4);

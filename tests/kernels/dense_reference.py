@@ -5,9 +5,10 @@ import torch
 from paw_kernels import ACTION, OBSERVATION, LossRows, _rows, _torch
 
 
-def dense_stats(hidden, weight, target, bias=None, temperature=1.0):
-    z = hidden @ weight.t()
-    z = (z if bias is None else z + bias) / temperature
+def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
+    u = hidden @ weight.t()
+    u = u if bias is None else u + bias
+    z = (u if softcap is None else softcap * (u / softcap).tanh()) / temperature
     logp = z.log_softmax(-1)
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
@@ -39,9 +40,9 @@ def dense_row_loss(logp, entropy, rows: LossRows):
     return torch.stack(losses) if losses else logp
 
 
-def dense_loss(hidden, weight, target, rows: LossRows, bias=None, temperature=1.0):
+def dense_loss(hidden, weight, target, rows: LossRows, bias=None, temperature=1.0, softcap=None):
     """Loss, row losses, log-probabilities and entropies, differentiable."""
-    logp, entropy = dense_stats(hidden, weight, target, bias, temperature)
+    logp, entropy = dense_stats(hidden, weight, target, bias, temperature, softcap)
     row_loss = dense_row_loss(logp, entropy, rows)
     return (row_loss * rows.weight).sum(), row_loss, logp, entropy
 
@@ -56,7 +57,7 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, **options):
     hidden, weight = scale * randn(T, D), randn(V, D) / D**0.5
     target = torch.randint(V, (T,), generator=g)
     offset = randn(V) if bias else None
-    logp = dense_stats(hidden, weight, target, offset, options.pop("temperature", 1.0))[0]
+    logp = dense_stats(hidden, weight, target, offset, options.pop("temperature", 1.0), options.pop("softcap", None))[0]
     rows = LossRows(
         kind=torch.randint(3, (T,), generator=g).to(torch.uint8),
         weight=torch.rand(T, generator=g) * (torch.rand(T, generator=g) > 0.15),

@@ -41,17 +41,18 @@ def exact(x, bias, target, a, c, scale):
     return log_p.gather(1, target[:, None])[:, 0], entropy, z.logsumexp(-1), scale * dz
 
 
-def run(machine: Machine, x, bias, target, of: Slopes, scale, dtype, cluster=0):
+def run(machine: Machine, x, bias, target, of: Slopes, scale, dtype, cluster=0, softcap=None):
     """Statistics, a and the packed gradient: by two kernels, or with a cluster size from one read of x, in place."""
     ops, args = machine.ops, (bias, target)
     if cluster == 0:
-        logp, entropy, log_sum = ops.row_statistics(x, *args, scale)
+        logp, entropy, *normaliser = ops.row_statistics(x, *args, scale, softcap)
         a, c = of.at(logp)
         source = sources(live_rows(a, c))
-        ops.row_gradient_(x, *args, source, log_sum, entropy, a, c, scale, dtype)
+        ops.row_gradient_(x, *args, source, *normaliser, entropy, a, c, scale, dtype, softcap)
     else:
         per_row = of.scale, of.base, of.low, of.high, of.power, of.pull, of.ref, of.c
-        logp, entropy, a = ops.row_loss_(x, *args, *per_row, scale, dtype, min(cluster, machine.largest_cluster))
+        how = scale, dtype, min(cluster, machine.largest_cluster), softcap
+        logp, entropy, a = ops.row_loss_(x, *args, *per_row, *how)
         source = sources(live_rows(a, of.c))
         ops.row_move_(x, source, dtype)
     return logp, entropy, a, source, _native.packed_rows(x, len(source), dtype)
@@ -135,13 +136,17 @@ def test_coefficients_of_every_loss_and_packing(machine, name, cluster):
     assert_gradient(got, want[source.cpu()], torch.float32, 2e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("cluster", [0, 2])
-def test_the_backend_gives_the_gradients_of_the_torch_backend(machine, cluster, monkeypatch):
+def test_the_backend_gives_the_gradients_of_the_torch_backend(machine, cluster, softcap, monkeypatch):
     hidden, weight, target, bias, rows = problem(90, 130, 12, bias=True, scale=2.0, **LOSSES["everything"])
     index = rows.kind.nonzero().squeeze(1)
     per_row = [getattr(slopes(rows.take(index)), field) for field in Slopes.__dataclass_fields__]
     hidden, weight, bias, target, index, *per_row = machine.put(hidden, weight, bias, target, index, *per_row)
-    arguments, options = (hidden, weight, bias, target, index, 0.7), {"slopes": Slopes(*per_row), "wants": (True,) * 3}
+    arguments, options = (
+        (hidden, weight, bias, target, index, 0.7, softcap),
+        {"slopes": Slopes(*per_row), "wants": (True,) * 3},
+    )
     want = head_pass(_torch.make_rows, *arguments, **options)
 
     def make_rows(*args):
@@ -223,7 +228,7 @@ def test_arguments_that_do_not_fit_are_refused(machine):
         with pytest.raises(RuntimeError, match=message):
             ops.row_statistics(*bad, 1.0)
     with pytest.raises(RuntimeError, match="dtype must be float32, bfloat16 or float16"):
-        ops.row_gradient_(x, None, target, target, one, one, one, None, 1.0, torch.float64)
+        ops.row_gradient_(x, None, target, target, one, one, one, one, None, 1.0, torch.float64)
     with pytest.raises(RuntimeError, match="pull and ref come together"):
         ops.row_loss_(x, None, target, one, one, one, one, one, one, None, None, 1.0, torch.float32, 1)
 

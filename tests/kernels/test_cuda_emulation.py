@@ -31,7 +31,7 @@ def gradient():
     # Five tiles, rows at every alignment, one row that comes from behind.
     x, target, ones = random(5, 20_001), torch.arange(5), torch.ones(5)
     source = torch.tensor([0, 4, 2, 3])
-    OPS.row_gradient_(x, None, target, source, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16)
+    OPS.row_gradient_(x, None, target, source, 0 * ones, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16)
     return (x.view(torch.bfloat16)[:4, :20_001],)
 
 

@@ -108,14 +108,14 @@ def test_operators_pass_the_checks_of_torch_library():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         torch.ops.paw_kernels.paw_loss,
-        (*leaves, target, *per_row, *numbers, "cmae", 0.7, 0.7, "auto", [True] * 3),
+        (*leaves, target, *per_row, *numbers, "cmae", 0.7, 0.7, 2.0, "auto", [True] * 3),
         test_utils=tests,
     )
-    torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, "auto"), test_utils=tests)
+    torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, 2.0, "auto"), test_utils=tests)
     z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
-    torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3))
-    source, per_row = torch.arange(20), [torch.randn(20) for _ in range(4)]
-    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32))
+    torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3, 2.0))
+    source, per_row = torch.arange(20), [torch.randn(20) for _ in range(5)]
+    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32, 2.0))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -143,12 +143,12 @@ def test_row_operations_match_float64(n, V, live, scale, size, extras, seed):
     total = (a.double() * want_logp).sum() + (0 if c is None else (c.double() * want_entropy).sum())
     want = scale * torch.autograd.grad(total, wide)[0][source]
 
-    logp, entropy, log_sum = _native.row_statistics(z, bias, target, scale)
+    logp, entropy, top, log_total = _native.row_statistics(z, bias, target, scale)
     assert (logp <= 0).all() and (entropy >= 0).all()
     spread = max(1.0, wide.abs().max().item())
-    for got, exact in ((logp, want_logp), (entropy, want_entropy), (log_sum, wide.logsumexp(-1))):
+    for got, exact in ((logp, want_logp), (entropy, want_entropy), (top * scale + log_total, wide.logsumexp(-1))):
         torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-6, atol=1e-6 * spread)
-    _native.row_gradient_(z, bias, target, source, log_sum, entropy, a, c, scale)
+    _native.row_gradient_(z, bias, target, source, top, log_total, entropy, a, c, scale)
     torch.testing.assert_close(z[: len(source)].double(), want, rtol=1e-5, atol=1e-6 * spread * scale)
 
 
@@ -170,9 +170,9 @@ def test_row_operations_use_every_row_and_thread_alike():
 def test_rows_without_a_distribution_are_nan_in_statistics_and_gradient(value):
     z, target = torch.randn(3, 5000), torch.tensor([0, 1, 4999])
     z[1, 4321] = value
-    logp, entropy, log_sum = _native.row_statistics(z, None, target, 1.0)
+    logp, entropy, *normaliser = _native.row_statistics(z, None, target, 1.0)
     assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
-    _native.row_gradient_(z, None, target, torch.arange(3), log_sum, entropy, torch.ones(3), None, 1.0)
+    _native.row_gradient_(z, None, target, torch.arange(3), *normaliser, entropy, torch.ones(3), None, 1.0)
     assert z.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -184,7 +184,8 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
     assert paw_loss(hidden, weight, target, rows).loss.isfinite()
     with pytest.raises(
-        ValueError, match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built; install a C\+\+"
+        ValueError,
+        match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built, or has changed since; install a C\+\+",
     ):
         paw_loss(hidden, weight, target, rows, backend="cpu")
 

@@ -167,7 +167,7 @@ def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
         statistics = OPS.row_statistics(x, None, target, 1.0)
         of = OPS.row_loss_(x, n, target, n, n, n, n, n, None, None, None, 1.0, torch.bfloat16, 2)
         assert OPS.row_move_(x, target, torch.bfloat16) is None
-        assert OPS.row_gradient_(x, None, target, target, n, n, n, None, 1.0, torch.float16) is None
+        assert OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
     shapes = [(2,), (5,), (5,), (1,)]
     assert [tuple(r.shape) for r in results] == shapes
     assert [r.dtype for r in results] == [torch.float32, torch.bool, torch.int64, torch.int64]
@@ -178,10 +178,10 @@ def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
 @pytest.mark.slow
 def test_operators_compile_into_one_graph():
     def step(x, target, live):
-        logp, entropy, log_sum = OPS.row_statistics(x, None, target, 1.0)
+        logp, entropy, top, log_total = OPS.row_statistics(x, None, target, 1.0)
         source, count = OPS.pack(live)
         x = x * 2
-        OPS.row_gradient_(x, None, target, source[:2], log_sum, entropy, logp, None, 1.0, torch.float32)
+        OPS.row_gradient_(x, None, target, source[:2], top, log_total, entropy, logp, None, 1.0, torch.float32)
         return x, OPS.segment_reduce(entropy, count.new_tensor([0, 2, 4]), False), OPS.top_alpha(entropy, live, 0.5)
 
     arguments = torch.randn(4, 30), torch.arange(4), torch.tensor([True, False, False, True])

@@ -211,7 +211,7 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(head, T, backward, monk
     monkeypatch.setattr(backend, "tiles_for", lambda weight: backend.TILES["sm_90", 2])
     D, V = problem.HEADS[head]
     weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
-    _, step = backend.make_rows(weight, None, 1.0, T, backward)
+    _, step = backend.make_rows(weight, None, 1.0, None, T, backward)
     assert roofline.chunk_rows(T, D, V, backward=backward) == step
 
 
