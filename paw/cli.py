@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paw import __version__
-from paw.config import Config
+from paw.config import Config, SearchConfig
 from paw.errors import LINE, UserError, clean, shown, to_stderr
 from paw.experience.envs import check, make_suite
 from paw.experiment import command as experiment
@@ -215,7 +215,11 @@ def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.experience.retrieval.server import serve
 
     given = {f"search.{name}": getattr(options, name) for name in ("corpus", "retriever")}
-    config = load("search-grpo", overrides | {key: value for key, value in given.items() if value is not None})
+    config = load("search-grpo", {
+        **{f"search.{name}": str(getattr(SearchConfig(), name)) for name in ("retriever", "encoder")},
+        **overrides,
+        **{key: value for key, value in given.items() if value is not None},
+    })  # fmt: skip
     return serve(config, host=options.host, port=options.port)
 
 

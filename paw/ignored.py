@@ -43,7 +43,8 @@ RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
     ("webshop.products", "a generated shop: no env.data", lambda c: not c.env.data),
     ("search.", "env.name = 'search'", lambda c: c.env.name == "search"),
     ("search.entities", "a generated world: no env.data", lambda c: not c.env.data),
-    ("search.encoder", "search.retriever = 'dense'", lambda c: c.search.retriever == "dense"),
+    ("search.encoder", "search.retriever = 'dense'",  # a recipe's may be replaced by a server or a simulator
+     lambda c: c.search.retriever != "bm25"),
     ("search.timeout_s", "a server's URL as search.retriever", lambda c: "://" in c.search.retriever),
     ("simulator.", "search.retriever = 'zerosearch'", lambda c: c.search.retriever == "zerosearch"),
     ("tau2.", "env.name = 'tau2'", lambda c: c.env.name == "tau2"),

