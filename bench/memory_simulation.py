@@ -68,6 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
             def gone(_: Any) -> None:
                 self.live -= self._sizes.pop(key)[1]
+                self._head.discard(key)  # the next storage may have the same address
 
             self._sizes[key] = (weakref.ref(storage, gone), 0)
         self._resized(storage)

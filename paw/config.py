@@ -42,6 +42,8 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking = false}."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward pass: in bfloat16 every module sees its parameters so, whatever the optimizer stores, on any
+    number of GPUs. Gradients are added up, and stepped from, in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none; all but the outputs of matrix products and attention of which

@@ -101,8 +101,7 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
         )
-    if torch.is_autocast_enabled(query.device.type):  # rotary embedding left query and key in float32
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    query, key = query.to(value.dtype), key.to(value.dtype)  # some rotary embeddings leave them in float32
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
     window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
     if packed.kernel == "flash":

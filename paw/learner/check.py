@@ -6,8 +6,7 @@ with terms that our kernels leave out.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from paw.errors import UserError
 from paw.experience.engines.base import Request
 from paw.experience.engines.transformers import TransformersEngine
 from paw.learner.attention import token_mixers
+from paw.learner.precision import running_in
 from paw.trust.guards import out_of_memory
 from paw_kernels import best_backend, token_stats
 
@@ -44,7 +44,7 @@ def check_model(policy: "Policy", path: str) -> float:
     exact.device = exact.lm.device  # not yet where it will compute
     exact.head_backend = best_backend(exact.device, torch.float32)
     try:
-        with _upcast(policy.lm):
+        with running_in(torch.float32, policy.lm):
             return check_path(exact, path)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
@@ -77,7 +77,7 @@ def check_sampling(lm: PreTrainedModel) -> float:
     for key, length in enumerate(LENGTHS):
         prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
         engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
-    with _upcast(lm):
+    with running_in(torch.float32, lm):
         for done in engine.step():
             row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
             found.append((_own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
@@ -117,12 +117,8 @@ def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tenso
         hidden = policy.hidden(ids, lengths)[position]
         return token_stats(hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)).logp
 
-    def own(row: Tensor) -> Tensor:
-        with policy.autocast():
-            return _own_logp(policy.lm, row)
-
     found = policy(ours)
-    expected = torch.cat([policy(partial(own, row)) for row in ids.split(list(lengths))])
+    expected = torch.cat([policy(partial(_own_logp, policy.lm, row)) for row in ids.split(list(lengths))])
     return (found - expected).abs()
 
 
@@ -136,32 +132,3 @@ def _own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
     finally:
         lm.set_attn_implementation(attention)
     return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
-
-
-@contextmanager
-def _upcast(lm: PreTrainedModel) -> Iterator[None]:
-    """Float32 arithmetic for 16-bit weights, one decoder layer at a time: there and back loses nothing."""
-    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    low = {id(p): p.dtype for p in lm.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
-
-    def raise_(parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if id(parameter) in low:
-                parameter.data = parameter.data.float()
-
-    def lower(parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if id(parameter) in low:
-                parameter.data = parameter.data.to(low[id(parameter)])
-
-    with ExitStack() as stack:
-        for layer in layers if low else ():
-            before = layer.register_forward_pre_hook(lambda layer, _: raise_(layer.parameters()), prepend=True)
-            after = layer.register_forward_hook(lambda layer, *_: lower(layer.parameters()))
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-        rest = [parameter for parameter in lm.parameters() if id(parameter) not in inside]
-        raise_(rest)
-        stack.callback(lower, rest)
-        yield

@@ -57,7 +57,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         if parameter.requires_grad:  # peft gives them the dtype of the weights
             parameter.data = parameter.data.float()
     for layer in _layers(lm):
-        layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input on the way
+        layer.cast_input_dtype_enabled = False  # to the adapters' stored float32; they are seen in the input's dtype
 
 
 @contextmanager

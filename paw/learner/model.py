@@ -22,6 +22,7 @@ from paw.learner.attention import ATTENTION, pack_rows, separate_rows
 from paw.learner.check import check_model
 from paw.learner.distributed import sharded_like
 from paw.learner.logits import LogitTransform
+from paw.learner.precision import run_in
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
@@ -31,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """A causal LM whose body runs in `dtype`: its parameters have that dtype, or are fp32 and run under autocast.
+    """A causal LM whose body runs in `dtype`: its parameters have that dtype, or are seen so (`precision`).
 
     bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits (flash-adamw). Dropout
     stays off, so that scoring and update see the same log-probs. `attention` is a kernel of `attention.pick_attention`.
@@ -66,6 +67,8 @@ class Policy(nn.Module):
         width = shape.num_hidden_layers * shape.num_attention_heads * head_size
         self.quadratic = None if attention == "sdpa" or self._padded else width / body
         """2 n^2 width causal attention FLOPs over 2 n body FLOPs."""
+        if self.dtype != torch.float32:
+            run_in(self.dtype, lm, decoder_layers(lm))
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
             options: dict[str, Any] = {"use_reentrant": False}
@@ -99,16 +102,12 @@ class Policy(nn.Module):
         """
         return compute()
 
-    def autocast(self) -> Any:
-        cast = self.dtype != torch.float32 and any(parameter.dtype != self.dtype for parameter in self.lm.parameters())
-        return torch.autocast(self.device.type, self.dtype) if cast else nullcontext()
-
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """[T] int64, rows of the given lengths one after another -> [T, D] in `dtype`; no row sees another."""
         packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device, padded=self._padded)
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
-        with self.autocast(), self._saved_tensors():
+        with self._saved_tensors():
             out = self.lm.get_decoder()(
                 input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
             )

@@ -113,11 +113,10 @@ class _Model:
         self.c = 2 if config.model.dtype == "bfloat16" else 4
         # flash-adamw and LoRA store weights as the forward pass reads them, adamw in float32.
         self.w = self.c if flash or self.lora.rank else 4
-        # One GPU and float32 weights: autocast makes `c`-byte copies. With several FSDP's gathering does.
+        # One GPU and float32 weights: a layer has `c`-byte copies while it runs. With several FSDP's gathering makes
+        # them.
         self.casts = self.w != self.c and gpus == 1
-        self.copies = self.c * shape.layers * shape.layer if self.casts else 0
-        # The residual stream is float32 under autocast, as the norms' weights are.
-        self.stream = 4 if self.casts else self.c
+        self.copy = self.c * shape.layer if self.casts else 0
         self.trained, self.whole = shape.parameters, self.w * shape.parameters
         if self.lora.rank:
             sizes = [sum(shape.linears[name]) for name in self.lora.targets if name in shape.linears]
@@ -143,10 +142,9 @@ class _Model:
         """What one decoder layer keeps for its backward pass."""
         s, c = self.shape, self.c
         D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
-        # Each norm: its float32 input, x / rms in the stream's dtype, and its output as the linear layers read it
-        # (under autocast each of q, k, v, gate and up has a copy of its own).
-        scaled = 0 if self.lora.rank else self.stream  # only a norm that is trained needs x / rms
-        norms = 2 * (4 + scaled) * D + (5 * c if self.casts else 2 * c) * D
+        # Each norm: its float32 input, x / rms, and its output as the linear layers read it.
+        scaled = 0 if self.lora.rank else c  # only a norm that is trained needs x / rms
+        norms = 2 * (4 + scaled + c) * D
         head_norms = (4 + c) * (Q + K) if s.qk_norm else 0
         attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
         mlp = 4 * c * F  # gate, silu(gate), up, their product
@@ -160,7 +158,7 @@ class _Model:
             return s.layers * self.layer_saved()
         # selective: the outputs of q, v, gate and down (every second product) and of attention.
         products = c * (2 * s.queries + s.keys + s.intermediate + s.hidden) + 4 * s.heads
-        return s.layers * (self.stream * s.hidden + (products if mode == "selective" else 0)) * self.T
+        return s.layers * (c * s.hidden + (products if mode == "selective" else 0)) * self.T
 
     def head(self) -> tuple[float, float]:
         """The fused head in the forward pass beside hidden states: (its results dL/dh and dW, its workspace)."""
@@ -180,19 +178,19 @@ class _Model:
         kept = 0 if offloaded else self.kept()
         # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
         one = saved * ((mode != "none") + offloaded) + 2 * c * s.intermediate * T
-        tail = (4 + self.stream + c) * s.hidden * T  # of the last norm
+        tail = (4 + 2 * c) * s.hidden * T  # of the last norm
         gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
-        lasting = self.copies if mode == "none" else 0  # only then they outlive the forward pass
+        lasting = s.layers * self.copy if mode == "none" else 0  # only then copies outlive a layer's forward pass
         results, workspace = self.head()
         head_g = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
         per_layer = 2 * c * s.layer if sharded else 0  # gathered, and the buffer it came in, or the next one
         reduced = 4 * s.layer if sharded and not self.lora.rank else 0
         cast_head = c * s.embedding if self.casts else 0
         return max(
-            (kept + self.copies + per_layer + gathered + saved, 0),  # the last layer's forward
+            (kept + max(lasting, self.copy) + per_layer + gathered + saved, 0),  # the last layer's forward
             (kept + tail + lasting + gathered, cast_head + c * s.hidden * T + results + workspace),
             # dW waits for the embedding's gradient where they are tied, and for its reduction where sharded.
-            (kept + one + lasting + gathered + per_layer + reduced, head_g if s.tied or sharded else 0),
+            (kept + one + max(lasting, self.copy) + gathered + per_layer + reduced, head_g if s.tied or sharded else 0),
             # The end of the backward pass: dE beside dW, their sum, and float32 on the way to other ranks.
             (0, head_g + (2 * head_g if s.tied else 0) + (4 * s.rest if sharded else 0)),
             key=sum,
@@ -207,7 +205,7 @@ class _Model:
             return {"engine": taken, "KV cache": max(0.0, share - taken)}
         longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
         cache = s.kv_bytes * self.c / 2 * rollout.max_batch_tokens * longer
-        return {"engine": self.whole if self.N > 1 else 0, "KV cache": cache}
+        return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
 
     def phases(self) -> dict[str, dict[str, float]]:
         """The components of each phase on one GPU."""
@@ -218,10 +216,11 @@ class _Model:
         resident = weights | {"reference": 0 if offloaded else self.reference}
         training = resident | {"gradients": self.gradients()}
         awake = self.engine() | {"overhead": OVERHEAD}
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else awake["engine"], "overhead": OVERHEAD}
+        apart = awake["engine"] if self.N > 1 else 0  # with one GPU transformers plays on copies made for that
+        asleep = {"engine": ENGINE_ASLEEP if self.vllm else apart, "overhead": OVERHEAD}
         # Alone, an offloaded reference visits the card; with several it comes layer by layer.
         scoring = weights | {"reference": 0 if offloaded and self.N > 1 else self.reference}
-        forward = self.layer_saved() + self.copies + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
+        forward = self.layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
         activations, head = self.update()
         # The step: the state of one parameter at a time, where it is offloaded.
         step = self.state * s.embedding / self.N if optim.offload else 0

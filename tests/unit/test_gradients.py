@@ -1,6 +1,5 @@
 """Gradients of both terms apart: their sum is the joint one, and what balance and separate clipping make of them."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,6 @@ def policy():
 def rows(policy):
     made = make_rows(policy, 40)
     policy.double()  # the body: its rounding depends on what a row is batched with
-    policy.autocast = nullcontext
     return made
 
 

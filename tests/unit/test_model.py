@@ -166,6 +166,23 @@ def test_bfloat16_keeps_float32_parameters_and_gradients(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
+    """Whatever the optimizer wants stored: no residual stream of float32 where the weights are, as under autocast."""
+    policy = Policy(make_lm(family), dtype="bfloat16", checkpointing=checkpointing)
+    stored = make_lm(family)
+    for parameter in stored.parameters():
+        parameter.data = parameter.data.bfloat16()
+    plain, ids = Policy(stored, dtype="bfloat16", checkpointing=checkpointing), torch.arange(1, 12)
+    assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
+    assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
+    rows = make_rows(policy)
+    ours, theirs = (packed(p, rows, Objective(), update_rows=len(rows))[1] for p in (policy, plain))
+    assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
+    assert all(parameter.dtype == torch.float32 and parameter.is_leaf for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
     plain, thrifty = tiny_policy(family), Policy(make_lm(family), checkpointing="full")
     rows, calls = make_rows(plain), []

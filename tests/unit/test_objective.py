@@ -4,7 +4,6 @@ import copy
 import math
 import random
 import statistics
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -134,7 +133,6 @@ def test_mini_batches_sum_to_the_whole_update(norm, size):
     rows = prepared(policy, groups, drift=0.3)
     objective = Objective(rho=RHO, loss_norm=norm)
     policy.double()  # the body: its rounding depends on what a row is batched with
-    policy.autocast = nullcontext
 
     def split(part, update_rows):
         """Gradients of the policy and of the world-model term of one mini-batch."""

@@ -33,15 +33,19 @@ def make_engine(
     if config.rollout.engine == "transformers":
         from paw.experience.engines.transformers import TransformersEngine
         from paw.learner.check import check_sampling
+        from paw.learner.precision import parameters_as
 
         model: Any = policy.lm
         if own_weights:
-            model = copy.deepcopy(model).requires_grad_(False).to(policy.device)
+            model = copy.deepcopy(model).requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(policy.device, policy.dtype)
+            model = model.to(policy.device)  # its buffers
         engine = TransformersEngine(
             model,
             end_ids=end_ids,
             max_batch_tokens=config.rollout.max_batch_tokens,
-            autocast=policy.autocast,
+            in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
             own_weights=own_weights,
         )
         if check:

@@ -28,8 +28,9 @@ from paw.learner.logits import LogitTransform
 class TransformersEngine:
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
-    `max_batch_tokens` bounds the padded prompt tokens of one prefill. `autocast` makes the context the trainer's own
-    forward passes run in. Raises UserError for a model with other attention than full (sliding windows, soft caps).
+    `max_batch_tokens` bounds the padded prompt tokens of one prefill. `in_dtype` makes the context in which the model
+    has its parameters in the dtype that the trainer's forward passes see. Raises UserError for a model with other
+    attention than full (sliding windows, soft caps).
 
     Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
@@ -42,7 +43,7 @@ class TransformersEngine:
         *,
         end_ids: Collection[int],
         max_batch_tokens: int = 65536,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        in_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext,
         own_weights: bool = False,
     ):
         self._mixes = bool(token_mixers(model))
@@ -61,7 +62,7 @@ class TransformersEngine:
         self._transform = LogitTransform.of(model.config)
         self._end_ids = frozenset(end_ids)
         self._max_batch_tokens = max_batch_tokens
-        self._autocast = autocast
+        self._in_dtype = in_dtype
         self._own_weights = own_weights
         self._queue: dict[int, Request] = {}
 
@@ -85,7 +86,7 @@ class TransformersEngine:
         """Everything queued, in the order of submission."""
         queued, self._queue = list(self._queue.values()), {}
         done: dict[int, Completion] = {}
-        with _generation_mode(self._model), self._autocast():
+        with _generation_mode(self._model), self._in_dtype():
             for batch in _batches(queued, self._max_batch_tokens, even=self._mixes):
                 done.update((completion.key, completion) for completion in self._generate(batch))
         return [done[request.key] for request in queued]

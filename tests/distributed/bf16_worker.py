@@ -1,0 +1,86 @@
+"""Run by test_bf16.py under torchrun: scores and gradients of bf16 models in two ranks against those of one."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from joint import make_lm, make_rows, tiny_policy
+
+from paw.config import LoraConfig
+from paw.learner.distributed import Ranks, leave, whole
+from paw.learner.gradients import Gradients
+from paw.learner.lora import add_adapters
+from paw.learner.model import Policy
+from paw.recipe import validate
+from paw.signal.loss import Objective, score
+
+SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
+CPU = torch.device("cpu")
+
+
+def log_probs(policy, rows, ranks):
+    share = (ranks.rank, ranks.world)
+    parts = ranks.gather(score(policy, rows, temperature=1.0, budget=100, share=share))
+    found = {i: logp for part in parts for i, (logp, _) in part.items()}
+    return torch.tensor([value for i in range(len(rows)) for value in found[i]])
+
+
+def gradient(policy, rows, ranks):
+    optim = {"micro_batch_tokens": 100, "grad_clip": 1e9}
+    config = validate({"model": {"path": "here"}, "optim": optim}, origin="test")
+    Gradients(config, policy, ranks, Objective(rho=0.05), update_rows=len(rows)).form(rows)
+    found = {n: whole(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
+    return torch.cat([found[name] for name in sorted(found)])
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def make(kind, checkpointing):
+    lm = make_lm("qwen2-untied" if kind == "untied" else "qwen3", **SHARP)
+    if kind == "lora":
+        for parameter in lm.parameters():
+            parameter.data = parameter.data.bfloat16()
+        add_adapters(lm, LoraConfig(rank=4), seed=0)
+        for name, parameter in lm.named_parameters():
+            if ".lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return Policy(lm, dtype="bfloat16", checkpointing=checkpointing)
+
+
+def check(kind, checkpointing, ranks):
+    single = copy.copy(ranks)
+    single.rank, single.world = 0, 1
+    rows = make_rows(tiny_policy("qwen3", **SHARP), 40)
+    alone, shared = make(kind, checkpointing), make(kind, checkpointing)
+    exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
+    for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
+        layer._forward_pre_hooks.clear(), layer._forward_hooks.clear()
+    ranks.shard(shared, shared.dtype)
+    one, two, wanted = (log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single)))
+    rounding = float((one - wanted).abs().max())
+    apart = float((one - two).abs().max())
+    assert apart <= 1e-3 < rounding, f"{kind}: log-probs {apart:.1e} apart, rounding {rounding:.1e}"
+    one, two, wanted = (gradient(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single)))
+    apart, rounding = error(two, one), error(one, wanted)
+    assert apart <= 0.5 * rounding, f"{kind}: gradients {apart:.1e} apart, rounding {rounding:.1e}"
+    assert {p.grad.dtype for p in alone.named_parameters_once().values()} == {torch.float32}
+    return apart, rounding
+
+
+def main():
+    ranks = Ranks(CPU, tasks=2)
+    for kind, checkpointing in (("tied", "none"), ("tied", "selective"), ("untied", "full"), ("lora", "full")):
+        found = check(kind, checkpointing, ranks)
+        if ranks.first:
+            print(kind, checkpointing, *(f"{value:.1e}" for value in found), flush=True)
+    ranks.close()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
