@@ -8,12 +8,12 @@ finished episodes, denominators of the whole mini-batch instead of means of micr
 """
 
 import math
+import time
 from pathlib import Path
 from statistics import fmean
 
 from paw.config import Config
-from paw.errors import UserError
-from paw.experience.rollout import Rollouts
+from paw.experience.rollout import Rollouts, RolloutStats
 from paw.learner.gradients import Gradients
 from paw.learner.lora import adapters_off
 from paw.learner.optim import learning_rate, set_learning_rate
@@ -24,8 +24,11 @@ from paw.signal import loss as losses
 from paw.signal.advantage import advantages
 from paw.signal.rows import to_rows
 from paw.signal.selection import select
-from paw.trust.guards import TrainingStopped, collapse_warning
+from paw.trust.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Row
+
+PAUSES_S = (5, 10, 20, 40, 60)
+"""Seconds before an update whose episodes failed is played again; more than two minutes in all."""
 
 
 def train(config: Config, *, resume: bool = False) -> Path:
@@ -47,16 +50,13 @@ def train(config: Config, *, resume: bool = False) -> Path:
 
 def update(run: Run, rollouts: Rollouts) -> None:
     """One update: sample, weigh, learn, hand over the weights, write down what happened."""
-    config, log = run.config, run.metrics
-    with run.clock("rollout"):
-        groups, sampled = rollouts.training(run.step, config.rollout.tasks, run.view.progress("episodes"))
+    log = run.metrics
+    groups, sampled = sample(run, rollouts)
+    if not groups:  # told to stop
+        return
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups))
     log.update(sampled.metrics())
-    for failure in sampled.failures[:3]:
-        run.view.message(f"environment failed: {failure}")
-    if not groups:
-        raise UserError(f"stopped at update {run.step + 1}: no group has two episodes left ({sampled.failures[0]})")
 
     with run.clock("score"):
         rows = weigh(run, groups)
@@ -68,6 +68,34 @@ def update(run: Run, rollouts: Rollouts) -> None:
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
     if run.log and (warning := collapse_warning(run.log.history)):
         run.view.message(warning)
+
+
+def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
+    """The update's episodes. While too many fail, as when a server that they need restarts, the run is saved and they
+    are played again after PAUSES_S; no groups where it is told to stop meanwhile.
+
+    Raises TrainingStopped when they fail after the last pause too.
+    """
+    tries: list[RolloutStats] = []
+    for pause in (*PAUSES_S, 0):
+        with run.clock("rollout"):
+            groups, stats = rollouts.training(run.step, run.config.rollout.tasks, run.view.progress("episodes"))
+        tries.append(stats)
+        for failure in stats.failures[:3]:
+            run.view.message(f"environment failed: {failure}")
+        if groups:
+            break
+        if run.saved != run.step:
+            run.save()
+        if not pause:
+            reason = f"no group has two episodes left in {len(tries)} tries ({stats.failures[0]})"
+            raise TrainingStopped(f"stopped at update {run.step + 1}: {reason}; {what_is_saved(run.saved)}")
+        run.view.message(f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s")
+        for _ in range(pause):
+            if run.stop_requested():
+                return [], stats
+            time.sleep(1)
+    return groups, RolloutStats.sum(tries)
 
 
 def weigh(run: Run, groups: list[Group]) -> list[Row]:

@@ -11,9 +11,9 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from paw.errors import UserError
 from paw.types import Outcome, Task
 
-FAKE = "\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00"
+FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
 """Clears the screen, names the window, fakes two lines of progress, turns the text around, and is no Unicode."""
 
 
@@ -218,12 +218,25 @@ RaisesFakeProgress = suite(step=raises(RuntimeError(FAKE + "x" * 10_000_000)))
 SaysFakeProgress = suite(observation=FAKE, prompt=lambda game: FAKE, everywhere=True)
 
 
-class KindFakesProgress(Honest):
+class Liar(Honest):
+    """Every text there is, names of tasks and exceptions among them, is a trick on the reader."""
+
+    wrong = MappingProxyType({"step": raises(RuntimeError(FAKE))})
+
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         return [Task(f"{i}{FAKE}", FAKE) for i in range(count)]
 
-    eval_tasks = lambda self, split, count, seed: self.train_tasks(0, count or 4, seed)  # noqa: E731
-    warmup_tasks = lambda self, start, count, seed: self.train_tasks(0, count, seed)  # noqa: E731
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        return self.train_tasks(0, count or 4, seed)
+
+    def make(self) -> Game:
+        says = {"observation": FAKE, "action": FAKE, "prompt": lambda game: FAKE, "anchor": lambda game: FAKE}
+        game = super().make()
+        game.wrong = game.wrong or says
+        return game
+
+    def fingerprint(self) -> str:
+        return FAKE
 
 
 # ---- what it does to the process
@@ -237,9 +250,20 @@ def wanders(_: Game) -> str:
 ChangesDirectory = suite(reset=wanders, everywhere=True)
 
 
-class DownForAWhile(Honest):
-    """Every episode fails until the file that $ATTACK_UP names is there, as with a server that restarts."""
+class DownInTraining(Honest):
+    """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as while a server restarts."""
+
+    down_until = math.inf
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        if step and self.down_until == math.inf:
+            self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
+        return super().train_tasks(step, count, seed)
 
     def make(self) -> Game:
-        up = Path(os.environ["ATTACK_UP"])
-        return Game({} if up.exists() else {"step": raises(ConnectionError("connection refused"))})
+        return Game({"reset": self._connect})
+
+    def _connect(self, game: Game) -> str:
+        if time.monotonic() < self.down_until < math.inf:
+            raise ConnectionError("connection refused")
+        return "start"

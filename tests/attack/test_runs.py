@@ -1,0 +1,99 @@
+"""Whole runs on environments that misbehave: an outage costs nothing but time, and a liar fakes nothing."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from paw import train
+
+FILE = Path(__file__).parent / "environments.py"
+
+
+@pytest.fixture
+def settings(tiny_llm, tmp_path):
+    return {
+        "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.updates": 2,
+        "run.threads": 1, "run.save_every": 0, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2,
+        "rollout.engine": "transformers", "rollout.max_response_tokens": 4, "policy.kl_coef": 0, "eval.every": 0,
+        "env.name": f"{FILE}:DownInTraining",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "attack.toml"
+    path.write_text('[model]\npath = "-"\n')
+    return path
+
+
+def test_the_pauses_outlast_two_minutes():
+    assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
+
+
+def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+    paw_here("train", recipe, settings, {"run.name": "calm"})
+    monkeypatch.setattr(train, "PAUSES_S", (1, 1, 1, 1, 1))
+    monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
+    said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
+    assert "environment failed: train/1/0: ConnectionError: connection refused" in said
+    assert 1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
+    calm, outage = read_metrics(tmp_path / "calm"), read_metrics(tmp_path / "outage")
+    assert outage[2]["health/env_failures"] % 4 == 0 < outage[2]["health/env_failures"]
+    assert outage[2]["health/groups_dropped"] == outage[2]["health/env_failures"] / 2
+    apart = ("health/env_failures", "health/groups_dropped")
+    assert [{k: v for k, v in line.items() if k not in apart} for line in outage] == [
+        {k: v for k, v in line.items() if k not in apart} for line in calm
+    ]
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")]
+    assert weights[0] == weights[1]
+
+
+def test_one_that_lasts_ends_the_run_saved_with_one_line(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "PAUSES_S", (1, 1))
+    monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
+    done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
+    assert done.stderr == (
+        "paw: stopped at update 2: no group has two episodes left in 3 tries (train/1/0: ConnectionError: connection "
+        "refused); the checkpoint of update 1 is intact (--resume auto)\n"
+    )
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
+    monkeypatch.delenv("ATTACK_DOWN_FOR_S")
+    paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
+    paw_here("train", recipe, settings, {"run.name": "calm"})
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
+
+
+def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: signal.raise_signal(signal.SIGTERM))
+    started = time.monotonic()
+    paw_here("train", recipe, settings, {"run.name": "run"})
+    assert time.monotonic() - started < 60
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
+    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir() and (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_liar_moves_no_cursor_and_fakes_no_progress(paw_here, settings, recipe, read_metrics, tmp_path):
+    settings |= {"env.name": f"{FILE}:Liar", "rollout.group_size": 4, "rollout.max_prompt_tokens": 512}
+    done = paw_here("train", recipe, settings, {"run.name": "lied"})
+    printed = done.stdout + done.stderr
+    assert "environment failed: 0$_{step 99/99  reward 9e9 step 100/100" in printed
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == ["0/2", "1/2", "2/2"]
+
+    lines = read_metrics(tmp_path / "lied")
+    assert [line["step"] for line in lines] == [0, 1, 2] and all(key.isprintable() for line in lines for key in line)
+    samples = [json.loads(line) for line in (tmp_path / "lied" / "samples.jsonl").read_text().splitlines()]
+    assert "\x1b[2J" in samples[0]["turns"][0]["observation"]  # a record keeps what was said
+    page = (tmp_path / "lied" / "report.html").read_text(encoding="utf-8")
+    assert "reward 9e9" in page and not set(page) & set("\x1b\u202e\u200b\x00")
+
+    for words in ([], ["--out", tmp_path / "agent"]):
+        done = paw_here("eval", tmp_path / "lied", *words, code=None)
+        assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())
+    assert "step 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
