@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from paw import __version__
 from paw.config import Config, SearchConfig
-from paw.errors import LINE, UserError, clean, shown, to_stderr
+from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
 from paw.experience.envs import check, make_suite
 from paw.experiment import command as experiment
 from paw.ignored import ignored
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         except SystemExit as error:  # not ours: of an environment's file, or of a library
             raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
     except UserError as error:
-        to_stderr(f"paw: {clean(error, LINE)}")
+        to_stderr(f"paw: {clean(error, LINE_CHARS)}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LINE = 2000
+LINE_CHARS = 2000
 """Characters of a line on the terminal."""
 ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
 """Terminal control sequences (ECMA-48): of colours and cursors, of titles and clipboards, of a few characters."""
@@ -39,8 +39,8 @@ def quietly() -> Iterator[None]:
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     """`value` as text that is safe to print: one line (unless `lines`) of at most `limit` characters.
 
-    Control sequences, control characters, bidirectional and zero-width controls and lone surrogates are taken out;
-    line ends become spaces, so that no text fakes a line of progress.
+    Control sequences, control characters, bidirectional and zero-width controls are taken out, lone surrogates become
+    question marks, and line ends spaces, so that no text fakes a line of progress.
 
     >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
     'it broke step 99/99 ...'
@@ -48,9 +48,10 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():
         text = str(value)
-    text = ESCAPE.sub("", text[: 4 * limit])
+    text = ESCAPE.sub("", text[: 4 * limit]).encode("utf-8", "replace").decode()
     kept = "\n\t" if lines else ""
-    text = "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "" for c in text).strip()
+    text = "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "" for c in text)
+    text = text if lines else text.strip()
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -69,4 +70,4 @@ def shown(value: object, limit: int = 100) -> str:
 
 
 def to_stderr(line: str) -> None:
-    print(clean(line, LINE), file=sys.stderr, flush=True)
+    print(clean(line, LINE_CHARS), file=sys.stderr, flush=True)

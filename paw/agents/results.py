@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from paw.config import EndpointConfig
-from paw.errors import to_stderr
+from paw.errors import clean, to_stderr
 from paw.show.evaluate import kind_rows, wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""
+MOST_CHARS = 10_000
+"""Of a line of the table: kinds of tasks and the games' name are an environment's own words."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
 
 
@@ -75,7 +77,7 @@ def table(summary: dict[str, Any]) -> str:
         lines.append(f"{summary['context_full']} episodes were lost because the model's context was full")
     if summary["not_played"]:
         lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
-    return "\n".join(lines) + "\n"
+    return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:

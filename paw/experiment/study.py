@@ -165,7 +165,8 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
             for job in [job for job, child in running.items() if child.poll() is not None]:
                 code = running.pop(job).returncode
                 if code or not job.finished:
-                    to_stderr("\n".join(_log(job).read_text(errors="replace").splitlines()[-10:]))
+                    for line in _log(job).read_text(errors="replace").splitlines()[-10:]:
+                        to_stderr(line)
                     how = f"failed (exit code {code})" if code else "was stopped"
                     raise UserError(f"run {job.directory} {how}, see {_log(job)}; the same command goes on from here")
                 done, warm = done + 1, warm | {job.seed}

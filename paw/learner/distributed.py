@@ -237,5 +237,6 @@ def launch(count: int, arguments: list[str]) -> int:
         first = min(failed, key=lambda rank: (codes[rank] != 2, codes[rank] != 1, rank))
         if first:
             logs[first - 1].seek(0)
-            to_stderr(f"rank {first}: " + logs[first - 1].read().decode(errors="replace").strip())
+            for line in logs[first - 1].read().decode(errors="replace").strip().splitlines():
+                to_stderr(f"rank {first}: {line}")
         return max(1, codes[first] or 0)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+from paw.errors import clean
+
 PER_END = 3
 """Episodes shown of the first and of the last sampled update."""
 EPISODE_BYTES = 200_000
@@ -17,8 +19,8 @@ MAX_TOKENS = 600
 
 
 def esc(value: object) -> str:
-    """Any value as HTML text, also inside a quoted attribute; unpaired surrogates become `?`."""
-    return html.escape(str(value)).encode("utf-8", "replace").decode()
+    """Any value as HTML text, also inside a quoted attribute, without the controls that no page should show."""
+    return html.escape(clean(value, EPISODE_BYTES, lines=True))
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

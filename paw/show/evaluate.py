@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from paw.errors import clean
 from paw.experience.envs.search.data import SETS
 from paw.types import Group, Trajectory
 
@@ -95,9 +96,10 @@ def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float
 
 def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
     """`kind_table` for people, a line each."""
-    width = max(map(len, table), default=0)
+    named = {clean(name): row for name, row in table.items()}
+    width = max(map(len, named), default=0)
     lines = []
-    for name, row in table.items():
+    for name, row in named.items():
         of = (
             f"of {row['sets']} sets"
             if "sets" in row

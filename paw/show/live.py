@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paw.errors import LINE_CHARS, clean
 from paw.show.evaluate import success_text
 from paw.trust.metrics import Metrics
 
@@ -84,7 +85,7 @@ class LiveView:
         """One line in passing, above the live part."""
         if self.mode != "off":
             style = "yellow" if text.startswith("warning") else ""
-            self.console.print(Text(text, style=style), soft_wrap=True)
+            self.console.print(self._text(text, style=style), soft_wrap=True)
 
     def progress(self, phase: str) -> Callable[[int, int], None]:
         """A callback (done, total) that shows how far `phase` has come, on a terminal."""
@@ -107,8 +108,7 @@ class LiveView:
             self._metrics |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         if "eval/games" in metrics:
             self._metrics["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
-            kinds = [name for name in self._metrics if name.startswith("eval/success_")]
-            shares = {name: name.removeprefix("eval/success_") + " {:.1%}" for name in kinds}
+            shares = self._kinds("eval/success_", " {:.1%}")
             self._eval = [self._metrics["eval"], *self._texts(shares), f"at update {step}"]
         for name, values in self._trend.items():
             if name in self._metrics:
@@ -140,18 +140,28 @@ class LiveView:
 
         def row(label: str, *parts: str, style: str = "") -> None:
             if any(parts):
-                table.add_row(label, Text("  ".join(filter(None, parts)), style=style))
+                table.add_row(label, self._text("  ".join(filter(None, parts)), style=style))
 
         row("reward", *self._texts({"reward/mean": "{:<6.3g}"}), self._spark("reward/mean"), style="bold")
         success = self._texts({"success/all": "{:<6.1%}"})
         row("success", *success, self._spark("success/all", top=1.0), style="bold green")
-        kinds = [name for name in self._metrics if name.startswith("success/") and name != "success/all"]
-        row("by kind", *self._texts({name: name.removeprefix("success/") + " {:.0%}" for name in kinds}))
+        row("by kind", *self._texts(self._kinds("success/", " {:.0%}")))
         row("eval", *self._eval, style="cyan")
         for label, forms in ROWS.items():
             row(label, *self._texts(forms))
         row("trouble", *self._texts(self._trouble()), style="yellow")
         return Group(bar, table)
+
+    def _text(self, text: str, *, style: str) -> Text:
+        """Task types and failures are an environment's own words."""
+        text, encoding = clean(text, LINE_CHARS), self.console.encoding
+        return Text(text.encode(encoding, "replace").decode(encoding), style)
+
+    def _kinds(self, prefix: str, form: str) -> dict[str, str]:
+        """The metrics of task types, and how they are written. A name may hold braces."""
+        names = [name for name in self._metrics if name.startswith(prefix) and name != "success/all"]
+        escape = str.maketrans({"{": "{{", "}": "}}"})
+        return {name: name.removeprefix(prefix).translate(escape) + form for name in names}
 
     def _trouble(self) -> dict[str, str]:
         return {name: form for name, form in TROUBLE.items() if self._metrics.get(name)}

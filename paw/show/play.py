@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paw.config import EnvConfig
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, clean, to_stderr
 from paw.experience.envs import make_suite
 from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
 from paw.experience.envs.alfworld.generator import generate
@@ -26,6 +26,8 @@ from paw.experience.envs.worker import EnvironmentFailure
 from paw.recipe import load_played
 from paw.types import Outcome, Task
 
+MOST_SHOWN = 100_000
+"""Characters of a text."""
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 
@@ -103,13 +105,18 @@ def _json(environment: Environment, task: Task) -> None:
         outcome = _played(environment, line.strip())
 
 
+def _say(*texts: str) -> None:
+    """What an environment wrote, with its line ends and nothing else that moves the cursor."""
+    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+
+
 def _terminal(environment: Environment, task: Task) -> None:
     text = environment.reset(task)
-    print(*_task(environment, text).values(), text, HELP, sep="\n\n")
+    _say(*_task(environment, text).values(), text, HELP)
     turns = 0
     while True:
         actions = [action for action in getattr(environment, "admissible", []) if action != "help"]
-        print("\n" + "\n".join(f"{number:4}  {action}" for number, action in enumerate(actions, start=1)))
+        print("\n" + "\n".join(f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)))
         print("> ", end="", flush=True)
         line = sys.stdin.readline()
         command = line.strip()
@@ -117,14 +124,14 @@ def _terminal(environment: Environment, task: Task) -> None:
             print()
             return
         if command in ("", "prompt"):
-            print(environment.prompt() if command else HELP)
+            _say(environment.prompt() if command else HELP)
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]
-            print(command)
+            _say(command)
         outcome = _played(environment, command)
         turns += 1
-        print(f"\n{outcome.observation}")
+        _say(f"\n{outcome.observation}")
         if outcome.done:
             steps = f"{turns} step{'s' if turns > 1 else ''}"
             score = "" if outcome.score is None else f", score {outcome.score:.2f}"

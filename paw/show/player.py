@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paw.config import Config
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, clean, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines import make_engine
 from paw.experience.envs import make_suite
@@ -35,7 +35,7 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
         about = {"model": path, "source": source, "temperature": config.eval.temperature}
         print(json.dumps({**about, **metrics, "kinds": kinds}))
         return 1 if stats.failed else 0
-    print(f"{path} on {source}, temperature {config.eval.temperature:g}")
+    print(f"{path} on {clean(source)}, temperature {config.eval.temperature:g}")
     print(f"success {success_text(metrics)}")
     if groups:
         print(f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
-from paw.errors import UserError
+from paw.errors import UserError, clean
 
 Metrics = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null."""
-        record = {"step": step, **{name: _jsonable(value) for name, value in metrics.items()}}
+        record = {"step": step, **{clean(name): _jsonable(value) for name, value in metrics.items()}}
         _append(self._metrics, record)
         self.history.append(record)
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}

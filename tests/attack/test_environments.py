@@ -275,7 +275,7 @@ def test_a_failure_is_one_short_printable_line(rollouts):
     assert len(stats.failures) == 2
     for failure in stats.failures:
         assert failure.isprintable() and len(failure) < 600
-        assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100/100  succ" in failure
+        assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
 @pytest.mark.parametrize(
