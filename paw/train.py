@@ -134,7 +134,8 @@ def weigh(run: Run, groups: list[Group]) -> list[Row]:
 def score_rows(run: Run, rows: list[Row]) -> None:
     """Fill old log-probs and action entropies from the scoring pass, or from the engine where that is asked for.
 
-    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs.
+    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs; `learn`
+    compares the sampler's log-probs with the trainer's then.
     """
     config = run.config
     from_engine = config.policy.old_logp == "engine"
@@ -184,7 +185,8 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
     critic = run.critic.learn(run.minibatches(rows)) if run.critic else {}
-    gradients = Gradients(config, run.policy, ranks, objective, update_rows=len(rows))
+    unscored = "health/sampler_mismatch" not in run.metrics
+    gradients = Gradients(config, run.policy, ranks, objective, update_rows=len(rows), unscored=unscored)
     norms: list[float] = []
     steps = 0
     for minibatch in run.minibatches(rows):

@@ -5,6 +5,7 @@ the selected rows. Their sum is the gradient of the joint pass (tested). It cost
 once more, and memory for a second gradient.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from paw.config import Config
 from paw.learner.distributed import Ranks, whole
 from paw.learner.model import Policy
+from paw.learner.sync import sampler_mismatch
 from paw.signal import loss as losses
 from paw.types import Row
+from paw_kernels import ACTION, PawLoss
 
 
 @dataclass
@@ -27,12 +30,19 @@ class Gradients:
     objective: losses.Objective
     update_rows: int
     """Rows of the whole update."""
+    unscored: bool = False
+    """No scoring pass has compared the sampler's log-probs: the first micro-batch does."""
+    sampler: dict[str, float] = field(default_factory=dict)
+    """What that found."""
     totals: losses.Totals = field(default_factory=losses.Totals)
     terms: list[dict[str, float]] = field(default_factory=list)
     """Of each mini-batch whose terms are kept apart: policy/grad_norm, world/grad_norm and, balanced, world/factor."""
 
     def form(self, minibatch: list[Row]) -> tuple[float, float]:
-        """(loss, norm of the gradient before the joint clip) of a mini-batch; the gradient is clipped."""
+        """(loss, norm of the gradient before the joint clip) of a mini-batch; the gradient is clipped.
+
+        Raises StaleWeightsError where the first one finds that the sampler had other weights.
+        """
         wm, optim = self.config.wm, self.config.optim
         apart = wm.enabled and (wm.grad_norms or wm.balance == "gradient" or optim.clip == "separate")
         if not apart:
@@ -61,7 +71,7 @@ class Gradients:
     def metrics(self, *, minibatches: int) -> dict[str, float]:
         """Of the whole update, over all ranks; norms are means over mini-batches."""
         totals = losses.Totals.sum(self.ranks.gather(self.totals))
-        found = totals.metrics(self.objective, minibatches=minibatches)
+        found = totals.metrics(self.objective, minibatches=minibatches) | self.sampler
         if self.terms:
             found |= {key: sum(term[key] for term in self.terms) / len(self.terms) for key in self.terms[0]}
         return found
@@ -88,9 +98,19 @@ class Gradients:
             scaled = replace(coefficients, weight=ranks.world * coefficients.weight)
             out = losses.joint_loss(policy, batch, scaled, temperature=self.objective.temperature)
             out.loss.backward()
+            if self.unscored:
+                self._compare(out, batch, minibatch)
             loss += float(out.loss.detach()) / ranks.world
             self.totals.add(out, coefficients)
         return loss
+
+    def _compare(self, out: PawLoss, batch: losses.Batch, minibatch: list[Row]) -> None:
+        """The responses of a micro-batch, of all ranks, with what the sampler gave for them; before any step."""
+        self.unscored = False
+        sampled = [value for i in batch.row for value in minibatch[i].sampled_logp] if batch.with_action else []
+        ours, theirs = zip(*self.ranks.gather((out.logp[batch.kind == ACTION].tolist(), sampled)), strict=True)
+        if any(ours) and all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
+            self.sampler = sampler_mismatch(ours, theirs)
 
     def _take(self) -> tuple[list[Tensor | None], float]:
         """The gradients so far, which leave the parameters, and their norm."""

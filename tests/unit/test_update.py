@@ -1,5 +1,6 @@
 """Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for bit."""
 
+import copy
 import math
 import random
 import statistics
@@ -15,7 +16,7 @@ from paw.experience.engines.transformers import TransformersEngine
 from paw.experience.rollout import Rollouts
 from paw.learner import quickstart
 from paw.learner.model import load_policy, load_tokenizer
-from paw.learner.sync import push_weights
+from paw.learner.sync import StaleWeightsError, push_weights
 from paw.recipe import validate
 from paw.run import open_run
 from paw.signal.packing import alike_batches
@@ -186,6 +187,28 @@ def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_p
         next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
         metrics = learn(run, rows)
     assert metrics["optim/skipped"] == 1 and "optim/grad_norm" not in metrics
+
+
+@pytest.mark.parametrize("clip", ["joint", "separate"])
+@pytest.mark.parametrize("wm_enabled", [True, False])
+def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabled, clip):
+    """An engine with weights of its own, whose sync does nothing: no optimizer step is made from what it samples."""
+    config = make_config(start, tmp_path, policy_old_logp="engine", wm_enabled=wm_enabled, optim_clip=clip)
+    with open_run(config) as run:
+        rollouts = Rollouts(run.suite, run.engine, run.chat, config)
+        run.engine.sync([], version=0)
+        update(run, rollouts)
+        assert 0 < run.log.history[-1]["health/sampler_mismatch"] < 1e-4
+        run.engine = TransformersEngine(copy.deepcopy(run.policy.lm), end_ids=run.chat.end_ids, own_weights=True)
+        run.engine.sync = lambda parameters, version: setattr(run.engine, "version", version)
+        with torch.no_grad():
+            for parameter in run.policy.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        push_weights(run.policy.lm, run.engine, version=1)
+        before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
+        with pytest.raises(StaleWeightsError, match="the engine does not hold the weights it was sent"):
+            update(run, Rollouts(run.suite, run.engine, run.chat, config))
+        assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
 
 
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])
