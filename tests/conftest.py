@@ -169,8 +169,22 @@ def tiny_llm() -> Callable[..., Path]:
     """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a ChatML template."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
+    kinds = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.1}
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -184,7 +198,7 @@ def tiny_llm() -> Callable[..., Path]:
         backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
         tokenizer.chat_template = template
-        config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+        config, model = kinds[kind]
         torch.manual_seed(0)
         lm = model(
             config(
@@ -200,6 +214,7 @@ def tiny_llm() -> Callable[..., Path]:
                 bos_token_id=None,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
+                **(experts if kind == "qwen3_moe" else {}),
             )
         )
         lm.save_pretrained(folder)

@@ -5,9 +5,11 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow
@@ -15,6 +17,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 needs_alfworld = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("alfworld", "textworld"))), reason="alfworld is not installed"
 )
+GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
 SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -52,6 +55,22 @@ def test_the_sampler_has_the_trainers_weights_at_every_update(vllm_run):
         assert line["health/sampler_mismatch"] < 1e-4
         assert line["optim/grad_norm"] > 0 and line["policy/loss"] != 0 and line["time/sync"] > 0
     assert json.loads((vllm_run / "run.json").read_text())["engine"] == "vllm"
+
+
+@needs_vllm
+def test_a_mixture_of_experts_trains_as_a_dense_model_does(paw, tiny_llm, tmp_path):
+    """Weights reach the engine's fused experts; the export holds them one by one, as the model's files did."""
+    model = tiny_llm(tmp_path / "model", "qwen3_moe")
+    sizes = {"rollout.tasks": 4, "rollout.group_size": 4, "eval.games": 4, "rollout.max_response_tokens": 16}
+    engine = {"rollout.engine": "vllm", "model.dtype": "float32", "optim.lr": 1e-2, "run.updates": 2, "run.threads": 1}
+    where = {"model.path": model, "env.name": f"{GUESS}:Guess", "run.dir": tmp_path, "run.name": "run"}
+    paw("train", "quickstart", sizes, engine, where, env=VLLM)
+    for line in lines(tmp_path / "run" / "metrics.jsonl")[1:]:
+        assert line["health/sampler_mismatch"] < 1e-4 and line["optim/grad_norm"] > 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "hf"))
+    assert before.keys() == after.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in after
+    moved = [name for name in after if not torch.equal(before[name], after[name])]
+    assert any("experts" in name for name in moved) and any("mlp.gate" in name for name in moved)
 
 
 @needs_vllm

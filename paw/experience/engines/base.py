@@ -49,6 +49,9 @@ class Engine(Protocol):
     continuous: bool
     """Whether requests may join while others run. Otherwise `step` finishes what is queued, so full batches pay."""
 
+    checkpoint_names: bool
+    """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by one or together."""
+
     def submit(self, request: Request) -> None: ...
 
     def step(self) -> list[Completion]:

@@ -35,7 +35,7 @@ class TransformersEngine:
     Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
 
-    continuous = False
+    continuous = checkpoint_names = False
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class VllmEngine:
     when vLLM is missing or cannot serve the model.
     """
 
-    continuous = True
+    continuous = checkpoint_names = True
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class VllmEngine:
             ) from error
         self.version = -1
         """-1 until the first `sync`."""
-        self._vllm = vllm
+        self._vllm, self._on_cpu = vllm, on_cpu
         self._sleep_mode = not on_cpu
         self._sleep_level = sleep_level
         self._asleep = False
@@ -144,6 +144,8 @@ class VllmEngine:
             torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(parameters)))
+        if self._on_cpu:
+            self._llm.apply_model(_repack_experts)
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -174,6 +176,14 @@ class VllmEngine:
         token_ids = list(answer.token_ids)
         logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
         return Completion(key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
+
+
+def _repack_experts(model: Any) -> None:
+    """The CPU's kernel for experts reads weights in an order of its own, which vLLM restores at the first load only."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _import_vllm() -> Any:
