@@ -147,7 +147,9 @@ class _Model:
         norms = 2 * (4 + scaled + c) * D
         head_norms = (4 + c) * (Q + K) if s.qk_norm else 0
         attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
-        mlp = 4 * c * F  # gate, silu(gate), up, their product
+        mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
+        if s.experts:
+            mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and what they answer
         adapters = c * self.lora.rank * len(self.lora.targets)  # what each A makes of the input that is kept anyway
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
@@ -157,7 +159,7 @@ class _Model:
         if mode == "none":
             return s.layers * self.layer_saved()
         # selective: the outputs of q, v, gate and down (every second product) and of attention.
-        products = c * (2 * s.queries + s.keys + s.intermediate + s.hidden) + 4 * s.heads
+        products = c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
         return s.layers * (c * s.hidden + (products if mode == "selective" else 0)) * self.T
 
     def head(self) -> tuple[float, float]:
@@ -177,7 +179,7 @@ class _Model:
         offloaded, saved = self.config.model.offload_activations, self.layer_saved()
         kept = 0 if offloaded else self.kept()
         # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
-        one = saved * ((mode != "none") + offloaded) + 2 * c * s.intermediate * T
+        one = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         tail = (4 + 2 * c) * s.hidden * T  # of the last norm
         gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
         lasting = s.layers * self.copy if mode == "none" else 0  # only then copies outlive a layer's forward pass
@@ -262,7 +264,7 @@ class _Model:
         episodes = limits.tasks * limits.group_size
         rows = episodes * FULLNESS * config.env.max_turns / self.N
         observation = FULLNESS * config.wm.max_tokens * config.wm.alpha if config.wm.enabled else 0
-        body = 2 * s.layers * (s.layer + s.queries * length)  # FLOPs a token, causal attention included
+        body = 2 * s.layers * (s.active_layer + s.queries * length)  # FLOPs a token, causal attention included
         acting = rows * (length * body + response * 2 * s.embedding)
         learning = rows * ((length + observation) * body + (response + observation) * 2 * s.embedding)
         judging = rows * length * body if self.valued else 0

@@ -109,8 +109,14 @@ def random_model(config: Config, folder: Path) -> str:
 
 def hf_config(shape: Shape) -> Any:
     """The Hugging Face configuration of a model of that shape."""
+    if shape.experts:
+        kind: dict[str, Any] = {"model_type": "qwen3_moe" if shape.qk_norm else "mixtral"}
+        kind |= {"num_experts": shape.experts, "num_local_experts": shape.experts}
+        kind |= {"num_experts_per_tok": shape.active, "moe_intermediate_size": shape.intermediate}
+    else:
+        kind = {"model_type": "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"}
     return AutoConfig.for_model(
-        "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama",
+        **kind,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

@@ -1,4 +1,4 @@
-"""What the memory and the time of a dense decoder depend on: its shape, from config.json or a table. Loads no torch."""
+"""What the memory and the time of a decoder depend on: its shape, from config.json or a table. Loads no torch."""
 
 import json
 from dataclasses import dataclass
@@ -10,11 +10,15 @@ from paw.errors import UserError
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of Qwen's or Llama's kind: RMSNorm, grouped-query attention, SwiGLU, tied or separate head."""
+    """A decoder of Qwen's or Llama's kind: RMSNorm, grouped-query attention, SwiGLU, tied or separate head.
+
+    With `experts` each layer has so many MLPs and a router to them; a token goes through `active` of them.
+    """
 
     vocabulary: int
     hidden: int
     intermediate: int
+    """Of the MLP, or of each expert."""
     layers: int
     heads: int
     kv_heads: int
@@ -22,6 +26,8 @@ class Shape:
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: int = 0
+    active: int = 1
 
     @property
     def queries(self) -> int:
@@ -37,6 +43,8 @@ class Shape:
         """(inputs, outputs) of the linear layers of one decoder layer."""
         D, Q, K, F = self.hidden, self.queries, self.keys, self.intermediate
         attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
+        if self.experts:
+            return attention  # experts lie in two tensors, of which LoRA knows nothing
         return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
 
     @property
@@ -48,7 +56,16 @@ class Shape:
     @property
     def layer(self) -> int:
         """Parameters of one decoder layer."""
-        return sum(i * o for i, o in self.linears.values()) + self.layer_vectors
+        return self._layer(self.experts)
+
+    @property
+    def active_layer(self) -> int:
+        """Those that a token goes through."""
+        return self._layer(self.active)
+
+    def _layer(self, experts: int) -> int:
+        routed = self.hidden * (self.experts + 3 * experts * self.intermediate) if self.experts else 0
+        return sum(i * o for i, o in self.linears.values()) + routed + self.layer_vectors
 
     @property
     def embedding(self) -> int:
@@ -75,6 +92,8 @@ class Shape:
         return 2 * 2 * self.layers * self.keys
 
 
+KINDS = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": True, "mixtral": True}
+"""Model types, and whether they have experts."""
 SHAPES = {
     "Qwen2.5-0.5B": Shape(151936, 896, 4864, 24, 14, 2, 64, tied=True, qkv_bias=True),
     "Qwen2.5-1.5B": Shape(151936, 1536, 8960, 28, 12, 2, 128, tied=True, qkv_bias=True),
@@ -86,6 +105,7 @@ SHAPES = {
     "Qwen3-4B": Shape(151936, 2560, 9728, 36, 32, 8, 128, tied=True, qk_norm=True),
     "Qwen3-8B": Shape(151936, 4096, 12288, 36, 32, 8, 128, tied=False, qk_norm=True),
     "Qwen3-14B": Shape(151936, 5120, 17408, 40, 40, 8, 128, tied=False, qk_norm=True),
+    "Qwen3-30B-A3B": Shape(151936, 2048, 768, 48, 32, 4, 128, tied=False, qk_norm=True, experts=128, active=8),
     "Llama-3.2-3B": Shape(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
 }
 """By the name that Hugging Face names start with: no download needed."""
@@ -94,7 +114,7 @@ SHAPES = {
 def shape_of(model: str | Path) -> Shape:
     """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of one to be downloaded.
 
-    Raises UserError where there is no config.json, or it is not that of a dense decoder.
+    Raises UserError where there is no config.json, or it is not that of a decoder that the plan knows.
     """
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
@@ -117,23 +137,28 @@ def shape_of(model: str | Path) -> Shape:
 
 
 def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
-    """The shape that a Hugging Face config.json describes; UserError for mixtures of experts and unknown kinds."""
+    """The shape that a Hugging Face config.json describes; UserError for unknown kinds and experts in some layers."""
     kind = settings.get("model_type", "")
-    if kind not in ("qwen2", "qwen3", "llama", "mistral"):
-        raise UserError(f"{origin}: the plan knows dense decoders (qwen2, qwen3, llama, mistral), this is '{kind}'")
+    if kind not in KINDS:
+        raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{kind}'")
+    if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
+        raise UserError(f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says otherwise")
+    experts = settings.get("num_experts") or settings.get("num_local_experts") or 0 if KINDS[kind] else 0
     try:
         heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
         return Shape(
             vocabulary=settings["vocab_size"],
             hidden=hidden,
-            intermediate=settings["intermediate_size"],
+            intermediate=settings["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
             layers=settings["num_hidden_layers"],
             heads=heads,
             kv_heads=settings.get("num_key_value_heads") or heads,
             head_size=settings.get("head_dim") or hidden // heads,
             tied=bool(settings.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            experts=experts,
+            active=settings["num_experts_per_tok"] if experts else 1,
         )
     except KeyError as error:
         raise UserError(f"{origin}: {error} is missing") from None

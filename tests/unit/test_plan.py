@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,11 +38,13 @@ def test_known_shapes_have_the_published_numbers_of_parameters(name, count):
     assert SHAPES[name].parameters == count
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe", "Mixtral"])
 def test_a_shape_counts_what_hugging_face_builds(kind):
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    settings = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    experts = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (experts if kind in ("Qwen3Moe", "Mixtral") else {})
+    settings = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(settings)
     shape = from_config(settings.to_dict(), origin="here")
@@ -65,9 +68,20 @@ def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert shape_of(tmp_path) == known == shape_of("Qwen/Qwen2.5-7B-Instruct")
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_moe"}))
-    with pytest.raises(UserError, match="dense decoders"):
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match=r"the plan knows qwen2, .*, mixtral, this is 'gpt2'"):
         shape_of(tmp_path)
+
+
+def test_experts_count_whole_in_memory_and_in_part_in_time():
+    shape = SHAPES["Qwen3-30B-A3B"]
+    assert shape.parameters == 30_532_122_624  # as its model card has it: 30.5B, 3.3B active
+    assert shape.layers * shape.active_layer + shape.rest == pytest.approx(3.3e9, rel=0.02)
+    config = changed(low_memory(), {"model.path": "Qwen/Qwen3-30B-A3B"})
+    found = plan(config, shape, gpus=8, gpu_gib=80.0)
+    dense = plan(config, replace(shape, experts=0, active=1, intermediate=128 * 768), gpus=8, gpu_gib=80.0)
+    assert found.phases["rollout"]["weights"] == pytest.approx(dense.phases["rollout"]["weights"], rel=0.01)
+    assert found.seconds["update"] < dense.seconds["update"] / 4
 
 
 def test_the_head_takes_what_the_kernels_say():
