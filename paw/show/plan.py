@@ -225,7 +225,7 @@ class _Model:
         forward = self.layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
         activations, head = self.update()
         # The step: the state of one parameter at a time, where it is offloaded.
-        step = self.state * s.embedding / self.N if optim.offload else 0
+        step = self.state * max(s.embedding, 2 * s.experts * s.intermediate * s.hidden) / self.N if optim.offload else 0
         return {
             "rollout": resident | awake,
             "score": scoring | {"activations": forward} | asleep,
