@@ -112,6 +112,11 @@ def packed_attention(
             q, k, v, *bounds, softmax_scale=scaling, causal=True, window_size=window, softcap=softcap or 0.0
         )
     elif packed.kernel == "varlen":
+        if softcap is not None:
+            raise UserError(
+                "model.attention = 'varlen' knows no soft cap of attention scores, which this model has; install"
+                " flash-attn, or use --model.attention sdpa"
+            )
         out = _varlen(q, k, v, packed, scaling, window)
     else:
         out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)

@@ -82,6 +82,13 @@ def test_kernels_agree_on_a_gpu(kernel):
     assert torch.allclose(*outs, atol=0.02)
 
 
+def test_varlen_refuses_what_it_would_leave_out():
+    x = torch.randn(1, 2, 5, 16)
+    packed = pack_rows([3, 2], kernel="varlen", device=CPU)
+    with pytest.raises(UserError, match=r"'varlen' knows no soft cap.*--model\.attention sdpa"):
+        packed_attention(None, x, x, x, None, packed=packed, softcap=50.0)
+
+
 def test_kernels_that_cannot_run_are_refused():
     assert pick_attention("auto", CPU, torch.bfloat16) == "sdpa"
     assert pick_attention("auto", CUDA, torch.float32) == "sdpa"
