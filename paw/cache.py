@@ -12,7 +12,7 @@ from paw.errors import UserError
 def cache_dir() -> Path:
     """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
     if "PAW_CACHE" in os.environ:
-        return Path(os.environ["PAW_CACHE"])
+        return Path(os.environ["PAW_CACHE"]).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
 
 

@@ -91,7 +91,7 @@ class Run:
             import_liger(device)
         self.ranks = Ranks(device, tasks=config.rollout.tasks)
         stack.callback(self.ranks.close)
-        self.directory = config.run.dir / config.run.name
+        self.directory = (config.run.dir / config.run.name).absolute()  # an environment may change the current folder
         self.ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
         self.ranks.from_first(lambda: _prepare(self.directory, config, resume=resume))
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))

@@ -42,6 +42,7 @@ def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, o
     """Play `rwml.episodes` episodes of each of `tasks` training tasks and write their triplets."""
     if tasks < 1:
         raise UserError(f"--tasks {tasks}: play at least 1")
+    out = out.absolute()  # an environment may change the current folder
     config, path = resolve(model, recipe, overrides)
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.play(

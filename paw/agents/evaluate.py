@@ -63,7 +63,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         config = config.model_copy(update={"search": config.search.model_copy(update={"retriever": "zerosearch"})})
     name = path or str(config.endpoint.model)
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.kind}-{name}").strip("-")
-    folder = (out or config.run.dir / label).absolute()  # an environment may change the current one
+    folder = (out or config.run.dir / label).absolute()  # an environment may change the current folder
     threads: list[threading.Thread] = []
     with ExitStack() as stack:
         endpoint = None if path else stack.enter_context(closing(_endpoint(config)))

@@ -54,7 +54,7 @@ def profile(
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")
     if synthetic or rollouts:
         overrides = {"env.data": "none", "rollout.engine": "transformers", **overrides}
-    config = load(recipe, overrides)
+    out, config = out.absolute(), load(recipe, overrides)  # an environment may change the current folder
     if not config.wm.enabled:
         raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
     try:

@@ -247,7 +247,12 @@ def wanders(_: Game) -> str:
     return "start"
 
 
-ChangesDirectory = suite(reset=wanders, everywhere=True)
+class ChangesDirectory(Honest):
+    wrong, everywhere = MappingProxyType({"reset": wanders}), True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        os.chdir(tempfile.mkdtemp())
 
 
 class DownInTraining(Honest):

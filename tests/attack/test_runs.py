@@ -1,7 +1,8 @@
-"""Whole runs on environments that misbehave: an outage costs nothing but time, and a liar fakes nothing."""
+"""Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes nothing, and so on."""
 
 import json
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -97,3 +98,17 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(paw_here, settings, recipe
         done = paw_here("eval", tmp_path / "lied", *words, code=None)
         assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())
     assert "step 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
+
+
+def test_one_that_changes_the_folder_moves_no_file(paw_here, settings, recipe, tmp_path, monkeypatch):
+    wandered = tmp_path / "wandered"
+    wandered.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(wandered))
+    settings |= {"env.name": f"{FILE}:ChangesDirectory", "run.dir": "runs", "model.path": "model", "run.save_every": 1}
+    paw_here("train", recipe, settings, {"run.name": "run"}, cwd=tmp_path)
+    run = tmp_path / "runs" / "run"
+    assert {path.name for path in run.iterdir()} >= {"metrics.jsonl", "checkpoints", "hf", "report.html"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step_000001", "step_000002"}
+    paw_here("eval", "runs/run", "--out", "agent", cwd=tmp_path)
+    assert (tmp_path / "agent" / "results.json").exists()
+    assert [path for path in wandered.rglob("*") if path.is_file()] == []

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import ModuleType
 
@@ -19,17 +20,18 @@ def load_suite(config: EnvConfig) -> Suite:
     Raises:
         UserError: there is no such file or class, or the suite or its environments lack a member of their protocol.
     """
-    suite = find_class(config.name)(config)
-    if not hasattr(suite, "reward_max"):
-        suite.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
-    _check(suite, Suite, config.name)
-    threads = make_threads(suite, config)
-    environment = threads.call(suite.make)
-    _check(environment, Environment, config.name)
-    with quietly():
-        threads.call(environment.close)
-    threads.close()
-    return suite
+    with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
+        suite = find_class(config.name)(config)
+        if not hasattr(suite, "reward_max"):
+            suite.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
+        _check(suite, Suite, config.name)
+        threads = make_threads(suite, config)
+        environment = threads.call(suite.make)
+        _check(environment, Environment, config.name)
+        with quietly():
+            threads.call(environment.close)
+        threads.close()
+        return suite
 
 
 def is_own(name: str) -> bool:
