@@ -247,8 +247,9 @@ class PolicyConfig(Section):
     dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
     kl_coef: NonNegative = 0.01
     entropy_coef: NonNegative = 0.001
-    loss_norm: Literal["token", "row", "verl"] = "token"
-    """Mean over the mini-batch's response tokens, over rows of their token means, or as verl has it."""
+    loss_norm: Literal["token", "row", "group", "verl"] = "token"
+    """Mean over the mini-batch's response tokens, over rows or groups of their token means ("group": PaW's Eq. (11) to
+    the letter), or as verl has it."""
     verl_rows: Count = 32
     """loss_norm = "verl": rows of the micro-batches whose means are averaged (packing stays as it is)."""
     old_logp: Literal["trainer", "engine"] = "trainer"

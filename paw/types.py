@@ -130,6 +130,8 @@ class Row:
     """log pi_ref of each response token, when kl_coef > 0."""
     entropy: float = 0.0
     """Action entropy H: mean over the response tokens, nats (selection, PaW Eq. (8))."""
+    token_weight: float = 0.0
+    """1 / (G * response tokens of the group in the update): of a response token, with policy.loss_norm = "group"."""
     world_weight: float = 0.0
     """lambda_g / (G |S_g|) for a selected row with a target, else 0 (PaW Eq. (11))."""
     further: list[tuple[list[int], list[int]]] = field(default_factory=list)

@@ -1,10 +1,14 @@
 """Micro-batches and the joint objective, PaW Eq. (11), through the fused head.
 
-    L = mean over groups of [ L_RL(g) + lambda_g * mean over the selected rows of g of CMAE ]
+    Eq. (11):  mean over groups of [ L_RL(g) + lambda_g * mean over the selected rows of g of CMAE ]
+    computed:  mean over the mini-batch's response tokens of L_RL
+               + mean over groups of lambda_g * mean over the selected rows of g of CMAE
 
-The policy term is a mean over the response tokens of the mini-batch (or as `loss_norm` has it); the world-model
-weights were fixed for the whole update and are scaled by (rows in the update / rows in the mini-batch). Both
-normalisers live in the token weights, so a mini-batch's gradient is the same however it is cut into micro-batches.
+The world-model term is the equation's. The policy term is that of the reference code: every token weighs the same, so a
+group weighs by its tokens. `loss_norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response
+tokens; "row" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update
+and are scaled by (rows in the update / rows in the mini-batch). All normalisers live in the token weights, so a
+mini-batch's gradient is the same however it is cut into micro-batches.
 """
 
 import math
@@ -210,7 +214,7 @@ def score(
 
 def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> LossRows:
     """Token weights and references of a batch cut from `minibatch`; `update_rows` rows were in the whole update."""
-    per_token = _token_weights(minibatch, objective)
+    per_token = _token_weights(minibatch, objective, update_rows=update_rows)
     world_scale = objective.world_scale * update_rows / len(minibatch)
     weight: list[float] = []
     advantage: list[float] = []
@@ -251,9 +255,11 @@ def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, u
     )
 
 
-def _token_weights(minibatch: Sequence[Row], objective: Objective) -> list[float]:
-    """What a response token of each row weighs in the mean: over tokens, over rows, or verl's over micro-batches."""
+def _token_weights(minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> list[float]:
+    """What a response token of each row weighs in the mean: over tokens, rows, groups, or verl's micro-batches."""
     lengths = [len(row.response_ids) for row in minibatch]
+    if objective.loss_norm == "group":
+        return [row.token_weight * update_rows / len(minibatch) for row in minibatch]
     if objective.loss_norm == "row":
         return [1.0 / (len(lengths) * n) for n in lengths]
     size = objective.verl_rows if objective.loss_norm == "verl" else len(lengths)

@@ -1,5 +1,6 @@
 """Trajectories -> rows: one row per turn (ALGORITHM: prompt h_t, response a_t, separator, observation o_{t+1})."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from paw.types import Group, Row
@@ -56,4 +57,9 @@ def to_rows(
                     )
                 )
             trajectory_index += 1
+    tokens = Counter[int]()
+    for row in rows:
+        tokens[row.group] += len(row.response_ids)
+    for row in rows:
+        row.token_weight = 1.0 / (len(groups) * tokens[row.group])
     return rows

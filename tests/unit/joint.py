@@ -76,8 +76,8 @@ def gradients(policy, loss=None):
     return torch.cat([part.double().flatten() for part in parts])
 
 
-def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_observation=True, skip=None):
-    """(loss, gradient) of a mini-batch as the trainer makes them: micro-batches through the fused head."""
+def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_observation=True, skip=None, share=(0, 1)):
+    """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the fused head."""
     total = 0.0
     batches = micro_batches(
         minibatch,
@@ -86,6 +86,7 @@ def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_obse
         device=policy.device,
         quadratic=policy.quadratic,
         skip=skip,
+        share=share,
     )
     for batch in batches:
         coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows)

@@ -67,13 +67,18 @@ def prepared(policy, groups, *, drift=0.0):
     return rows
 
 
-def equation_11(policy, groups, old_logps):
-    """Straight from the episodes: nothing of paw.signal is called. Returns loss and gradient."""
+def equation_11(policy, groups, old_logps, norm):
+    """Straight from the episodes: nothing of paw.signal is called. Returns loss and gradient.
+
+    `norm`: the policy's term is a mean over all tokens, or over groups of the mean over the group's tokens.
+    """
     lm = copy.deepcopy(policy.lm).double()
     turns, tokens = [], sum(len(t.response_ids) for g in groups for e in g.trajectories for t in e.turns)
     total = torch.zeros((), dtype=torch.float64)
     for g, group in enumerate(groups):
         played = [(e, t) for e in group.trajectories for t in e.turns]
+        if norm == "group":
+            tokens = len(groups) * sum(len(turn.response_ids) for _, turn in played)
         steps = [(e.episode_return - (0 if t.outcome.valid else PENALTY), t) for e, t in played]
         scores = [s for s, _ in steps]
         mean, std = statistics.mean(scores), statistics.stdev(scores)
@@ -105,14 +110,33 @@ def equation_11(policy, groups, old_logps):
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_update_in_one_step_is_equation_11(family, seed):
+@pytest.mark.parametrize("norm", ["token", "group"])
+def test_an_update_in_one_step_is_equation_11(family, seed, norm):
     policy, groups = tiny_policy(family), play(seed)
     rows = prepared(policy, groups, drift=0.3)
     assert {row.group for row in rows if row.world_weight} == {0, 1, 2}
-    loss, gradient = packed(policy, rows, Objective(rho=RHO), update_rows=len(rows), budget=60)
-    expected, expected_gradient = equation_11(policy, groups, [row.old_logp for row in rows])
+    objective = Objective(rho=RHO, loss_norm=norm)
+    loss, gradient = packed(policy, rows, objective, update_rows=len(rows), budget=60)
+    expected, expected_gradient = equation_11(policy, groups, [row.old_logp for row in rows], norm)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-5
+
+
+@pytest.mark.parametrize(("budget", "world"), [(30, 1), (60, 2), (200, 3)])
+def test_neither_micro_batches_nor_ranks_change_the_mean_over_groups(budget, world):
+    policy = tiny_policy()
+    rows = prepared(policy, play(), drift=0.3)
+    policy.double()  # the body: its rounding depends on what a row is batched with
+    part, objective = rows[::2], Objective(rho=RHO, loss_norm="group", entropy_coef=0.01)
+    loss, gradient = packed(policy, part, objective, update_rows=len(rows))
+    shares = [
+        packed(policy, part, objective, update_rows=len(rows), budget=budget, share=(rank, world))
+        for rank in range(world)
+    ]
+    assert sum(share[0] for share in shares) == pytest.approx(loss, rel=1e-6)
+    assert relative(sum(share[1] for share in shares), gradient) < 1e-6
+    by_token = packed(policy, part, replace(objective, loss_norm="token"), update_rows=len(rows))[1]
+    assert relative(by_token, gradient) > 1e-2  # it can tell
 
 
 def test_weights_are_lambda_over_groups_and_selected_rows():
@@ -125,10 +149,10 @@ def test_weights_are_lambda_over_groups_and_selected_rows():
         assert len(set(weights)) <= 1
 
 
-@pytest.mark.parametrize("norm", ["token", "row"])
+@pytest.mark.parametrize("norm", ["token", "row", "group"])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_mini_batches_sum_to_the_whole_update(norm, size):
-    """The world term weighted by rows, the policy term by what it is a mean over: tokens or rows."""
+    """The world term weighted by rows, the policy term too, unless it is a mean over tokens."""
     policy, groups = tiny_policy(), play()
     rows = prepared(policy, groups, drift=0.3)
     objective = Objective(rho=RHO, loss_norm=norm)
