@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paw.errors import UserError
+from paw.trust.files import cause, fsync, fsync_tree
 
 
 def cache_dir() -> Path:
@@ -32,8 +33,10 @@ def cached(name: str, fill: Callable[[Path], object]) -> Path:
         beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
             fill(Path(made))
+            fsync_tree(Path(made))
             Path(made).rename(folder)
+            fsync(folder.parent)
     except OSError as error:
         if not folder.is_dir():  # else another process was first
-            raise UserError(f"cannot write {folder}: {error.strerror}; set PAW_CACHE") from None
+            raise UserError(f"cannot write {folder}: {cause(error)}; set PAW_CACHE") from None
     return folder

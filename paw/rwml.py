@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from paw.learner.sync import full_parameters, push_weights
 from paw.show.player import open_player, progress, resolve, tell
 from paw.signal.loss import joint_loss, micro_batches
 from paw.signal.packing import minibatches
+from paw.trust.files import write_file
 from paw.types import Group, Row, Task
 from paw_kernels import OBSERVATION, LossRows
 
@@ -224,4 +226,4 @@ def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> No
     colours = ["#e69f00" if n / attempts >= level else "#0072b2" for n in range(attempts + 1)]
     axes.bar(range(attempts + 1), [count / len(rates) for count in counts], color=colours)
     axes.set(xlabel=f"Right predictions of {attempts} (orange: easy)", ylabel="Share of triplets")
-    figure.savefig(path, dpi=150)
+    write_file(path, partial(figure.savefig, dpi=150))

@@ -26,6 +26,7 @@ from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
 from paw.experience.envs.guard import Guarded, make_threads
 from paw.recipe import load_played
+from paw.trust.files import write_file
 from paw.types import Task
 
 LOCAL_THREADS = 64
@@ -112,8 +113,8 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
             to_stderr(f"{truncated} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
     summary = results.summarise(list(lines.values()), about, config.endpoint, time.monotonic() - started)
     table = results.table(summary)
-    (folder / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (folder / "results.md").write_text(table, encoding="utf-8")
+    write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
+    write_file(folder / "results.md", table)
     print(json.dumps(summary) if as_json else f"{table}\n{folder}")
     failures = [line["failure"] for line in lines.values() if line["failure"] is not None]
     if failures:
@@ -236,7 +237,7 @@ def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            write_file(path, json.dumps(settings, indent=1) + "\n")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError
 from paw.experiment.stats import Interval
+from paw.trust.files import cause, write_file
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -34,11 +36,11 @@ def write(out: Path, name: str, *, text: str, records: list[dict[str, Any]], fig
 
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.md").write_text(text, encoding="utf-8")
+        write_file(out / f"{name}.md", text)
         write_csv(out / f"{name}.csv", records)
-        figure.savefig(out / f"{name}.png", dpi=150)
+        write_file(out / f"{name}.png", partial(figure.savefig, dpi=150))
         if summary is not None:
-            (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            write_file(out / "summary.json", json.dumps(summary, indent=1))
     except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}") from None
+        raise UserError(f"--out {out}: {cause(error)}") from None
     print(f"{text}\n{out / name}.md, .csv, .png")

@@ -19,6 +19,7 @@ from paw.learner.sync import full_parameters
 from paw.recipe import dump, load
 from paw.show.rundir import read_info
 from paw.trust import checkpoint
+from paw.trust.files import cause, fsync, fsync_tree
 
 CARD = """---
 library_name: transformers
@@ -58,12 +59,13 @@ def export(
         card = CARD.format(config=config, version=__version__, updates=step, method=method)
         (temp / "README.md").write_text(card, encoding="utf-8")
         (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
+        fsync_tree(temp)
         folder.mkdir(exist_ok=True)
         for file in temp.iterdir():
             file.replace(folder / file.name)
+        fsync(folder)
     except (OSError, SafetensorError) as error:
-        cause = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UserError(f"cannot write the exported model to {folder}: {cause}") from None
+        raise UserError(f"cannot write the exported model to {folder}: {cause(error)}") from None
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return folder

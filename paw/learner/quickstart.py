@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import WarmupConfig
+from paw.trust.files import cause
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -95,5 +97,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # an OSError in a coat of Rust
+        raise OSError(cause(error)) from None
     tokenizer.save_pretrained(folder)

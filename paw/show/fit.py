@@ -20,6 +20,7 @@ from paw.errors import UserError
 from paw.recipe import known_keys, load, validate
 from paw.show.plan import GIB, MFU, USABLE, Plan, plan
 from paw.show.shapes import Shape, shape_of
+from paw.trust.files import cause, write_file
 
 BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
 Change = dict[str, Any]  # values by dotted key
@@ -257,6 +258,6 @@ def _write(path: Path, found: Plan) -> None:
         f" {found.host_total:.1f} GiB of host memory, {found.step_s:.0f} s an update.\n"
     )
     try:
-        path.write_text(heading + tomli_w.dumps(tree), encoding="utf-8")
+        write_file(path, heading + tomli_w.dumps(tree))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise UserError(f"cannot write {path}: {cause(error)}") from None

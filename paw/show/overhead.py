@@ -5,6 +5,7 @@ measured once for each arm and are the same in all its repeats.
 """
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from paw.show.plots import BLUE, INK, PHASES, SKY, styled
+from paw.trust.files import write_file
 
 Record = dict[str, Any]
 """A line of profile.csv: arm, repeat, phase, and what was measured."""
@@ -27,10 +29,11 @@ ENOUGH = 6
 
 def write_csv(path: Path, records: list[Record]) -> None:
     columns = dict.fromkeys(key for record in records for key in record)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
+    write_file(path, text.getvalue())
 
 
 def pick(records: list[Record], arm: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:

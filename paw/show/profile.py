@@ -32,6 +32,7 @@ from paw.show.overhead import STAGES, Record, chart, pick, table, write_csv
 from paw.show.recorded import random_groups, random_model, read_groups
 from paw.show.rundir import code_commit
 from paw.train import learn, weigh
+from paw.trust.files import write_file
 from paw.types import Group
 
 
@@ -74,7 +75,8 @@ def profile(
             if trace:
                 write_traces(run, arms, groups, out)
     write_csv(out / "profile.csv", [record | about for record in records])
-    chart(records, f"{recipe}, {turns:,} turns, {about['device']}").savefig(out / "profile.png", dpi=150)
+    figure = chart(records, f"{recipe}, {turns:,} turns, {about['device']}")
+    write_file(out / "profile.png", partial(figure.savefig, dpi=150))
     Console(width=max(100, Console().width)).print(table(records))
     print(f"{turns} turns, {about['device']}: {out / 'profile.csv'}, {out / 'profile.png'}")
     return 0

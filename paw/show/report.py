@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from paw.errors import UserError
 from paw.show.episodes import episode_html, esc, pick_episodes
 from paw.show.rundir import Run, load_run
+from paw.trust.files import cause, write_file
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 TAIL = 10
@@ -111,9 +113,9 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     page = out / "report.html"
     try:
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        page.write_text(_page(runs, out / "plots"), encoding="utf-8", errors="replace")
+        write_file(page, _page(runs, out / "plots").encode(errors="replace"))
     except OSError as error:
-        raise UserError(f"{out}: cannot write the report: {error.strerror}; choose another folder with --out") from None
+        raise UserError(f"{out}: cannot write the report: {cause(error)}; choose another folder with --out") from None
     return page
 
 
@@ -252,7 +254,7 @@ def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
         if figure is None:
             return ""
         svg = plots.to_svg(figure, name, title)
-        (png or figure).savefig(plots_dir / f"{name}.png", dpi=150, facecolor="white")
+        write_file(plots_dir / f"{name}.png", partial((png or figure).savefig, dpi=150, facecolor="white"))
         foot = f"<p>{note}</p>" if note else ""
         return f'<figure class="card"><figcaption><h3>{title}</h3><span>{aside}</span></figcaption>{svg}{foot}</figure>'
 

@@ -1,9 +1,8 @@
 """A run directory read back for the report; forgives what a crash leaves half-written."""
 
-import json
-import math
 import shutil
 import subprocess
+import sys
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError
+from paw.trust.files import json_object
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""
@@ -77,7 +77,7 @@ def load_run(run_dir: Path) -> Run:
     metrics: dict[str, dict[int, float]] = {}
     for step, line in sorted(by_step.items()):
         for key, value in line.items():
-            if type(value) in (int, float) and math.isfinite(value):
+            if type(value) in (int, float) and abs(value) <= sys.float_info.max:
                 metrics.setdefault(key, {})[step] = float(value)
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
@@ -93,7 +93,7 @@ def load_run(run_dir: Path) -> Run:
 
 def read_info(run_dir: Path) -> dict[str, Any]:
     """What run.json holds; nothing where it is missing or damaged."""
-    return _json_object(_text(run_dir / "run.json")) or {}
+    return json_object(_text(run_dir / "run.json")) or {}
 
 
 def code_commit() -> str:
@@ -103,23 +103,17 @@ def code_commit() -> str:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError):
+        if path.is_file():  # a pipe would wait for its writer
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a file, one a line, and the number of unreadable ones."""
-    found = [_json_object(line) for line in _text(path).split("\n") if line.strip()]
+    found = [json_object(line) for line in _text(path).split("\n") if line.strip()]
     objects = [value for value in found if value is not None]
     return objects, len(found) - len(objects)
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        return value if isinstance(value, dict) else None
 
 
 def _mean(values: list[float]) -> float | None:

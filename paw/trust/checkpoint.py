@@ -11,11 +11,9 @@ A save writes a hidden folder, fsyncs it and renames it into place. No format in
 every load checks the manifest first. Nothing is ever unpickled.
 """
 
-import errno
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from paw.errors import UserError, to_stderr
 from paw.learner.distributed import sharded_like, whole
+from paw.trust.files import cause, fsync, fsync_tree
 
 VERSION = 1
 PART = 4 << 30
@@ -86,16 +85,14 @@ def save(
         files = {file.name: _describe(file) for file in sorted(temp.iterdir())}
         order = 1 + max((_order(other) for other in folder.glob("step_*")), default=0)
         (temp / MANIFEST).write_text(_manifest(files, order), encoding="utf-8")
-        for file in temp.iterdir():
-            _fsync(file)
-        _fsync(temp)
+        fsync_tree(temp)
         if path.exists():  # a damaged one, or one of a run that was rewound
             path.rename(folder / f".tmp_replaced_{path.name}")
         temp.rename(path)
-        _fsync(folder)
+        fsync(folder)
         shutil.rmtree(folder / f".tmp_replaced_{path.name}", ignore_errors=True)
     except (OSError, SafetensorError) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
-        raise UserError(f"cannot save checkpoint {path}: {_cause(error)}; earlier checkpoints are intact") from error
+        raise UserError(f"cannot save checkpoint {path}: {cause(error)}; earlier checkpoints are intact") from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return path
@@ -118,7 +115,7 @@ def verify(path: Path) -> None:
         try:
             now = _describe(path / name)
         except OSError as error:
-            raise _damaged(path, name, _cause(error)) from None
+            raise _damaged(path, name, cause(error)) from None
         if now["bytes"] != files[name]["bytes"]:
             raise _damaged(path, name, f"{now['bytes']} bytes instead of {files[name]['bytes']}")
         if now != files[name]:
@@ -145,7 +142,7 @@ def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) 
         try:
             tensors[file.stem.partition("-")[0]].update(load_file(file))
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, _cause(error)) from None
+            raise _damaged(path, file.name, cause(error)) from None
     for stem, expected in (like or {}).items():
         _check_fit(tensors.get(stem, {}), expected, origin=f"{path / stem}.safetensors")
     return tensors, state
@@ -330,7 +327,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         content = json.loads(text)
         files, order = content["files"], content["order"]
     except OSError as error:
-        raise _damaged(path, MANIFEST, _cause(error)) from None
+        raise _damaged(path, MANIFEST, cause(error)) from None
     except (ValueError, KeyError, TypeError):
         raise _damaged(path, MANIFEST, "not a manifest") from None
     if text != _manifest(files, order):
@@ -346,23 +343,5 @@ def _order(path: Path) -> int:
         return 0
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged ({name}): {what}")
-
-
-def _cause(error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    if number is None:  # safetensors reports "... (os error 28)"
-        match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match else None
-    cause = os.strerror(number) if number else str(error).splitlines()[0]
-    hint = {errno.ENOSPC: ": free some space", errno.EROFS: ": choose a writable --run.dir"}.get(number or 0, "")
-    return cause + hint

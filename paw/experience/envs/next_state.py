@@ -21,6 +21,7 @@ from threading import Lock
 from paw.config import EnvConfig, RwmlConfig
 from paw.errors import UserError
 from paw.experience.envs.base import shuffled
+from paw.trust.files import cause, write_file
 from paw.types import Outcome, Task
 
 HELD_OUT = "held_out"
@@ -97,9 +98,9 @@ def read_triplets(path: Path) -> list[Triplet]:
 
 def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
     try:
-        path.write_text("".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets), encoding="utf-8")
+        write_file(path, "".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; set --out") from None
+        raise UserError(f"cannot write {path}: {cause(error)}; set --out") from None
 
 
 def ask(triplet: Triplet, config: EnvConfig) -> str:

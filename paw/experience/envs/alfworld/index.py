@@ -4,14 +4,15 @@ The index is `paw-index.json` next to the splits, or in the user's cache where t
 relative to the folder, so it moves with the data; a split whose folders changed is scanned again.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paw.errors import UserError
+from paw.trust.files import write_file
 
 FOLDER = "json_2.1.1"
 GAME_FILE = "game.tw-pddl"
@@ -127,13 +128,7 @@ def _inside(split: str, name: str) -> bool:
 
 def _remember(root: Path, split: str, known: dict[str, Any]) -> None:
     for place in _places(root):
-        # Ranks may index at the same time: write aside, then rename, so that no one reads half an index.
-        unfinished = place.with_suffix(f".{os.getpid()}.tmp")
-        try:
+        with suppress(OSError):  # read-only data, or no room for an index: the next place, or none
             place.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps({**_read(place), split: known}), encoding="utf-8")
-            unfinished.replace(place)
+            write_file(place, json.dumps({**_read(place), split: known}))  # ranks may index at the same time
             return
-        except OSError:  # read-only data, or no room for an index: the next place, or none
-            with contextlib.suppress(OSError):
-                unfinished.unlink()

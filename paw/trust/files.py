@@ -1,0 +1,91 @@
+"""Files that are whole or not there: written aside, fsynced, renamed into place. No torch."""
+
+import errno
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+HINTS = {
+    errno.ENOSPC: ": free some space",
+    errno.EDQUOT: ": free some space, the quota is used up",
+    errno.EROFS: ": choose a writable folder",
+}
+
+
+def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+    """Make `content` what `path` holds: all of it, or on any failure, power loss included, what was there before.
+
+    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or a pipe, which cannot
+    be replaced, is written to directly. Raises OSError.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with io.BufferedWriter(io.FileIO(path, "w", opener=_open)) as file:
+            return _fill(file, content)
+    path = Path(os.path.realpath(path))  # a link stays one
+    temp = path.with_name(f".tmp_{os.getpid()}_{path.name}")
+    try:
+        with temp.open("wb") as file:
+            _fill(file, content)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+        fsync(path.parent)
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
+
+
+def open_append(path: Path) -> io.FileIO:
+    """`path` to append to, without a buffer: what could not be written is not tried again. Raises OSError."""
+    return io.FileIO(path, "a", opener=_open)
+
+
+def _open(path: str, flags: int) -> int:
+    """A pipe without a reader is an error, not a wait."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _fill(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+    if callable(content):
+        content(file)
+    else:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def fsync(path: Path) -> None:
+    """What `path` holds is on the disk: the bytes of a file, the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """`fsync` of everything in a folder, and of the folder itself last."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        fsync(path)
+    fsync(folder)
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that `text` is; None where it is anything else, however malformed."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else None
+
+
+def cause(error: Exception) -> str:
+    """Why the operating system refused, without the path, and what helps; of safetensors' errors too."""
+    number = getattr(error, "errno", None)
+    if number is None:  # safetensors reports "... (os error 28)"
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else None
+    return os.strerror(number) + HINTS.get(number, "") if number else str(error).partition("\n")[0]
