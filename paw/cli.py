@@ -7,7 +7,6 @@ on stderr and exit code 2.
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +19,7 @@ from paw.experiment import command as experiment
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
 from paw.show import data, doctor, fit, inspect_model, play, report
+from paw.trust.claim import run_names
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 SHORT = {
@@ -82,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = add("train", "train a recipe and write a run directory with a report", _train)
     sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-    sub.add_argument("--resume", choices=["auto"], help="continue the newest run of this name from its checkpoint")
+    sub.add_argument(
+        "--resume",
+        choices=["auto"],
+        help="continue the run of this name (of its highest number) from its checkpoint",
+    )
     sub.add_argument("--gpus", type=int, default=1, metavar="N", help="processes to train in, one a GPU (CPUs too)")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
 
@@ -149,10 +153,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    resume = options.resume is not None
-    config = _load(options.recipe, overrides, resume=resume)
+    resume, numbered = options.resume is not None, "run.name" not in overrides
+    config = load(options.recipe, overrides)
+    if "name" not in config.run.model_fields_set:
+        config = _named(config, Path(options.recipe).stem)
     if options.dry_run:
-        print(dump(config), end="")
+        name = next(run_names(config, resume=resume)) if numbered else config.run.name
+        print(dump(_named(config, name)), end="")
         for line in ignored(config):
             to_stderr(line)
         return 0
@@ -160,11 +167,10 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         from paw.learner.distributed import launch
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-        words += ["--run.name", config.run.name, *(["--resume", "auto"] if resume else [])]
-        return launch(options.gpus, ["train", options.recipe, *words])
+        return launch(options.gpus, ["train", options.recipe, *words, *(["--resume", "auto"] if resume else [])])
     from paw.train import train
 
-    report = train(config, resume=resume)
+    report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0":
         print(f"report: {report}")
     if "RANK" in os.environ:
@@ -172,6 +178,10 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         leave()
     return 0
+
+
+def _named(config: Config, name: str) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -231,25 +241,11 @@ def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
 
 
 def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    config = _load(options.recipe, overrides)
+    config = load(options.recipe, overrides)
     from paw.learner.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_suite(config), to_stderr))
     return 0
-
-
-def _load(recipe: str, overrides: dict[str, str], *, resume: bool = False) -> Config:
-    """The configuration; without --run.name the run is named by the recipe, or after it, with the next free number."""
-    config = load(recipe, overrides)
-    if "run.name" in overrides:
-        return config
-    stem = config.run.name if "name" in config.run.model_fields_set else Path(recipe).stem
-    pattern = re.compile(rf"{re.escape(stem)}(?:-(\d+))?")
-    found = (pattern.fullmatch(path.parent.name) for path in config.run.dir.glob("*/metrics.jsonl"))
-    taken = [int(match[1] or 1) for match in found if match]
-    number = max(taken, default=1) if resume or not taken else max(taken) + 1
-    name = stem if number == 1 else f"{stem}-{number}"
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def _unknown(word: str, *, overrides: bool) -> str:

@@ -3,15 +3,12 @@
 runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/, plots/, report.html}
 """
 
-import json
 import os
-import platform
 import random
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from paw import __version__
 from paw.config import Config
 from paw.errors import UserError
 from paw.experience.chat import Chat
@@ -46,18 +42,22 @@ from paw.learner.model import (
 from paw.learner.optim import make_optimizer
 from paw.learner.patches import apply_liger, compile_layers, import_liger
 from paw.learner.sync import full_parameters
-from paw.recipe import dump, load
+from paw.recipe import dump
+from paw.show.about import about, header_lines
 from paw.show.evaluate import success_metrics, success_text
 from paw.show.fit import check_machine
 from paw.show.live import LiveView
 from paw.show.report import write_report
-from paw.show.rundir import code_commit, read_info
 from paw.show.samples import sample_episodes
 from paw.signal.loss import score
 from paw.signal.packing import minibatches
 from paw.trust import training_state
+from paw.trust.changes import changes
+from paw.trust.claim import claim
+from paw.trust.files import cause, write_file
 from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
 from paw.trust.metrics import MetricsLog, check_trackers
+from paw.trust.record import RunRecord, now
 from paw.trust.training_state import Learner
 from paw.types import Row
 
@@ -79,7 +79,7 @@ class Run:
     phase = "start"
     """What it is doing: start, or the name of a clock."""
 
-    def __init__(self, config: Config, stack: ExitStack, *, resume: bool):
+    def __init__(self, config: Config, stack: ExitStack, *, resume: bool, numbered: bool = False):
         check_trackers(config.run.trackers)
         if config.lora.rank:
             import_peft()
@@ -91,9 +91,10 @@ class Run:
             import_liger(device)
         self.ranks = Ranks(device, tasks=config.rollout.tasks)
         stack.callback(self.ranks.close)
-        self.directory = (config.run.dir / config.run.name).absolute()  # an environment may change the current folder
         self.ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
-        self.ranks.from_first(lambda: _prepare(self.directory, config, resume=resume))
+        name, notes = self.ranks.from_first(lambda: self._claim(stack, resume=resume, numbered=numbered))
+        self.config = config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        self.directory = (config.run.dir / name).absolute()  # an environment may change the current folder
         self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config)
         if config.wm.enabled and config.wm.weight == "adaptive":
@@ -156,37 +157,21 @@ class Run:
         np.random.seed(config.run.seed % 2**32)
         self.metrics: dict[str, float] = {}
         """Of the update in progress."""
-        self.started = time.monotonic()
-        cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-        self.info: dict[str, Any] = {
-            "paw": __version__,
-            "commit": code_commit(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-            "ranks": self.ranks.world,
-            "threads": torch.get_num_threads(),
-            "engine": config.rollout.engine,
-            "backend": backend,
-            "model": config.model.path,
-            "start": path,
-            "parameters": self.policy.lm.num_parameters(),
-            "vocabulary": self.policy.head_weight.shape[0],
-            "games": self.suite.fingerprint(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "warmup_s": round(warmup_s, 1),
-        }
+        self.info = about(self, backend=backend, start=path) | {"started": now(), "warmup_s": round(warmup_s, 1)}
         if resume:
             self.restore()
-            self.info["wall_s"] = float(read_info(self.directory).get("wall_s", 0.0))
         self.log: MetricsLog | None = None
         if self.ranks.first:
-            self._write("config.toml", dump(config))
-            self._write("run.json", json.dumps(self.info, indent=1))
+            try:
+                write_file(self.directory / "config.toml", dump(config))
+            except OSError as error:
+                raise UserError(f"cannot write {self.directory / 'config.toml'}: {cause(error)}") from None
+            was = {"resumed_at": self.step, "notes": notes} if resume else {}
+            self.record = stack.enter_context(RunRecord(self.directory, self.info, **was))
             cut, settings = (self.step or STARTING_OVER) if resume else None, config.model_dump(mode="json")
             log = MetricsLog(self.directory, resume_step=cut, trackers=config.run.trackers, config=settings)
             self.log = stack.enter_context(log)
-            self.view.header([*header_lines(self), *ignored(config)])
+            self.view.header([*header_lines(self), *notes, *log.lost, *ignored(config)])
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -240,17 +225,28 @@ class Run:
             raise TrainingStopped(
                 f"stopped at update {self.step}: evaluation: {success_text(found)}; {what_is_saved(self.saved)}"
             )
-        if self.step == 0:
+
+    def catch_up(self, rollouts: Rollouts) -> None:
+        """Evaluate where that is due and the newest line lacks it: before the first update, and after a stop."""
+        if self._evaluation_due and not self.ranks.from_first(lambda: self.log and self.log.evaluated(self.step)):
+            self.evaluate(rollouts)
             self._write_metrics()
 
-    def end_update(self, rollouts: Rollouts, *, tokens: int) -> None:
-        """Evaluate where due, write the update's line, then save where due (resuming needs the line)."""
-        last = self.step == self.config.run.updates
+    @property
+    def _evaluation_due(self) -> bool:
         every = self.config.eval.every
+        return self.step in (0, self.config.run.updates) or bool(every and self.step % every == 0)
+
+    def end_update(self, rollouts: Rollouts, *, tokens: int) -> None:
+        """Evaluate where due, write the update's line, then save where due (resuming needs the line).
+
+        A run that was told to stop leaves the evaluation to the one that resumes it.
+        """
+        last = self.step == self.config.run.updates
         phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
-        if last or (every and self.step % every == 0 and not self.stop_requested()):
+        if last or (self._evaluation_due and not self.stop_requested()):
             self.evaluate(rollouts)
         self._write_metrics()
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
@@ -270,8 +266,12 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
+        if self.log:
+            self.log.sync()
         folder = self.directory / "checkpoints"
         training_state.save(folder, self.step, self._learners(), self.ranks, keep=self.config.run.keep)
+        if self.ranks.first:
+            self.record.write()
         self.saved = self.step
 
     def restore(self) -> None:
@@ -285,6 +285,15 @@ class Run:
         self.saved = self.step
         self.view.message(f"resumed from {path}")
 
+    def _claim(self, stack: ExitStack, *, resume: bool, numbered: bool) -> tuple[str, list[str]]:
+        """Take the run directory: (the run's name, what to tell of it)."""
+        name, held = claim(self.config, resume=resume, numbered=numbered)
+        stack.enter_context(held)
+        if resume:
+            return name, changes(self.config.run.dir / name, self.config)
+        taken = f"{self.config.run.dir / self.config.run.name} is another run's: this one is {name}"
+        return name, [taken] if name != self.config.run.name else []
+
     def finish(self) -> Path:
         """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
         if self.saved != self.step:
@@ -295,8 +304,8 @@ class Run:
         report = self.directory / "report.html"
         if self.ranks.first:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
-            self.info["wall_s"] = round(self.info.get("wall_s", 0.0) + time.monotonic() - self.started, 1)
-            self._write("run.json", json.dumps(self.info, indent=1))
+            whole = self.step == self.config.run.updates
+            self.record.end("finished" if whole else "stopped", "" if whole else self.signal.name)
             report = write_report(self.directory)
         return report
 
@@ -306,20 +315,17 @@ class Run:
         self.view.update(self.step, self.metrics)
         self.metrics.clear()
 
-    def _write(self, name: str, text: str) -> None:
-        try:
-            (self.directory / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {self.directory / name}: {error.strerror}") from None
-
 
 @contextmanager
-def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
-    """A run ready to train, taken down at the end. UserError where memory runs out, naming phase, peak and knob."""
+def open_run(config: Config, *, resume: bool = False, numbered: bool = False) -> Iterator[Run]:
+    """A run ready to train, taken down at the end. UserError where memory runs out, naming phase, peak and knob.
+
+    `numbered` gives a new run the next free number after run.name where that is another's.
+    """
     run: Run | None = None
     try:
         with ExitStack() as stack:
-            run = Run(config, stack, resume=resume)
+            run = Run(config, stack, resume=resume, numbered=numbered)
             yield run
     except Exception as error:
         if lost_peer(error):
@@ -332,39 +338,8 @@ def open_run(config: Config, *, resume: bool = False) -> Iterator[Run]:
         raise UserError(message) from None
 
 
-def header_lines(run: Run) -> list[str]:
-    info, config = run.info, run.config
-    world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}" if config.wm.enabled else "no world model"
-    return [
-        f"run {run.directory}",
-        f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
-        f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
-    ]
-
-
 def peak_gib(device: torch.device) -> float:
     """Peak memory so far: of the GPU's allocator, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _prepare(directory: Path, config: Config, *, resume: bool) -> None:
-    """Make the run directory. UserError where it holds another run, or none to resume."""
-    metrics = directory / "metrics.jsonl"
-    if resume:
-        if not metrics.exists():
-            raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
-        before = load(directory / "config.toml")
-        if before.model.path != config.model.path:
-            raise UserError(f"--resume auto: {directory} was trained from model.path = '{before.model.path}'")
-        for key, value in before.lora:
-            if value != getattr(config.lora, key):
-                raise UserError(f"--resume auto: {directory} was trained with lora.{key} = {value}")
-    elif metrics.exists() and metrics.stat().st_size:  # empty: that run stopped before it had begun
-        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the run directory {directory}: {error.strerror}; set --run.dir") from None

@@ -31,17 +31,17 @@ PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before an update whose episodes failed is played again; more than two minutes in all."""
 
 
-def train(config: Config, *, resume: bool = False) -> Path:
+def train(config: Config, *, resume: bool = False, numbered: bool = False) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
-    `resume` continues from the newest checkpoint that verifies. Raises UserError for anything a user can mend;
-    checkpoints stay.
+    `resume` continues from the newest checkpoint that verifies. `numbered` takes run.name as a stem: a new run is
+    NAME-2 where there is a NAME, and so on, and `resume` means the one of the highest number. Raises UserError for
+    anything a user can mend; checkpoints stay.
     """
-    with open_run(config, resume=resume) as run:
+    with open_run(config, resume=resume, numbered=numbered) as run:
         rollouts = Rollouts(run.suite, run.engine, run.chat, config, run.ranks)
         push_weights(run.policy.lm, run.engine, version=run.step)
-        if run.step == 0:
-            run.evaluate(rollouts)
+        run.catch_up(rollouts)
         while run.step < config.run.updates and not run.stop_requested():
             update(run, rollouts)
         rollouts.close()

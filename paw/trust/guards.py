@@ -128,6 +128,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self.name = ""
+        """Of the signal that came."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -140,8 +142,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _first(self, number: int, _: FrameType | None) -> None:
-        self.requested = True
+        self.requested, self.name = True, signal.Signals(number).name
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # os.write: a buffered print may not be re-entered from a signal handler
-        os.write(2, f"\n{signal.Signals(number).name}: finishing this update, then saving (again: stop now)\n".encode())
+        os.write(2, f"\n{self.name}: finishing this update, then saving (again: stop now)\n".encode())

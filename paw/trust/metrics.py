@@ -7,16 +7,19 @@ texts_cut,threads_lost,valid_actions,sampler_mismatch} eval/{success,success_<ki
 A name is absent where it was not measured: never 0 in its place.
 """
 
+import errno
 import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Self
 
 from paw.errors import UserError, clean
+from paw.trust.files import cause, fsync, json_object, open_append, write_file
 
 Metrics = Mapping[str, Any]
 
@@ -24,8 +27,9 @@ Metrics = Mapping[str, Any]
 class MetricsLog:
     """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
 
-    Lines are flushed as they are written. Log an update before saving its checkpoint: on resume the files are cut back
-    to the checkpoint's step, so that they end up equal to an uninterrupted run's but for time/* and perf/*.
+    Lines reach the system as they are written, and the disk with `sync`. Log an update, and sync, before saving its
+    checkpoint: on resume the files are cut back to the checkpoint's step, so that they end up equal to an uninterrupted
+    run's but for time/* and perf/*.
 
     `resume_step` is the step of the checkpoint resumed: later lines go. None is a new run, which refuses to write over
     another one; -1 starts the files anew. `trackers` are any of "tensorboard", "wandb", "trackio"; they store `config`.
@@ -43,30 +47,90 @@ class MetricsLog:
         check_trackers(trackers)
         self.history: list[dict[str, Any]] = []
         """Every update logged, those of the resumed run included, as JSON has it (null for non-finite)."""
+        self.lost: list[str] = []
+        """What the files of the resumed run lack, one sentence each."""
         paths = [run_dir / "metrics.jsonl", run_dir / "samples.jsonl"]
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                self.history, _ = (_rewind(path, resume_step) for path in paths)
+                self.history = self._rewind(paths[0], resume_step)
+                # Samples are of evaluations: one that has not reached its line will be repeated.
+                self._rewind(paths[1], resume_step if self.evaluated(resume_step) else resume_step - 1)
+                self.lost += _gaps(paths[0], [record["step"] for record in self.history], resume_step)
             elif used := [path for path in paths if path.exists() and path.stat().st_size]:
                 raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
-            self._metrics, self._samples = (path.open("a", encoding="utf-8") for path in paths)
+            self._metrics, self._samples = map(open_append, paths)
+            fsync(run_dir)
         except OSError as error:
-            raise UserError(f"cannot write to run directory {run_dir}: {error.strerror}") from error
+            raise UserError(f"cannot write to run directory {run_dir}: {cause(error)}") from error
         self._trackers = [_TRACKERS[name](run_dir, resume_step, dict(config or {})) for name in trackers]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null."""
+        """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null.
+
+        If it is the newest one's, they are an evaluation that its line lacked: the file is replaced by one with it.
+        """
         record = {"step": step, **{clean(name): _jsonable(value) for name, value in metrics.items()}}
-        _append(self._metrics, record)
+        if self.history and self.history[-1]["step"] == step:
+            before = self.history.pop()
+            record = {name: value for name, value in before.items() if not name.startswith("eval/")} | record
+            self._replace([*self.history, record])
+        else:
+            _append(self._metrics, _line(record))
         self.history.append(record)
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
         for track, _ in self._trackers:
             track(step, numbers)
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the line of update `step` has an evaluation in which not every episode failed."""
+        return any("eval/success" in record for record in self.history if record["step"] == step)
+
+    def sync(self) -> None:
+        """What was logged is on the disk, whatever happens to the power."""
+        for file in (self._metrics, self._samples):
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a device, such as /dev/null
+                    raise UserError(f"cannot write {file.name}: {cause(error)}") from None
+
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append something worth reading, such as one episode's turns, to samples.jsonl."""
-        _append(self._samples, {"step": step, **_jsonable(record)})
+        _append(self._samples, _line({"step": step, **_jsonable(record)}))
+
+    def _replace(self, records: list[dict[str, Any]]) -> None:
+        path = Path(str(self._metrics.name))
+        try:
+            write_file(path, b"".join(map(_line, records)))
+            self._metrics.close()
+            self._metrics = open_append(path)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {cause(error)}") from None
+
+    def _rewind(self, path: Path, step: int) -> list[dict[str, Any]]:
+        """Drop lines after `step`, and the torn one a kill may have left; returns what stays."""
+        if not path.is_file():
+            return []
+        kept: list[dict[str, Any]] = []
+        broken: list[int] = []
+
+        def copy(new: IO[bytes]) -> None:
+            with path.open("rb") as old:
+                for number, line in enumerate(old, 1):
+                    record = json_object(line)
+                    if not line.endswith(b"\n"):
+                        continue
+                    if record is None or type(record.get("step")) is not int:
+                        broken.append(number)
+                    elif record["step"] <= step:
+                        new.write(line)
+                        kept.append(record)
+
+        write_file(path, copy)
+        if broken:
+            self.lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
+        return kept
 
     def close(self) -> None:
         self._metrics.close()
@@ -81,12 +145,17 @@ class MetricsLog:
         self.close()
 
 
-def _append(file: IO[str], record: Mapping[str, Any]) -> None:
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _append(file: FileIO, line: bytes) -> None:
     try:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
+        rest = memoryview(line)
+        while rest:  # a disk that fills up takes a part
+            rest = rest[file.write(rest) :]
     except OSError as error:
-        raise UserError(f"cannot write {file.name}: {error.strerror}") from error
+        raise UserError(f"cannot write {file.name}: {cause(error)}") from None
 
 
 def _jsonable(value: Any) -> Any:
@@ -101,23 +170,14 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(value.item())  # numpy and torch scalars
 
 
-def _rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop lines after `step`, and the torn one a kill may have left, by an atomic rewrite; returns what stays."""
-    if not path.exists():
-        return []
-    kept: list[dict[str, Any]] = []
-    temp = path.with_name(f".tmp_{path.name}")
-    with path.open("rb") as old, temp.open("wb") as new:
-        for line in old:
-            with suppress(ValueError):  # not JSON
-                record = json.loads(line)
-                if line.endswith(b"\n") and record["step"] <= step:
-                    new.write(line)
-                    kept.append(record)
-        new.flush()
-        os.fsync(new.fileno())
-    temp.replace(path)
-    return kept
+def _gaps(path: Path, steps: list[int], last: int) -> Iterator[str]:
+    """A sentence where lines of the updates 0 to `last` are missing."""
+    missing = sorted(set(range(last + 1)).difference(steps))
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0])]
+    if missing:
+        which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
+        which += ", ..." if len(runs) > 9 else ""
+        yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
 
 
 # --- trackers: (run_dir, resume_step, config) -> (log(step, numbers), finish()) --------------------------------------
@@ -160,7 +220,7 @@ def _wandb(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> Tr
     run = wandb.init(
         project="paw", name=run_dir.name, id=known, resume="allow", dir=str(run_dir), config=config, settings=quiet
     )
-    id_file.write_text(run.id)
+    write_file(id_file, run.id)
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 

@@ -184,10 +184,10 @@ def test_run_directories_in_the_way(paw_here, quick, quick_run, tmp_path):
     (tmp_path / "odd" / "config.toml").mkdir(parents=True)
     odd = {"run.dir": tmp_path, "run.name": "odd"}
     assert_refused(paw_here("train", "quickstart", quick, odd, code=None), "cannot write .*config.toml: Is a directory")
-    before = {path: path.read_bytes() for path in quick_run.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in quick_run.rglob("[!.]*") if path.is_file()}
     taken = {"run.dir": quick_run.parent, "run.name": quick_run.name}
     assert_refused(paw_here("train", "quickstart", quick, taken, code=None), "holds a run already; use --resume auto")
-    assert before == {path: path.read_bytes() for path in quick_run.rglob("*") if path.is_file()}
+    assert before == {path: path.read_bytes() for path in quick_run.rglob("[!.]*") if path.is_file()}
     gone = {"run.dir": tmp_path, "run.name": "gone"}
     done = paw_here("train", "quickstart", quick, gone, "--resume", "auto", code=None)
     assert_refused(done, "there is no run in .*gone; start without --resume")

@@ -1,6 +1,7 @@
 """A run that is killed, stopped or damaged goes on bit for bit; one that meets non-finite numbers stops unharmed."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paw import train
 from paw.trust import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -101,6 +103,28 @@ def test_sigterm_finishes_the_update_and_saves(paw, paw_start, arguments, whole,
     paw("train", "quickstart", arguments, "--resume", "auto")
     assert_same(run, whole, read_metrics)
     assert json.loads((run / "run.json").read_text())["wall_s"] > before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_where_an_evaluation_is_due_loses_none(
+    paw, paw_here, arguments, whole, read_metrics, tmp_path, monkeypatch, number
+):
+    run = tmp_path / "run"
+    arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
+    learn = train.learn
+
+    def stop_in_update_5(run, rows):
+        if run.step == 4:
+            os.kill(os.getpid(), number)
+        return learn(run, rows)
+
+    monkeypatch.setattr(train, "learn", stop_in_update_5)
+    paw_here("train", "quickstart", arguments)
+    assert saved(run)[-1] == "step_000005" and "eval/success" not in read_metrics(run)[5]  # it did not wait for that
+    assert json.loads((run / "run.json").read_text())["ended"]["why"] == number.name
+    assert "eval/success" in read_metrics(whole)[5]
+    paw("train", "quickstart", arguments, "--resume", "auto")
+    assert_same(run, whole, read_metrics)
 
 
 def test_a_second_sigterm_stops_at_once(paw, paw_start, arguments, whole, read_metrics, tmp_path):

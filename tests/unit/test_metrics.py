@@ -22,7 +22,7 @@ def lines(path: Path) -> list[dict]:
 
 def fill(log: MetricsLog, steps: range) -> None:
     for step in steps:
-        log.log(step, {"reward/mean": step / 3, "success/all": 0.1 + 0.2})
+        log.log(step, {"reward/mean": step / 3, "success/all": 0.1 + 0.2, "eval/success": 0.3})
         log.sample(step, {"prompt": f"game {step}", "turns": [{"logp": [-0.5, math.nan]}]})
 
 
@@ -70,6 +70,23 @@ def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, tor
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"eval/success": 0.1})
+        log.log(1, {"reward/mean": 0.5, "eval/failures": 8.0, "eval/failure": "OSError: the server is gone"})
+        log.sample(0, {"prompt": "a"})
+        log.sample(1, {"prompt": "b"})  # a kill came between the episodes and the line of an evaluation
+    with MetricsLog(tmp_path, resume_step=1) as log:
+        assert (log.evaluated(0), log.evaluated(1), log.evaluated(2)) == (True, False, False)
+        log.sample(1, {"prompt": "b"})
+        log.log(1, {"eval/success": 0.2})
+        assert log.evaluated(1)
+        log.log(2, {"reward/mean": 0.6})
+    expected = [{"step": 0, "eval/success": 0.1}, {"step": 1, "reward/mean": 0.5, "eval/success": 0.2}]
+    assert lines(tmp_path / "metrics.jsonl") == [*expected, {"step": 2, "reward/mean": 0.6}]
+    assert [sample["prompt"] for sample in lines(tmp_path / "samples.jsonl")] == ["a", "b"]
 
 
 def test_a_new_run_does_not_write_over_another(tmp_path):

@@ -1,0 +1,208 @@
+"""One run, one directory: its lock, its name, and what a resumed run may change."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paw.config import Config
+from paw.errors import UserError
+from paw.recipe import dump
+from paw.trust.changes import changes
+from paw.trust.claim import InUseError, claim, holder, lock
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from paw.trust.claim import lock
+held = lock(Path(sys.argv[1]))
+child = os.fork() if sys.argv[2:] == ["fork"] else None
+if child != 0:
+    print(child or "held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hold(paw_env):
+    """`hold(folder)` starts a process that holds the folder."""
+    children = []
+
+    def start(*words) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD, *map(str, words)]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=paw_env))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def config(folder: Path, **sections) -> Config:
+    tree = {"model": {"path": "m"}, "run": {"dir": str(folder)} | sections.pop("run", {})}
+    return Config.model_validate(tree | sections)
+
+
+def begin(folder: Path, name: str) -> None:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
+def test_a_held_folder_names_who_holds_it_until_that_is_killed(tmp_path, hold):
+    child = hold(tmp_path)
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(InUseError, match=rf"{tmp_path} is in use by process {child.pid}; wait for it or stop it"):
+        lock(tmp_path)
+    assert holder(tmp_path) == str(child.pid)
+    child.kill()
+    child.wait()
+    assert holder(tmp_path) is None
+    with lock(tmp_path):
+        assert holder(tmp_path) == str(os.getpid())
+    assert holder(tmp_path) is None
+
+
+def test_a_child_that_outlives_its_parent_holds_nothing(tmp_path, hold):
+    child = hold(tmp_path, "fork")
+    orphan = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    try:
+        lock(tmp_path).close()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_processes_that_start_together_get_names_of_their_own(tmp_path, paw_env):
+    script = (
+        "import sys, time; from pathlib import Path; from paw.config import Config; from paw.trust.claim import claim\n"
+        "c = Config.model_validate({'model': {'path': 'm'}, 'run': {'dir': sys.argv[1], 'name': 'quickstart'}})\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "print(claim(c, resume=False, numbered=True)[0], flush=True); time.sleep(60)"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    children = [subprocess.Popen(command, **pipes, text=True, env=paw_env) for _ in range(4)]
+    try:
+        assert {child.stdout.readline() for child in children} == {"ready\n"}
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        found = {child.stdout.readline().strip() for child in children}
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert found == {"quickstart", "quickstart-2", "quickstart-3", "quickstart-4"}
+
+
+def test_a_name_that_was_given_is_not_numbered(tmp_path, hold):
+    begin(tmp_path, "mine")
+    mine = config(tmp_path, run={"name": "mine"})
+    with pytest.raises(UserError, match="mine holds a run already; use --resume auto, or another"):
+        claim(mine, resume=False, numbered=False)
+    name, held = claim(mine, resume=True, numbered=False)
+    with held, pytest.raises(InUseError, match=f"in use by process {os.getpid()}"):
+        claim(mine, resume=True, numbered=False)
+    assert name == "mine"
+
+
+def test_a_run_that_has_not_begun_leaves_its_name(tmp_path):
+    for _ in range(2):
+        name, held = claim(config(tmp_path, run={"name": "x"}), resume=False, numbered=True)
+        held.close()
+        assert name == "x"
+
+
+def test_leftovers_of_a_kill_go(tmp_path):
+    begin(tmp_path, "x")
+    (tmp_path / "x" / ".tmp_123_config.toml").write_text("half")
+    claim(config(tmp_path, run={"name": "x"}), resume=True, numbered=False)[1].close()
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [".lock", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.seed", 1), ("model.path", "other"), ("lora.rank", 4), ("lora.alpha", 1.0), ("lora.targets", ["q_proj"]),
+        ("env.name", "webshop"), ("optim.name", "flash-adamw"), ("advantage.estimator", "ppo"),
+    ],
+)  # fmt: skip
+def test_what_gives_a_run_its_meaning_cannot_change(tmp_path, key, value):
+    section, leaf = key.split(".")
+    (tmp_path / "config.toml").write_text(dump(config(tmp_path)))
+    with pytest.raises(
+        UserError, match=rf"--resume auto: .* was trained with {key} = .*, not .*: .*; keep it, or "
+    ) as told:
+        changes(
+            tmp_path, config(tmp_path, **{section: {"path": "m", leaf: value} if section == "model" else {leaf: value}})
+        )
+    assert "\n" not in str(told.value)
+
+
+def test_what_else_changes_is_told(tmp_path):
+    (tmp_path / "config.toml").write_text(dump(config(tmp_path, search={"corpus": "a.jsonl"})))
+    now = config(tmp_path / "moved", optim={"lr": 2e-6}, advantage={"estimator": "gigpo"}, env={"data": "games"})
+    assert changes(tmp_path, now) == [
+        "changed: advantage.estimator 'grpo' -> 'gigpo'",
+        "changed: env.data none -> 'games'",
+        "changed: optim.lr 1e-06 -> 2e-06",
+        "changed: search.corpus 'a.jsonl' -> none",
+    ]
+    assert changes(tmp_path, config(tmp_path, search={"corpus": "a.jsonl"})) == []
+
+
+def test_keys_of_another_version_count_as_their_defaults(tmp_path):
+    text = dump(config(tmp_path)).replace("[run]", "[run]\nfuture = 1").replace("save_every = 50\n", "")
+    (tmp_path / "config.toml").write_text(text)
+    assert changes(tmp_path, config(tmp_path)) == ["changed: run.future 1 -> none"]
+    assert "changed: run.save_every 50 -> 7" in changes(tmp_path, config(tmp_path, run={"save_every": 7}))
+
+
+@pytest.mark.parametrize("text", [None, "[run", "x = " + "[" * 5000, "x = " + "1" * 5000, "\0"])
+def test_a_configuration_that_cannot_be_read_does_not_keep_a_run_from_going_on(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.toml").write_text(text)
+    (line,) = changes(tmp_path, config(tmp_path))
+    assert line.startswith(f"warning: {tmp_path}/config.toml cannot be read") and "\n" not in line
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_recipe_at_the_same_moment(paw, paw_start, quick, quick_model, tmp_path):
+    """Neither was given a name: both train, each in a directory of its own. A name that is in use is refused."""
+    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "model.path": quick_model, "run.updates": 4}]
+    children = [paw_start(*words) for _ in range(2)]
+    names = ("quickstart", "quickstart-2")
+    while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
+        assert all(child.poll() is None for child in children), [child.stderr.read() for child in children]
+        time.sleep(0.05)
+    done = paw(*words, {"run.name": "quickstart"}, "--resume", "auto", code=2)
+    pid = (tmp_path / "quickstart" / ".lock").read_text().strip()
+    assert int(pid) in [child.pid for child in children]
+    assert done.stderr == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    for name in names:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert f'name = "{name}"' in (tmp_path / name / "config.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, quick_run, tmp_path):
+    shutil.copytree(quick_run, tmp_path / "run")
+    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto"]
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("[!.]*") if path.is_file()}
+    done = paw_here(*words, {"run.seed": 3}, code=2)
+    assert f"{tmp_path}/run was trained with run.seed = 0, not 3: its tasks" in done.stderr
+    assert before == {path: path.read_bytes() for path in before}
+    done = paw_here(*words, {"optim.lr": 2e-3})
+    assert "\nchanged: optim.lr 0.0005 -> 0.002\n" in done.stdout
+    (resumed,) = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.0005 -> 0.002"]
