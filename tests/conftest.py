@@ -167,6 +167,10 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 @pytest.fixture(scope="session")
 def tiny_llm() -> Callable[..., Path]:
     """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a ChatML template."""
+    return write_tiny_llm
+
+
+def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) -> Path:
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -189,36 +193,32 @@ def tiny_llm() -> Callable[..., Path]:
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-
-    def write(folder: Path, kind: str = "llama", *, positions: int = 4096) -> Path:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
-        tokenizer.chat_template = template
-        config, model = kinds[kind]
-        torch.manual_seed(0)
-        lm = model(
-            config(
-                vocab_size=len(tokenizer),
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=32,
-                max_position_embeddings=positions,
-                tie_word_embeddings=kind == "qwen3",
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                **(experts if kind == "qwen3_moe" else {}),
-            )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = template
+    config, model = kinds[kind]
+    torch.manual_seed(0)
+    lm = model(
+        config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=positions,
+            tie_word_embeddings=kind == "qwen3",
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **(experts if kind == "qwen3_moe" else {}),
         )
-        lm.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return write
+    )
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
