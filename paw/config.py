@@ -26,7 +26,8 @@ class RunConfig(Section):
     seed: Seed = 0
     updates: Count = 150
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of torch; 0 leaves torch's own choice."""
+    """CPU threads of torch, in each rank; 0 takes OMP_NUM_THREADS, or this machine's cores divided by the ranks that
+    `--gpus` starts. vLLM, in the same process, computes with as many."""
     save_every: Annotated[int, Field(ge=0)] = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
@@ -209,8 +210,8 @@ class RolloutConfig(Section):
     """transformers engine: padded prompt tokens of one forward pass."""
     gpu_memory_utilization: Share = 0.5
     """vLLM: share of the device's memory for weights and KV cache."""
-    sleep_level: Literal[1, 2] = 1
-    """vLLM while training: 1 keeps the weights in host memory, 2 drops them (every update sends new ones anyway)."""
+    sleep_level: Literal[1, 2] = 2
+    """vLLM while training: 2 drops its weights (every update sends new ones anyway), 1 keeps them in host memory."""
 
 
 class AdvantageConfig(Section):

@@ -200,7 +200,7 @@ def launch(count: int, arguments: list[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

@@ -61,7 +61,8 @@ COLLAPSE_WINDOW = 5
 
 
 KNOBS = {
-    "start": "--optim.name flash-adamw, --policy.offload_reference true or more --gpus",
+    "start": "--optim.name flash-adamw, --policy.offload_reference true, --rollout.gpu_memory_utilization or"
+    " more --gpus",
     "rollout": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
     "score": "--optim.micro_batch_tokens",
     "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
@@ -72,9 +73,10 @@ KNOBS = {
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left."""
-    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or on_host
+    """Whether the device or the host had no memory left; vLLM's allocator says so by a RuntimeError."""
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:

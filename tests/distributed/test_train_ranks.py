@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paw.errors import UserError
 from paw.learner import quickstart
-from paw.learner.distributed import Ranks
+from paw.learner.distributed import Ranks, launch
 from paw.trust import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -187,6 +187,30 @@ def test_mistakes_are_told_once(start, tmp_path):
         failed = train(tmp_path, start, "bad", ok=False, **options, **changes)
         assert failed.returncode == 2
         assert failed.stderr.startswith(f"paw: {words}") and failed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("user", "expected"), [(None, "4"), ("3", "3")])
+def test_ranks_share_the_cores_of_this_process(monkeypatch, user, expected):
+    """Not those of the machine, of which a container or a scheduler may leave it few."""
+    seen = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("paw.learner.distributed.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
+    monkeypatch.setattr("paw.learner.distributed.signal.signal", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", user or "")
+    if user is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    assert launch(2, ["train", "quickstart"]) == 0
+    assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in seen] == [
+        ("0", "2", expected),
+        ("1", "2", expected),
+    ]
+
+
+class Done:
+    """A child that has ended well."""
+
+    poll = wait = kill = terminate = lambda self, *_: 0
 
 
 @pytest.mark.parametrize(

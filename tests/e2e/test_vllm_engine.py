@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 import random
 
 import pytest
@@ -51,6 +52,28 @@ def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
     length = 9999 if problem == "max_model_len" else LIMIT
     with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{problem}"):
         VllmEngine(tmp_path, end_ids=[END], max_model_len=length, dtype="float32")
+
+
+@pytest.mark.parametrize("variable", [None, "7"])
+def test_vllm_leaves_the_number_of_threads(monkeypatch, variable):
+    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
+    from paw.experience.engines.vllm import _global_state_kept, _import_vllm
+
+    _import_vllm()
+    from vllm.utils.torch_utils import set_torch_threads_for_runtime
+
+    monkeypatch.setenv("OMP_NUM_THREADS", variable or "")
+    if variable is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with _global_state_kept():
+            set_torch_threads_for_runtime()
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2 and os.environ.get("OMP_NUM_THREADS") == variable
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])

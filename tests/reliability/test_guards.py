@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, collapse_warning
+from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, collapse_warning, out_of_memory
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -114,7 +114,7 @@ def test_rows_without_the_metrics_do_not_count():
 
 LOOP = """
 import sys, time
-from paw.trust.guards import StopSignal
+from paw.trust.guards import StopSignal, out_of_memory
 with StopSignal() as stop:
     print("ready", flush=True)
     while not stop.requested:
@@ -161,3 +161,19 @@ def test_handlers_return_to_what_they_were(capfd):
         assert stop.requested
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert "SIGTERM" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139"), True),  # vLLM waking up
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:139"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert out_of_memory(error) is expected

@@ -219,3 +219,21 @@ def test_a_recipe_file_names_its_runs(capsys, tmp_path):
     assert name_of(capsys, tmp_path, path) == "sweep"
     path.write_text('[model]\npath = "m"\n[run]\nname = "chosen"\n')
     assert name_of(capsys, tmp_path, path) == "chosen"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_allocator_is_set_up_before_torch_unless_the_user_has(given, expected):
+    code = (
+        "import os, sys; from paw.cli import main; assert 'torch' not in sys.modules; main(['report', 'nowhere']);"
+        " print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    )
+    clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1] == str(expected)

@@ -7,8 +7,9 @@ Written for vLLM 0.32; everything that knows its internals is in this file. What
 - Per-request seeds with chunked prefill crash the CPU engine: off there.
 - Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
   them away from the policy and are never set; neither is generation_config.json read.
-- Construction reseeds every global random generator, sets the number of threads and, on CPU, replaces
-  `torch.set_num_threads` by a no-op: all three are put back.
+- Construction reseeds every global random generator and, on CPU, replaces `torch.set_num_threads` by a no-op: both are
+  put back. On a GPU it would set torch to one thread, which Dynamo's guards then hold its compiled graphs to, unless
+  OMP_NUM_THREADS is set: it is meanwhile, to the trainer's number.
 - What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from paw.errors import UserError
 from paw.experience.engines.base import Completion, Request
+from paw.trust.guards import out_of_memory
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
@@ -52,7 +54,7 @@ class VllmEngine:
         max_model_len: int,
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.5,
-        sleep_level: int = 1,
+        sleep_level: int = 2,
     ):
         vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
@@ -86,6 +88,8 @@ class VllmEngine:
                     use_tqdm=False,
                 )
         except (ValueError, RuntimeError, OSError) as error:
+            if out_of_memory(error):
+                raise
             reason = " ".join(str(error).split())[:300] or type(error).__name__  # one line of what may be a page
             raise UserError(
                 f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
@@ -207,10 +211,15 @@ def _import_vllm() -> Any:
 def _global_state_kept() -> Iterator[None]:
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     python, numpy = random.getstate(), np.random.get_state()
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         with torch.random.fork_rng():
             yield
     finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if wanted is not None:
+            os.environ["OMP_NUM_THREADS"] = wanted
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         random.setstate(python)
