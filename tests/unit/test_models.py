@@ -1,9 +1,12 @@
 """Every architecture: trained and sampled from with its own log-probs, or refused by name. Tiny random models."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from joint import make_lm, make_rows, packed, relative
+from test_chat import thinker
 from test_transformers_engine import END, assert_same, make_requests, naive, run
 
 from paw.errors import UserError
@@ -12,7 +15,7 @@ from paw.learner.check import check_model, check_path, check_sampling, logp_diff
 from paw.learner.model import Policy, load_policy
 from paw.signal.loss import Objective
 
-VOCAB = 61
+VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -136,6 +139,23 @@ def test_rows_stay_apart_when_layers_are_recomputed_or_compiled():
     rows = make_rows(plain, n=6)
     a, b = (packed(p, rows, Objective(), update_rows=len(rows)) for p in (plain, thrifty))
     assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
+
+
+@pytest.mark.slow
+def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
+    tokenizer = thinker()
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    lm = make("Qwen3_5", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends)
+    for part in (lm, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    sizes = {"rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2, "rollout.max_response_tokens": 8}
+    where = {"model.path": tmp_path / "model", "env.name": f"{GUESS}:Guess", "run.dir": tmp_path, "run.name": "run"}
+    run = {"model.dtype": "bfloat16", "run.updates": 1, "run.threads": 1}
+    paw_here("train", "quickstart", sizes, where, run, {"model.chat_template_kwargs.enable_thinking": "false"})
+    line = read_metrics(tmp_path / "run")[-1]
+    assert line["optim/grad_norm"] > 0 and line["world/loss"] > 0 and line["health/sampler_mismatch_mean"] < 0.01
+    exported = (tmp_path / "run" / "hf" / "chat_template.jinja").read_text()
+    assert exported.startswith("{%- set enable_thinking = false -%}")
 
 
 def test_a_dense_model_needs_no_side_by_side_rows():
