@@ -45,7 +45,7 @@ def serve(paw_start, corpus) -> Callable:
     return start
 
 
-def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw):
+def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw, monkeypatch):
     child, url, said = serve("--search.topk", 2)
     assert said.endswith(f": 3,000 documents of {corpus}, bm25\n")
     local = make_retriever(SearchConfig(corpus=corpus))
@@ -104,6 +104,7 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
     assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
     child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0 and child.stderr.read() == ""
+    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with pytest.raises(UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"):
         client.search(["a"], 1)
 

@@ -10,6 +10,7 @@ Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where 
 
 import asyncio
 import json
+import resource
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,14 @@ from paw.experience.retrieval.corpus import Corpus
 
 MAX_QUERIES = 1024
 """Of one request."""
-MAX_BYTES = 4 << 20
-"""Of a request's body."""
+MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
+"""Of a request's body, and of its head."""
+HEAD_S = 10
+"""For a request's head, from its first byte or the connection's start."""
+MAX_CONNECTIONS = 2048
+"""Open at once. Of more, the one that has been without a request for longest is closed."""
+SPARE_FILES = 64
+"""File descriptors left for everything else."""
 WORKERS = 4
 """Requests searched for at once."""
 MAX_WAITING = 512
@@ -121,6 +128,85 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
     return app
 
 
+def make_server(app: Any, config: SearchConfig) -> Any:
+    """The uvicorn server of an application, in which every connection has a clock and can be closed for a new one.
+
+    The clock gives HEAD_S for a request's head, then time for the rest and for the answer to be sent.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    most = _connections()
+    request_s = 3 * config.timeout_s + HEAD_S  # body, search, answer
+    idle: dict[H11Protocol, None] = {}  # without a whole head, the longest first
+
+    class Protocol(H11Protocol):
+        clock: asyncio.TimerHandle | None = None
+        has_begun = False
+        """Whether bytes of a head have come."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            idle[self] = None
+            self.has_begun = True
+            self.wind(HEAD_S)
+            if len(self.connections) > most:
+                next(iter(idle)).transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                idle.pop(self, None)
+                self.wind(request_s)
+            elif self in idle and not self.has_begun:
+                self.has_begun = True
+                self.wind(HEAD_S)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # else the next request was there already
+                idle[self] = None
+                self.has_begun = False
+            self.wind(KEEP_ALIVE_S + request_s)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            idle.pop(self, None)
+            if self.clock:
+                self.clock.cancel()
+
+        def wind(self, seconds: float) -> None:
+            if self.clock:
+                self.clock.cancel()
+            self.clock = self.loop.call_later(seconds, self.transport.abort)
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Protocol,
+            h11_max_incomplete_event_size=MAX_HEAD,
+            backlog=MAX_CONNECTIONS // 2,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            log_level="error",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+        )
+    )
+
+
+def _connections() -> int:
+    """How many may be open at once: MAX_CONNECTIONS, where the limit of open files lets itself be raised so far."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+
+
 def _result(hit: Hit, *, scored: bool) -> dict[str, Any]:
     document = {"id": hit.id, "contents": hit.contents}
     return {"document": document, "score": hit.score} if scored else document
@@ -132,8 +218,6 @@ def serve(config: Config, *, host: str, port: int) -> int:
     UserError for a port in use, a corpus that cannot be read or a missing package.
     """
     try:
-        import uvicorn
-
         search = config.search
         if search.retriever not in ("bm25", "dense"):
             raise UserError(
@@ -149,10 +233,7 @@ def serve(config: Config, *, host: str, port: int) -> int:
         app = make_app(retriever, search, documents=len(documents))
     except ImportError as error:
         raise UserError(f"a server needs {error.name}: pip install 'paw-trainer[search]'") from None
-    quiet: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none", "server_header": False}
-    server = uvicorn.Server(
-        uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S, **quiet)
-    )
+    server = make_server(app, search)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends at one of them, and then raises it once more
         signal.signal(number, signal.SIG_IGN)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

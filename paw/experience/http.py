@@ -1,0 +1,65 @@
+"""HTTP calls with a bound on all of it. A time limit of httpx is one of each read: a server that trickles keeps within
+it for ever, and a few kilobytes of gzip become gigabytes.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+MAX_BYTES = 16 << 20
+"""Of an answer, decompressed."""
+PLAIN = ("", "identity", "gzip", "deflate")
+"""Encodings of which a chunk stays small: at most a thousand times what was received, 64 KiB at a time."""
+
+
+class BadAnswer(Exception):
+    """An answer that is not read to its end. One line says why."""
+
+
+def bounded(client: type[Any]) -> type[Any]:
+    """A subclass of `client`, which is httpx.AsyncClient or one of its kind, whose answers are read whole and small.
+
+    `send` raises BadAnswer for one of more than MAX_BYTES, or in another encoding than asked for.
+    """
+
+    class Bounded(client):
+        async def send(self, request: Any, **options: Any) -> Any:
+            request.headers["Accept-Encoding"] = "gzip, deflate"
+            try:
+                answer = await super().send(request, **options | {"stream": True})
+            except ExceptionGroup as group:  # of anyio, for an address that is none
+                raise group.exceptions[0] from None
+            try:
+                encoding, body = answer.headers.get("Content-Encoding", ""), bytearray()
+                if encoding.lower() not in PLAIN:
+                    raise BadAnswer(f"the answer's encoding is {encoding!r}")
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_BYTES:
+                        raise BadAnswer(f"the answer has more than {MAX_BYTES:,} bytes")
+            finally:
+                await answer.aclose()
+            headers = [(key, value) for key, value in answer.headers.multi_items() if key != "content-encoding"]
+            return type(answer)(answer.status_code, headers=headers, content=bytes(body), request=request)
+
+    return Bounded
+
+
+class Loop:
+    """An event loop in a thread of its own, for callers in any thread. It ends with the process, if not closed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """What `call` returns or raises; TimeoutError after `timeout_s`, from its first step on."""
+        try:
+            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, timeout_s), self._loop).result()
+        except TimeoutError:
+            raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
