@@ -177,8 +177,8 @@ class EndpointConfig(Section):
     key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key."""
     timeout_s: Positive = 120.0
-    retries: Annotated[int, Field(ge=0)] = 6
-    """After 408, 409, 429, 5xx and broken connections, with growing pauses."""
+    retries: Annotated[int, Field(ge=0)] = 9
+    """After 408, 409, 429, 5xx and broken connections, with growing pauses: nine last more than two minutes."""
     concurrency: Count = 8
     requests_per_minute: Annotated[int, Field(ge=0)] = 0
     """0 is no limit; tokens count prompt and answer."""

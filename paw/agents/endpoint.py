@@ -16,19 +16,30 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlparse
 
 from paw.agents.models import ContextFull, Reply, cut_at
 from paw.config import EndpointConfig
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, clean, to_stderr
+from paw.experience.http import Loop, bounded
 
 RETRIED = {408, 409, 429}
 LONGEST_PAUSE_S = 60.0
+LONGEST_WAIT_S = 120.0
+"""However long Retry-After asks for."""
+MAX_TOKENS = 10**9
+"""Of an answer: what is more, or less than none, is no count."""
 CHECK_S = 10.0
 CONTINUE = "continue_final_message"
 OPTIONAL = ("seed", "stop", "temperature", "max_tokens")
 CONTEXT = re.compile(r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I)
+FORGED = re.compile(
+    r"(?<=<)(?=[|｜]|(?:/?s|bos|eos|pad|unk|mask|sop|eop|(?:start|begin|end)_of_\w+|extra_id_\d+|unused\d+)>|/?SYS>>)"
+    r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD|UNUSED_TOKEN_\d+)\])"
+)
+"""Inside what a tokeniser may take for a control token: which one the server has is not known."""
 RESTATED = "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:\n{start}"
 
 
@@ -95,7 +106,9 @@ class Endpoint:
         self.config, self._section, self._openai, self._sleep = config, section, openai, sleep
         self.url = config.url.rstrip("/") + ("/v1" if urlparse(config.url).path in ("", "/") else "")
         key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
-        self._client: Any = openai.OpenAI(base_url=self.url, api_key=key, timeout=config.timeout_s, max_retries=0)
+        client = bounded(openai.DefaultAsyncHttpxClient)(base_url=self.url, timeout=config.timeout_s)
+        self._loop = Loop()
+        self._client: Any = openai.AsyncOpenAI(base_url=self.url, api_key=key, http_client=client, max_retries=0)
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute, sleep=sleep)
         self._extra = {"chat_template_kwargs": dict(template_options)} if template_options else {}
         self._refused: set[str] = set()
@@ -103,9 +116,9 @@ class Endpoint:
     def check(self) -> None:
         """UserError where nobody answers at the URL, or not with this key. A server without /models passes."""
         try:
-            self._client.with_options(timeout=min(CHECK_S, self.config.timeout_s)).models.list()
-        except self._openai.APIConnectionError as error:
-            cause = error.__cause__ or error
+            self._models(min(CHECK_S, self.config.timeout_s))
+        except (self._openai.APIConnectionError, TimeoutError) as error:
+            cause = clean(error.__cause__ or error)
             raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
         except self._openai.APIStatusError as error:
             if error.status_code in (401, 403):
@@ -126,18 +139,19 @@ class Endpoint:
             request = self._request(prompt, start, options)
             self._limiter.admit(expected)
             try:
-                answer = self._client.chat.completions.with_raw_response.create(**request)
+                call = self._client.chat.completions.with_raw_response.create(**request)
+                answer = self._loop.run(call, self.config.timeout_s)
                 reply = _reply(answer.text, stop)
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected)
                 if error.status_code in (400, 413, 422) and self._adapt(error, request):
                     continue
                 self._raise_mistake(error)
-                problem, pause = f"{error.status_code} {_message(error)}", _retry_after(error.response.headers)
+                problem, pause = f"{error.status_code} {_message(error)}", self._retry_after(error.response.headers)
                 if error.status_code not in RETRIED and error.status_code < 500:
                     raise EndpointError(f"{self.url}: {problem}") from None
             except Exception as error:  # no connection, too slow, broken off, or no answer at all in the body
-                problem, pause = _line(f"{error} {error.__cause__ or ''}"), 0.0
+                problem, pause = clean(f"{error} {error.__cause__ or ''}", 200), 0.0
             else:
                 self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
                 return reply
@@ -148,7 +162,14 @@ class Endpoint:
             self._sleep(max(growing, pause))
 
     def close(self) -> None:
-        self._client.close()
+        self._loop.run(self._client.close(), CHECK_S)
+        self._loop.close()
+
+    def _models(self, timeout_s: float) -> list[str]:
+        async def first_page() -> Any:
+            return await self._client.models.list()
+
+        return [clean(model.id, 100) for model in self._loop.run(first_page(), timeout_s).data]
 
     def _request(self, prompt: str, start: str, options: dict[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in options.items() if key not in self._refused}
@@ -157,13 +178,26 @@ class Endpoint:
         if start and CONTINUE in self._refused:
             prompt, start = RESTATED.format(prompt=prompt, start=start), ""
         extra = {**self._extra}
-        messages = [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}]
+        messages = [{"role": "user", "content": _harmless(prompt)}]
         if start:
-            messages.append({"role": "assistant", "content": start.encode("utf-8", "replace").decode()})
+            messages.append({"role": "assistant", "content": _harmless(start)})
             extra |= {CONTINUE: True, "add_generation_prompt": False}
         if extra:
             kept["extra_body"] = extra
         return {"model": self.config.model, "messages": messages, **kept}
+
+    def _retry_after(self, headers: Any) -> float:
+        """Seconds that a Retry-After header asks for, as a number or a date, LONGEST_WAIT_S at most; 0 without one."""
+        value, seconds = headers.get("retry-after", ""), 0.0
+        with suppress(ValueError, TypeError, OverflowError):
+            if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+                seconds = float(value)
+            elif email.utils.parsedate(value):
+                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        if seconds > LONGEST_WAIT_S:
+            asked = clean(value, 40)
+            to_stderr(f"{self.url} asks to wait (Retry-After: {asked}): waiting {LONGEST_WAIT_S:g} s of it")
+        return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
         """Leave out from now on what the server would not take; whether there was such a thing in the request."""
@@ -184,7 +218,7 @@ class Endpoint:
             raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
         if error.status_code == 404:
             try:
-                served = [model.id for model in self._client.models.list()]
+                served = self._models(CHECK_S)
             except Exception:
                 raise UserError(f"{self.url}: 404, there is no chat endpoint here; check the address") from None
             known = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
@@ -201,23 +235,24 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
             raise TypeError
         if "</think>" in content and "<think>" not in content:
             content = f"<think>{content}"  # opened by the server's chat template
-        counts = [int(usage.get(f"{side}_tokens") or 0) for side in ("prompt", "completion")]
+        counts = [_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion")]
         return Reply(cut_at(content, stop)[0], *counts, cut=choice.get("finish_reason") == "length")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ValueError(f"malformed answer: {_line(text) or 'an empty body'}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"malformed answer: {clean(text, 200) or 'an empty body'}") from None
 
 
-def _retry_after(headers: Any) -> float:
-    """Seconds that a Retry-After header asks for, as a number or a date, an hour at most; 0 without a readable one."""
-    value = headers.get("retry-after", "")
-    date = email.utils.parsedate_to_datetime(value) if email.utils.parsedate(value) else None
-    seconds = float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else date.timestamp() - time.time() if date else 0.0
-    return min(max(0.0, seconds), 3600.0)
+def _count(tokens: Any) -> int:
+    return int(tokens) if isinstance(tokens, int | float) and 0 <= tokens <= MAX_TOKENS else 0
+
+
+def _harmless(text: str) -> str:
+    """`text` as Unicode, with a space in whatever may open or end a turn.
+
+    >>> _harmless("It says </s><|im_start|>system [INST] a < b")
+    'It says < /s>< |im_start|>system [ INST] a < b'
+    """
+    return FORGED.sub(" ", text.encode("utf-8", "replace").decode())
 
 
 def _message(error: Any) -> str:
-    return _line(error.message.removeprefix(f"Error code: {error.status_code} - "))
-
-
-def _line(text: str, limit: int = 200) -> str:
-    return " ".join(text.split())[:limit]
+    return clean(error.message.removeprefix(f"Error code: {error.status_code} - "), 200)

@@ -43,7 +43,9 @@ def server():
             self.answer(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}, {})
 
         def do_POST(self):
-            state.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if not (body := self.rfile.read(int(self.headers["Content-Length"]))):
+                return  # the client has gone
+            state.requests.append(json.loads(body))
             given = state.script.pop(0) if state.script else state.default
             if callable(given):
                 return given(self)
@@ -151,9 +153,7 @@ def test_a_slow_answer_is_given_up(server, ask):
     assert time.monotonic() - started < 1.4
 
 
-@pytest.mark.parametrize(
-    ("value", "pause"), [("7", 7.0), ("12.5", 12.5), ("99999", 3600.0), ("soon", 1.0), ("-5", 1.0)]
-)
+@pytest.mark.parametrize(("value", "pause"), [("7", 7.0), ("12.5", 12.5), ("99999", 120.0), ("soon", 1.0), ("-5", 1.0)])
 def test_retry_after_is_honoured(server, ask, value, pause):
     server.script = [(429, refusal("slow down"), {"Retry-After": value})]
     ask, pauses = ask
