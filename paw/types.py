@@ -27,7 +27,7 @@ class Outcome:
     observation: str
     """Raw text the environment returned: the world-model target o_{t+1}. Empty: no target."""
     reward: float
-    """Environment reward of this step, without penalties."""
+    """Environment reward of this step, without penalties; finite, at most a million in size."""
     done: bool
     won: bool
     action: str

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
-from paw.errors import OURS, describe, quietly, to_stderr
+from paw.errors import OURS, UserError, describe, quietly, shown, to_stderr
 from paw.experience.chat import Chat
 from paw.experience.engines.base import Completion, Engine, Request
 from paw.experience.envs.base import Suite
@@ -155,6 +155,10 @@ class Rollouts:
 
     def _share(self, tasks: list[Task], **options: Any) -> tuple[list[Group], RolloutStats]:
         """Play this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
+        for task in tasks:
+            if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
+                name = type(self.suite).__name__
+                raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
         if self.ranks is None:
             return self.play(tasks, **options)
         places = range(self.ranks.rank, len(tasks), self.ranks.world)

@@ -183,6 +183,12 @@ NumpyAnswers = suite(
 )
 """Numbers and texts all the same."""
 
+
+class TasksWithoutKind(Honest):
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        return [Task("a", None)]  # pyright: ignore[reportArgumentType]
+
+
 # ---- how long it takes
 
 

@@ -124,6 +124,11 @@ def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, name):
     played.close()
 
 
+def test_a_task_that_is_none_is_one_line(rollouts):
+    with pytest.raises(UserError, match=r"^TasksWithoutKind: Task\(id='a', kind=None\) is among the tasks; each must"):
+        rollouts("TasksWithoutKind").training(0, 1)
+
+
 def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     groups, stats = play(rollouts("NumpyAnswers"))
     assert stats.failures == []

@@ -10,6 +10,7 @@ import pytest
 
 from paw import train
 
+pytestmark = pytest.mark.slow
 FILE = Path(__file__).parent / "environments.py"
 
 

@@ -62,7 +62,8 @@ class Suite(Protocol):
     """R_max of lambda_g = 1 - mean return / R_max."""
     invalid_penalty: float
     may_block: bool
-    """Whether its environments wait for something outside this process (a child, a network): they run in threads."""
+    """Whether its environments wait for something outside this process (a child, a network): they run in threads. Else
+    one turn is played at a time; those of a user in another thread than the trainer's all the same, see `guard`."""
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
         """The tasks of update `step`: a pure function of its arguments, so that a resumed run sees the same ones."""
