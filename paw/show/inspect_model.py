@@ -21,7 +21,7 @@ def inspect(path: str) -> dict[str, Any]:
     """JSON-able findings; differences are the largest in nats, None where they cannot be had."""
     from paw.experience.chat import Chat
     from paw.learner.attention import pick_attention
-    from paw.learner.check import check_model, check_path, check_sampling
+    from paw.learner.check import check_model, check_path, check_sampling, number_of_experts
     from paw.learner.model import DTYPES, decoder_layers, load_policy, load_tokenizer, pick_backend, pick_device
 
     device = pick_device("auto")
@@ -31,7 +31,7 @@ def inspect(path: str) -> dict[str, Any]:
     policy = load_policy(path, device=device, check=False, **options)
     shape: Any = policy.lm.config.get_text_config()
     kinds = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
-    experts = next((n for key in ("num_experts", "num_local_experts") if (n := getattr(shape, key, None))), None)
+    experts = number_of_experts(shape)
     problems: list[str] = []
 
     def difference(check: Any, *given: Any) -> float | None:
