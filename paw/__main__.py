@@ -1,5 +1,8 @@
-import sys
+import os
 
-from paw.cli import main
+try:
+    from paw.cli import entry
+except KeyboardInterrupt:
+    os._exit(130)
 
-sys.exit(main())
+entry()

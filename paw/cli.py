@@ -8,6 +8,8 @@ on stderr and exit code 2.
 import argparse
 import os
 import sys
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +64,25 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away (`paw rollout | head`)
         return 141
+
+
+def entry() -> NoReturn:
+    """`main` for the shell. Ranks and interrupted commands skip the interpreter's own end, in which threads of C++
+    libraries abort now and then.
+    """
+    try:
+        code = main()
+    except BaseException as error:
+        if "RANK" not in os.environ or isinstance(error, SystemExit):
+            raise
+        traceback.print_exc()
+        code = 1
+    if code == 130 or "RANK" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,20 +187,19 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         for line in ignored(config):
             to_stderr(line)
         return 0
-    if options.gpus != 1:
-        from paw.learner.distributed import launch
+    from paw.learner import launcher
 
-        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-        return launch(options.gpus, ["train", options.recipe, *words, *(["--resume", "auto"] if resume else [])])
-    from paw.train import train
+    launcher.die_with_launcher()
+    with launcher.leaving_at_once():
+        if options.gpus != 1:
+            words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
+            words += ["--resume", "auto"] if resume else []
+            return launcher.launch(options.gpus, ["train", options.recipe, *words])
+        from paw.train import train
 
-    report = train(config, resume=resume, numbered=numbered)
+        report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0":
         print(f"report: {report}")
-    if "RANK" in os.environ:
-        from paw.learner.distributed import leave
-
-        leave()
     return 0
 
 

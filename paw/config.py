@@ -34,6 +34,8 @@ class RunConfig(Section):
     """Checkpoints kept."""
     max_skipped: Count = 3
     """Updates in a row with non-finite gradients before the run stops."""
+    peer_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
+    """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
 
 

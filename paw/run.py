@@ -89,7 +89,7 @@ class Run:
         device = pick_device(config.model.device)
         if config.model.liger:
             import_liger(device)
-        self.ranks = Ranks(device, tasks=config.rollout.tasks)
+        self.ranks = Ranks(device, tasks=config.rollout.tasks, peer_timeout_s=config.run.peer_timeout_s)
         stack.callback(self.ranks.close)
         self.ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
         name, notes = self.ranks.from_first(lambda: self._claim(stack, resume=resume, numbered=numbered))
@@ -177,7 +177,8 @@ class Run:
     def clock(self, phase: str) -> Iterator[None]:
         """Adds the seconds spent inside to `time/<phase>`."""
         started, self.phase = time.perf_counter(), phase
-        yield
+        with self.ranks.phase(phase):
+            yield
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
         key = f"time/{phase}"
@@ -192,7 +193,8 @@ class Run:
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world)
         scored = score(model, rows, temperature=temperature, budget=budget, share=share)
-        found = {i: values for part in self.ranks.gather(scored) for i, values in part.items()}
+        parts = self.ranks.gather(scored, dict[int, tuple[list[float], float]])
+        found = {i: values for part in parts for i, values in part.items()}
         return [found[i] for i in range(len(rows))]
 
     @contextmanager
@@ -269,7 +271,8 @@ class Run:
         if self.log:
             self.log.sync()
         folder = self.directory / "checkpoints"
-        training_state.save(folder, self.step, self._learners(), self.ranks, keep=self.config.run.keep)
+        with self.ranks.phase("save"):
+            training_state.save(folder, self.step, self._learners(), self.ranks, keep=self.config.run.keep)
         if self.ranks.first:
             self.record.write()
         self.saved = self.step

@@ -9,7 +9,7 @@ which others it was batched with.
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -163,8 +163,12 @@ class Rollouts:
             return self.play(tasks, **options)
         places = range(self.ranks.rank, len(tasks), self.ranks.world)
         own = self.play([tasks[i] for i in places], places=places, **options)
-        played, stats = zip(*self.ranks.gather(own), strict=True)
-        return sorted(chain(*played), key=lambda group: group.place), RolloutStats.sum(stats)
+        _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
+        played = self.ranks.gather(own, tuple[list[Group], RolloutStats])
+        for part in played:
+            _set_tasks(part, {task.id: task for task in tasks})
+        groups, stats = zip(*played, strict=True)
+        return sorted(chain(*groups), key=lambda group: group.place), RolloutStats.sum(stats)
 
     def play(
         self,
@@ -265,6 +269,12 @@ class Rollouts:
 
     def _make(self) -> Guarded:
         return Guarded(self.suite, self.config.env, self._threads)
+
+
+def _set_tasks(played: tuple[list[Group], RolloutStats], by_id: dict[str, Task]) -> None:
+    groups, stats = played
+    for holder in (*groups, *(t for group in groups for t in group.trajectories), *stats.failed):
+        holder.task = by_id[holder.task.id]
 
 
 def derive_seed(*parts: int | str) -> int:

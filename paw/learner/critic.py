@@ -59,7 +59,7 @@ class Critic:
                 values = self.model(partial(self.values, batch)).tolist()
                 ends = accumulate((len(rows[i].response_ids) for i in batch.row), initial=0)
                 own |= {i: values[start:end] for i, (start, end) in zip(batch.row, pairwise(ends), strict=True)}
-        found = {i: values for part in self.ranks.gather(own) for i, values in part.items()}
+        found = {i: values for part in self.ranks.gather(own, dict[int, list[float]]) for i, values in part.items()}
         if not all(math.isfinite(value) for values in found.values() for value in values):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, its weights have diverged; "

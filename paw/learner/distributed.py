@@ -8,42 +8,44 @@ sharded by FSDP2; each rank has an engine of its own.
 
 import hashlib
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GradientCheckpointingLayer
 
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError
+from paw.learner.launcher import STORE
+from paw.learner.watchdog import Watchdog
 
 T = TypeVar("T")
-GRACE_S = 3.0
-"""Seconds for the others to say why they fail, once a rank has."""
-PATIENCE_MIN = 60
-"""Minutes a rank waits for the others: their episodes take longer or shorter."""
+MEETING = timedelta(minutes=60)
+"""For the ranks to find each other."""
+FOREVER = timedelta(days=30)
+"""A collective call ends when the watchdog says so."""
 
 
 class Ranks:
     """This process among its peers; without torchrun's variables it is the only one."""
 
-    def __init__(self, device: torch.device, *, tasks: int) -> None:
+    def __init__(self, device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> None:
         """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
         self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
         self.on_host = _variable("LOCAL_WORLD_SIZE", self.world)
         self._device = device
+        self._watchdog: Watchdog | None = None
         if not 0 <= self.rank < self.world:
             raise UserError(
                 f"RANK = {self.rank} and WORLD_SIZE = {self.world} do not fit; start with --gpus or torchrun"
@@ -63,38 +65,70 @@ class Ranks:
                 raise UserError(f"LOCAL_RANK = {local}, but this machine has {count} GPUs; start one rank a GPU")
             torch.cuda.set_device(local)
             self._device = torch.device("cuda", local)
+        if self.on_host == self.world and (loopback := [n for _, n in socket.if_nameindex() if n.startswith("lo")]):
+            for library in ("GLOO", "NCCL"):  # nothing of this machine's ranks concerns the network
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
         try:
+            store, watched = _stores(self.rank, self.world)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=PATIENCE_MIN))
-        except (ValueError, RuntimeError) as error:
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=FOREVER)
+        except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"rank {self.rank} cannot reach the others: {str(error).splitlines()[0]}") from None
+        self._watchdog = Watchdog(watched, self.rank, self.world, timeout_s=peer_timeout_s)
 
     @property
     def first(self) -> bool:
         """Whether this is the rank that writes files and the terminal."""
         return self.rank == 0
 
-    def gather(self, item: T) -> list[T]:
-        """Everybody's item, in the order of ranks."""
+    def gather(self, item: T, kind: Any = None) -> list[T]:
+        """Everybody's item, in the order of ranks; as JSON, which pydantic turns back into `kind` (default: its type).
+
+        Never a pickle: whoever could speak for a rank could run code in the others.
+        """
         if self.world == 1:
             return [item]
-        items: list[Any] = [None] * self.world
-        dist.all_gather_object(items, item)
-        return items
+        data = to_json(item, inf_nan_mode="constants")
+        return [_adapter(kind or type(item)).validate_json(part) for part in self.gather_bytes(data)]
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, while the others wait. Where that raises a UserError, they raise PeerLostError."""
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, in the order of ranks."""
+        if self.world == 1:
+            return [data]
+        if self._watchdog:
+            self._watchdog.wait()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        longest = int(max(sizes))
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return [part.numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the watchdog of the other ranks may take to last."""
+        if self._watchdog:
+            self._watchdog.enter(name)
+        yield
+        if self._watchdog:
+            self._watchdog.leave()
+
+    def from_first(self, make: Callable[[], T], kind: Any = None) -> T:
+        """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
+        PeerLostError."""
         made, failure = None, None
         if self.first:
             try:
                 made = make()
             except UserError as error:
                 failure = error
-        made, message = self.gather((made, failure and str(failure)))[0]
+        if self.world > 1:
+            made, message = self.gather((made, failure and str(failure)), tuple[kind or Any, str | None])[0]
+            if message and not self.first:
+                raise PeerLostError(f"rank 0: {message}")
         if failure:
             raise failure
-        if message:
-            raise PeerLostError(f"rank 0: {message}")
         return made  # type: ignore[return-value]
 
     def agree(self, settings: str) -> None:
@@ -144,6 +178,8 @@ class Ranks:
             yield name, tensor.cpu() if self.first else tensor
 
     def close(self) -> None:
+        if self._watchdog:
+            self._watchdog.close()
         if self.world > 1 and dist.is_initialized():  # vLLM's end may have taken it along
             dist.destroy_process_group()
 
@@ -161,6 +197,9 @@ def lost_peer(error: BaseException) -> bool:
         isinstance(error, RuntimeError) and "gloo" in words and ("reset by peer" in words or "closed by peer" in words)
     )
     return gone or isinstance(error, dist.DistBackendError)
+
+
+_adapter = cache(TypeAdapter)
 
 
 def _variable(name: str, default: int) -> int:
@@ -181,62 +220,27 @@ def sharded_like(like: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def leave() -> None:
-    """End a rank that has done its work: one interpreter exit in about twenty aborts in a thread of gloo's."""
+def leave() -> NoReturn:
+    """End a process without the interpreter's own way, which in one of twenty aborts in a thread of gloo's."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def launch(count: int, arguments: list[str]) -> int:
-    """Run `paw <arguments>` in `count` processes on this machine; the exit code of one that failed, else 0.
+def _stores(rank: int, world: int) -> tuple[Any, Any]:
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has.
 
-    When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
-    is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all, Ctrl-C reaches them anyway.
+    torch's own would listen on every interface; this one on MASTER_ADDR's alone where that is of this machine only.
     """
-    available = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
-    if not 1 <= count <= available:
-        raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
-    shared = {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    with ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "paw", *arguments],
-                env=threads | os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log and subprocess.DEVNULL,
-                stderr=log,
-            )
-            for rank, log in enumerate([None, *logs])
-        ]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
-        codes: list[int | None] = [None]
-        patience = float("inf")
-        while None in codes and time.monotonic() < patience:
-            time.sleep(0.2)
-            codes = [process.poll() for process in ranks]
-            if any(codes):  # the others may still find the same mistake, or tell that they lost a peer
-                patience = min(patience, time.monotonic() + GRACE_S)
-        for process in ranks:
-            process.kill()
-            process.wait()
-        # What the user can mend tells most, then a traceback; a rank that was killed or lost a peer tells little.
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if not failed:
-            return 0
-        first = min(failed, key=lambda rank: (codes[rank] != 2, codes[rank] != 1, rank))
-        if first:
-            logs[first - 1].seek(0)
-            for line in logs[first - 1].read().decode(errors="replace").strip().splitlines():
-                to_stderr(f"rank {first}: {line}")
-        return max(1, codes[first] or 0)
+    host, port = os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)
+    if not host or not port:
+        raise UserError("MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun")
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {}
+    if opens and (listening := os.environ.pop(STORE, None)):
+        options["master_listen_fd"] = int(listening)
+    elif opens and (host == "localhost" or host.startswith("127.")):
+        options["master_listen_fd"] = socket.create_server((host, port)).detach()
+    connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = connect(host, port, world, opens, timeout=MEETING, **options)
+    return store, connect(host, port, is_master=False, timeout=MEETING, wait_for_workers=False)

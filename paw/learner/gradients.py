@@ -108,7 +108,8 @@ class Gradients:
         """The responses of a micro-batch, of all ranks, with what the sampler gave for them; before any step."""
         self.unscored = False
         sampled = [value for i in batch.row for value in minibatch[i].sampled_logp] if batch.with_action else []
-        ours, theirs = zip(*self.ranks.gather((out.logp[batch.kind == ACTION].tolist(), sampled)), strict=True)
+        pair = out.logp[batch.kind == ACTION].tolist(), sampled
+        ours, theirs = zip(*self.ranks.gather(pair, tuple[list[float], list[float]]), strict=True)
         if any(ours) and all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
             self.sampler = sampler_mismatch(ours, theirs)
 

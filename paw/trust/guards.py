@@ -2,7 +2,9 @@
 
 import math
 import os
+import select
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
@@ -58,6 +60,8 @@ class UpdateGuard:
 
 
 COLLAPSE_WINDOW = 5
+GRACE_S = 5.0
+"""Seconds for the main thread to stop at a second signal."""
 
 
 KNOBS = {
@@ -125,7 +129,8 @@ class StopSignal:
     """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
 
     The loop looks at `requested` after each update, saves and leaves with exit code 0. Ranks get the signal at
-    different moments: agree on the flag (all-reduce) before acting on it. Main thread only.
+    different moments: agree on the flag (all-reduce) before acting on it. Main thread only. Where that is inside a
+    call that does not return, such as a collective one, a thread sees to the second signal.
     """
 
     def __init__(self) -> None:
@@ -137,9 +142,15 @@ class StopSignal:
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._first)
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writing)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -149,3 +160,12 @@ class StopSignal:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # os.write: a buffered print may not be re-entered from a signal handler
         os.write(2, f"\n{self.name}: finishing this update, then saving (again: stop now)\n".encode())
+
+    def _watch(self, reading: int) -> None:
+        """Python's handlers wait for the main thread; the numbers of the signals come here meanwhile."""
+        stops = 0
+        with os.fdopen(reading, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                stops += number[0] in self._before
+                if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
+                    os._exit(128 + number[0])

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 
 from paw.learner.distributed import Ranks
 from paw.learner.model import Policy
@@ -35,8 +36,10 @@ def save(folder: Path, step: int, learners: Sequence[Learner], ranks: Ranks, *, 
         tensors, about = checkpoint.optimizer_tensors(optimizer, names.items(), ranks.gathered)
         files |= {f"{prefix}model": ranks.gathered(names.items()), f"{prefix}optimizer": tensors}
         state |= {f"{prefix}optimizer": about, f"{prefix}guard": guard.state()}
-    for rank, (random_tensors, random_state) in enumerate(ranks.gather(checkpoint.rng_tensors())):
-        files[_rng(rank)], state[_rng(rank)] = random_tensors, random_state
+    random_tensors, random_state = checkpoint.rng_tensors()
+    for rank, tensors in enumerate(ranks.gather_bytes(to_bytes(random_tensors))):
+        files[_rng(rank)] = from_bytes(tensors)
+    state |= {_rng(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
     if ranks.first:
         checkpoint.save(folder, step, files, state)
         checkpoint.prune(folder, keep)
@@ -56,24 +59,30 @@ def restore(
     names = {f"{learner.prefix}model": learner.model.named_parameters_once() for learner in learners}
     tensors: checkpoint.Tensors = {}
 
-    def read() -> tuple[str, dict[str, Any], dict[str, Any]] | None:
+    def read() -> dict[str, Any] | None:
         path = checkpoint.latest(folder, warn=warn)
         if path is None:
             return None
         found, state = checkpoint.load(path, like=names)
         tensors.update(found)
-        return (
-            str(path),
-            state,
-            {stem: {k: _outline(stem, v) for k, v in named.items()} for stem, named in found.items()},
-        )
+        shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in found.items()}
+        return {"path": str(path), "state": state, "shapes": shapes}
 
-    sent = ranks.from_first(read)
+    sent = ranks.from_first(read, dict[str, Any] | None)
     if sent is None:
         return None
-    path, state, outlines = sent
+    # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
+    small = {f"{stem}/{k}": v for stem, named in tensors.items() for k, v in named.items() if _small(stem, v.ndim)}
+    small = from_bytes(ranks.gather_bytes(to_bytes(small))[0])
+    state = sent["state"]
     if not ranks.first:
-        tensors = {stem: {name: _blank(about) for name, about in named.items()} for stem, named in outlines.items()}
+        for stem, named in sent["shapes"].items():
+            tensors[stem] = {
+                name: small[f"{stem}/{name}"]
+                if _small(stem, len(shape))
+                else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                for name, (dtype, shape) in named.items()
+            }
     for prefix, model, optimizer, guard in learners:
         model.load(tensors[f"{prefix}model"])
         moments, about = tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"]
@@ -81,16 +90,11 @@ def restore(
         guard.load_state(state[f"{prefix}guard"])
     mine = _rng(ranks.rank) if _rng(ranks.rank) in state else _rng(0)  # fewer ranks saved it
     checkpoint.load_rng(tensors[mine], state[mine])
-    return state["step"], path
+    return state["step"], sent["path"]
 
 
-def _outline(stem: str, tensor: Tensor) -> Tensor | tuple[torch.dtype, torch.Size]:
-    """What the other ranks need of a tensor that is scattered to them: all of a small one that is not."""
-    return tensor if tensor.ndim == 0 or stem.startswith(_rng(0)) else (tensor.dtype, tensor.shape)
-
-
-def _blank(outline: Tensor | tuple[torch.dtype, torch.Size]) -> Tensor:
-    return outline if isinstance(outline, Tensor) else torch.empty(outline[1], dtype=outline[0])
+def _small(stem: str, dimensions: int) -> bool:
+    return dimensions == 0 or stem.startswith(_rng(0))
 
 
 def _rng(rank: int) -> str:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from paw.errors import UserError
 from paw.learner import quickstart
-from paw.learner.distributed import Ranks, launch
+from paw.learner.distributed import Ranks
+from paw.learner.launcher import launch
 from paw.trust import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -195,8 +196,8 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch, user, expected):
     seen = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("paw.learner.distributed.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
-    monkeypatch.setattr("paw.learner.distributed.signal.signal", lambda *_: None)
+    monkeypatch.setattr("paw.learner.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
+    monkeypatch.setattr("paw.learner.launcher.signal.signal", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", user or "")
     if user is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
@@ -210,6 +211,7 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch, user, expected):
 class Done:
     """A child that has ended well."""
 
+    pid = 1
     poll = wait = kill = terminate = lambda self, *_: 0
 
 

@@ -1,0 +1,130 @@
+"""Ranks that are killed, stopped or left by their launcher: the others end, and a line says which one and why."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_train_ranks import ENV, start  # noqa: F401
+
+from paw.trust import checkpoint
+
+pytestmark = pytest.mark.slow
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@contextmanager
+def running(folder, start, *, updates=1):  # noqa: F811
+    """A long run in two ranks after some updates: (launcher, processes of the ranks); whatever is left is killed."""
+    tree = {
+        "run": {"dir": str(folder), "name": "run", "updates": 5000, "save_every": 1, "peer_timeout_s": 5.0},
+        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "env": ENV.model_dump(exclude_none=True),
+        "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "eval": {"every": 0, "games": 2},
+    }
+    (folder / "long.toml").write_text(tomli_w.dumps(tree))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "paw", "train", str(folder / "long.toml"), "--gpus", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    ranks = []
+    try:
+        until(lambda: launcher.poll() is not None or checkpoint_of(folder) >= updates, 200)
+        ranks = sorted(children(launcher.pid), key=lambda pid: variables(pid)["RANK"])
+        assert len(ranks) == 2, launcher.communicate()[1]
+        yield launcher, ranks
+    finally:
+        for pid in (launcher.pid, *ranks):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def checkpoint_of(folder):
+    return max((int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step_*")), default=0)
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.1)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def variables(pid):
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def alive(pid):
+    try:
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+
+
+def listening(pid):
+    """Local addresses, as /proc has them, of the sockets on which a process accepts connections."""
+    inodes = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(start, tmp_path):  # noqa: F811
+    with running(tmp_path, start) as (launcher, ranks):
+        found = [address for pid in (launcher.pid, *ranks) for address in listening(pid)]
+        assert found and set(found) <= LOOPBACK
+        launcher.kill()
+        until(lambda: not any(map(alive, ranks)), 20)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named(start, tmp_path, lost):  # noqa: F811
+    with running(tmp_path, start) as (launcher, ranks):
+        os.kill(ranks[lost], signal.SIGKILL)
+        errors = launcher.communicate(timeout=60)[1]
+        assert launcher.returncode == 1 or launcher.returncode == 3
+        assert f"paw: rank {lost} was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
+        assert "Traceback" not in errors
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stopped_rank_is_named_and_ends_the_run(start, tmp_path, lost):  # noqa: F811
+    with running(tmp_path, start) as (launcher, ranks):
+        os.kill(ranks[lost], signal.SIGSTOP)
+        errors = launcher.communicate(timeout=60)[1]
+        assert launcher.returncode == 3
+        assert f"paw: rank {lost} was stopped by SIGSTOP" in errors and "Traceback" not in errors
+        if lost:  # rank 0's standard error is the launcher's
+            assert re.search(
+                r"paw: rank 1 has been silent for \d+ s \(run\.peer_timeout_s = 5\), last in phase", errors
+            )
+
+
+def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(start, tmp_path):  # noqa: F811
+    with running(tmp_path, start) as (launcher, ranks):
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(1.0)  # the other one waits by now
+        launcher.terminate()
+        time.sleep(0.5)
+        launcher.terminate()
+        launcher.communicate(timeout=20)
+        assert launcher.returncode != 0 and not any(map(alive, ranks))
