@@ -73,7 +73,9 @@ def save(
     path = folder / f"step_{step:06d}"
     temp = folder / f".tmp_{path.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            fsync(folder.parent)
         for leftover in folder.glob(".tmp_*"):  # of a save that was killed
             shutil.rmtree(leftover)
         temp.mkdir()

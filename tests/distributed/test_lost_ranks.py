@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@contextmanager
-def running(folder, start, *, updates=1):  # noqa: F811
-    """A long run in two ranks after some updates: (launcher, processes of the ranks); whatever is left is killed."""
+def launched(folder, start, *options):  # noqa: F811
+    """`paw train` of a long run, in a session of its own."""
     tree = {
         "run": {"dir": str(folder), "name": "run", "updates": 5000, "save_every": 1, "peer_timeout_s": 5.0},
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
@@ -32,15 +31,21 @@ def running(folder, start, *, updates=1):  # noqa: F811
         "eval": {"every": 0, "games": 2},
     }
     (folder / "long.toml").write_text(tomli_w.dumps(tree))
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "paw", "train", str(folder / "long.toml"), "--gpus", "2"],
+    return subprocess.Popen(
+        [sys.executable, "-m", "paw", "train", str(folder / "long.toml"), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's background ignores it
     )
-    ranks = []
+
+
+@contextmanager
+def running(folder, start, *, updates=1):  # noqa: F811
+    """A long run in two ranks after some updates: (launcher, processes of the ranks); whatever is left is killed."""
+    launcher, ranks = launched(folder, start, "--gpus", "2"), []
     try:
         until(lambda: launcher.poll() is not None or checkpoint_of(folder) >= updates, 200)
         ranks = sorted(children(launcher.pid), key=lambda pid: variables(pid)["RANK"])
@@ -128,3 +133,24 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(start, tmp_path):  #
         launcher.terminate()
         launcher.communicate(timeout=20)
         assert launcher.returncode != 0 and not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize("options", [[], ["--gpus", "2"]], ids=["one", "two"])
+def test_ctrl_c_while_it_loads_ends_it_without_an_abort(start, tmp_path, options):  # noqa: F811
+    """At moments from the interpreter's start to the first episodes, as the terminal sends it: to all processes."""
+    for number, delay in enumerate((0.2, 0.8, 1.6, 2.5, 4.0, 6.0)):
+        child = launched(tmp_path, start, *options, "--run.name", f"run{number}")
+        time.sleep(delay)
+        before = children(child.pid)
+        os.killpg(child.pid, signal.SIGINT)
+        try:
+            errors = child.communicate(timeout=60)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        if "finishing this update" in errors:  # it had loaded already
+            assert child.returncode == 0
+            continue
+        assert child.returncode in (130, -signal.SIGINT), (delay, child.returncode, errors)
+        assert "SIGABRT" not in errors and "terminate called" not in errors
+        until(lambda pids=before: not any(map(alive, pids)), 20)

@@ -179,6 +179,41 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
     assert checkpoint.latest(tmp_path / "oom" / "checkpoints").name == "step_000001"
 
 
+NOT_A_NUMBER = """
+import os
+if os.environ.get("RANK") == "1":
+    import paw.train
+    from paw.signal import loss
+    joint_loss, learn, step = loss.joint_loss, paw.train.learn, [0]
+    def learned(run, rows):
+        step[0] = run.step
+        return learn(run, rows)
+    def poisoned(*args, **options):
+        out = joint_loss(*args, **options)
+        return out._replace(loss=out.loss * float("nan")) if step[0] >= 1 else out
+    paw.train.learn, loss.joint_loss = learned, poisoned
+"""
+
+
+@pytest.mark.slow
+def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NOT_A_NUMBER)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    once = {"optim_minibatch_rows": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
+    failed = train(tmp_path, start, "nan", gpus=2, ok=False, variables={"PYTHONPATH": path}, **once)
+    assert failed.returncode == 2
+    (line,) = (line for line in failed.stderr.splitlines() if line.startswith("paw: "))
+    assert line.startswith("paw: stopped: 3 optimizer steps in a row had a non-finite loss (nan)")
+    assert "Traceback" not in failed.stderr
+    folders = sorted((tmp_path / "nan" / "checkpoints").glob("step_*"))
+    assert [folder.name for folder in folders] == ["step_000001", "step_000002", "step_000003"]
+    for file in ("model", "optimizer"):  # of all ranks: gathered to be saved
+        first, *others = (load_file(folder / f"{file}.safetensors") for folder in folders)
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    lines = [json.loads(line) for line in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["optim/skipped"] for line in lines if "optim/skipped" in line] == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_mistakes_are_told_once(start, tmp_path):
     for options, changes, words in (

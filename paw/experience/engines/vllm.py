@@ -17,7 +17,7 @@ import itertools
 import os
 import random
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paw.errors import UserError
+from paw.errors import UserError, describe
 from paw.experience.engines.base import Completion, Request
+from paw.learner.distributed import lost_peer
 from paw.trust.guards import out_of_memory
 
 ENVIRONMENT = {
@@ -35,6 +36,12 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class EngineDiedError(UserError):
+    """vLLM cannot go on, whatever is asked of it next."""
+
+    exit_code = 1
 
 
 class VllmEngine:
@@ -139,7 +146,9 @@ class VllmEngine:
         """One token for every running request; the requests that finished with it."""
         if not self._key_of:
             return []
-        return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
+        with _naming("sampling"):
+            outputs = self._llm.llm_engine.step()
+        return [self._completion(output) for output in outputs if output.finished]
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
@@ -161,13 +170,15 @@ class VllmEngine:
         """Free the KV cache and move the weights to host memory, or drop them, until the next `sync`; no-op on CPU."""
         self._must_be_idle("sleep")
         if self._sleep_mode and not self._asleep:
-            self._llm.sleep(level=self._sleep_level)
+            with _naming("going to sleep"):
+                self._llm.sleep(level=self._sleep_level)
             self._asleep = True
 
     def close(self) -> None:
         """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
+            with suppress(Exception):  # it may have died
+                self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             self._key_of.clear()
 
@@ -188,6 +199,21 @@ def _repack_experts(model: Any) -> None:
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(layer)
+
+
+@contextmanager
+def _naming(action: str) -> Iterator[None]:
+    """One line for whatever vLLM dies of, but for a lack of memory and another rank's end."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or out_of_memory(error) or lost_peer(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        raise EngineDiedError(
+            f"vLLM engine of rank {rank} died while {action}: {describe(error)[:300]}; checkpoints are kept (--resume"
+            " auto)"
+        ) from error
 
 
 def _import_vllm() -> Any:
