@@ -39,9 +39,9 @@ GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
 """Gemma 2 2B, with a soft cap."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
-    "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32],
-    "sm_90": [{}, {"gradients": False}, QWEN, FLOAT32, {"dtype": "float16"}, {"D": 4095}],
-    "sm_100": [{}, {"gradients": False}, QWEN, FLOAT32],
+    "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
+    "sm_90": [{}, {"gradients": False}, QWEN, FLOAT32, {"dtype": "float16"}, {"D": 4095}, GEMMA],
+    "sm_100": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
     "other": [{}, FLOAT32],
 }
 """By architecture; D = 4095 rules tensor descriptors out."""
@@ -102,7 +102,7 @@ def tabled() -> Iterator[dict[str, Any]]:
         for case in cases:
             size = {**SIZES, **case}
             weight = torch.empty(size["V"], size["D"], dtype=getattr(torch, size["dtype"]), device="meta")
-            yield from compiled(arch, _triton.tiles_for(weight, arch), case)
+            yield from compiled(arch, _triton.tiles_for(weight, size["softcap"], arch), case)
 
 
 def compiled(

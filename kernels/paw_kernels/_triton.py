@@ -156,7 +156,7 @@ def make_rows(
     weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
 ) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
-    tiles = tiles_for(weight)
+    tiles = tiles_for(weight, softcap)
     (V, D), size = weight.shape, weight.element_size()
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
     if gradients:  # e, and the packed hidden states and their gradient
@@ -167,10 +167,15 @@ def make_rows(
     return TritonRows(weight, bias, temperature, softcap, step, gradients, tiles), step
 
 
-def tiles_for(weight: Tensor, arch: str | None = None) -> Tiles:
-    """The table's entry for a weight [V, D]; smaller and with pointers where tensor descriptors cannot describe it."""
+def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None) -> Tiles:
+    """The table's entry for a weight [V, D]; smaller and with pointers where tensor descriptors cannot describe it.
+
+    Smaller under a soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
+    """
     arch = arch or ("interpreter" if INTERPRETED else _architecture(weight.device))
     tiles = TILES[arch, weight.element_size()]
+    if softcap is not None:
+        tiles = tiles._replace(cols=min(tiles.cols, 128))
     row_bytes = [weight.element_size() * length for length in (weight.stride(0), weight.shape[1])]
     fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
     return tiles if fits else tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)

@@ -272,7 +272,7 @@ def test_any_layout_of_weight_and_hidden(device, layout):
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
 
     h, w = (lay(x).requires_grad_() for x in (hidden, weight))
-    assert _triton.tiles_for(w).tma == (layout == "strided" and _triton.tiles_for(weight).tma)
+    assert _triton.tiles_for(w, None).tma == (layout == "strided" and _triton.tiles_for(weight, None).tma)
     on = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
     on = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in on.items()}
     out = paw_loss(h, w, target, LossRows(**on), backend="triton")

@@ -208,7 +208,7 @@ def test_the_model_matches_a_case_by_hand():
 def test_the_model_cuts_the_chunks_of_the_triton_backend(head, T, backward, monkeypatch):
     pytest.importorskip("triton")
     backend = importlib.import_module("paw_kernels._triton")
-    monkeypatch.setattr(backend, "tiles_for", lambda weight: backend.TILES["sm_90", 2])
+    monkeypatch.setattr(backend, "tiles_for", lambda weight, softcap: backend.TILES["sm_90", 2])
     D, V = problem.HEADS[head]
     weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
     _, step = backend.make_rows(weight, None, 1.0, None, T, backward)
