@@ -90,7 +90,7 @@ def main() -> None:
         with CSV.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__] + rows
     with CSV.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, rows[-1])
         writer.writeheader()
         writer.writerows(rows)
     print(f"{CSV}: {len(rows)} kernels")

@@ -221,7 +221,7 @@ struct Slope {
   __device__ float a(float logp) const {
     const float above = logp - base, finite = above < -1e30f ? -1e30f : above;  // NaN stays, 0 * inf does not occur
     const float clipped = logp < low || logp > high ? 0 : scale * expf(power * finite);
-    const float gap = ref - logp, gap_exp = expf(gap);
+    const float gap = ref - logp > 20 ? 20 : ref - logp, gap_exp = expf(gap);  // beyond the clamp, and never infinite
     return clipped + (pull == 0 || gap_exp - gap - 1 > 10 ? 0 : pull * (1 - gap_exp));
   }
 };
@@ -232,7 +232,7 @@ struct Answer {
 
 // A cluster of blocks holds one row, `part` vectors in each block's shared memory.
 template <class T, bool CAPPED>
-__global__ void __launch_bounds__(THREADS, 3) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
+__global__ void __launch_bounds__(THREADS, 4) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
   SHARED(Sums, mine);
   SHARED(Answer, answer);
   float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier

@@ -4,14 +4,23 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+TAGS = (torch.Tag.cudagraph_unsafe,)
+"""Of operators that wait for the device: torch.compile leaves them out of CUDA graphs."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_head(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
-) -> None:
-    """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device.
+
+    Answers hidden, weight and bias, of one dtype: under autocast several become its own, as in nn.functional.linear.
+    """
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    _refuse_forward_mode(hidden, weight, bias)
     if hidden.dim() != 2:
         raise ValueError(f"hidden must be [T, D], got shape {list(hidden.shape)}")
     if hidden.dtype not in _DTYPES:
@@ -28,6 +37,31 @@ def check_head(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be None, or positive and finite, got {softcap}")
+    return hidden, weight, bias
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    device = hidden.device.type
+    if len(dtypes) == 1 or not dtypes <= set(_DTYPES) or not torch.amp.is_autocast_available(device):
+        return hidden, weight, bias
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("the fused head has no forward-mode derivatives (jvp); use backward")
+
+
+def refuse_second_derivatives(name: str) -> None:
+    """To be called in a backward pass, where gradients are recorded only on the way to a second derivative."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivatives; backward with create_graph=True would leave them out")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -25,11 +25,11 @@ class HeadPass(NamedTuple):
     entropy: Tensor
     """[N] float32, nats."""
     d_hidden: Tensor | None
-    """[T, D] in the dtype of hidden; exactly 0 on rows that were not chosen or whose coefficients are 0."""
+    """[T, D] of `gradient_dtype`; exactly 0 on rows that were not chosen or whose coefficients are 0."""
     d_weight: Tensor | None
-    """[V, D] in the dtype of weight, summed in float32."""
+    """[V, D] of `gradient_dtype`, summed in float32."""
     d_bias: Tensor | None
-    """[V] in the dtype of weight, summed in float32."""
+    """[V] of `gradient_dtype`, summed in float32."""
 
 
 class Rows(Protocol):
@@ -77,7 +77,7 @@ def head_pass(
     head = weight, bias, temperature, softcap
     sums = _chunks(make_rows, hidden, head, target, index, slopes if any(wants) else None, wants)
     # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
-    d_weight, d_bias = (None if d is None else d.to(weight.dtype) for d in sums[3:])
+    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(weight.dtype)) for d in sums[3:])
     return HeadPass(*sums[:3], d_weight, d_bias)
 
 
@@ -91,9 +91,10 @@ def _chunks(
     wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The fields of HeadPass, dW and db as they were summed. `head`: weight, bias, temperature, softcap."""
-    weight, N, device = head[0], index.numel(), hidden.device
+    weight, temperature, N, device = head[0], head[2], index.numel(), hidden.device
+    dtype = gradient_dtype(hidden.dtype)
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
-    d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
+    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=device) if wants[0] else None
     d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
 
@@ -111,20 +112,28 @@ def _chunks(
             source = source[: int(live)]  # waits for the device: the shapes of the matmuls depend on it
             if source.numel() == 0:
                 continue
+            unit, largest = None, 1.0
+            if hidden.dtype == torch.float16:
+                a, c, unit = in_units(a, c, temperature)
+                unit = unit[source]
+                largest = float(unit.max())
             dz = rows.gradient(y, source, a, c)
             if d_bias is not None:
-                d_bias += dz.sum(0, dtype=torch.float32)
+                d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
             if d_hidden is not None:
-                d_hidden.index_copy_(0, at[source], torch.mm(dz, rows.head).to(hidden.dtype))
-            if wants[1] and d_weight is None:
-                # An accumulator the size of the head is neither zeroed nor read first, and not needed for one chunk.
-                dtype = weight.dtype if step >= N and dz.dtype == weight.dtype else torch.float32
-                d_weight = torch.empty(weight.shape, dtype=dtype, device=device)
-                _add_product(d_weight, dz.t(), x[source], accumulate=False)
-            elif d_weight is not None:
-                _add_product(d_weight, dz.t(), x[source], accumulate=True)
+                product = torch.mm(dz, rows.head) if unit is None else float32_product(dz, rows.head) * unit[:, None]
+                d_hidden.index_copy_(0, at[source], product.to(dtype))
+            if wants[1]:
+                add, x = d_weight is not None, x[source]
+                if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
+                    x = (x * (unit / largest)[:, None]).to(x.dtype)
+                if d_weight is None:
+                    # An accumulator the size of the head is neither zeroed nor read first; one chunk needs none.
+                    final = step >= N and dz.dtype == dtype
+                    d_weight = torch.empty(weight.shape, dtype=dtype if final else torch.float32, device=device)
+                _add_product(d_weight, dz.t(), x, add=add, factor=largest)
     if wants[1] and d_weight is None:
-        d_weight = torch.zeros_like(weight)
+        d_weight = torch.zeros(weight.shape, dtype=dtype, device=device)
     return logp, entropy, d_hidden, d_weight, d_bias
 
 
@@ -133,18 +142,42 @@ def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
     return a != 0 if c is None else (a != 0) | (c != 0)
 
 
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of gradients before the upstream factor: float16 (6e-8 to 65,504) holds neither sums nor weights of a token."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def in_units(a: Tensor, c: Tensor | None, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
+    """a and c as multiples of a unit [n] of each row, and that unit: in these dL/dz fits float16.
+
+    |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units where ln V < 16. The smallest value is 6e-8 units, so
+    p counts from 6e-11 on, whatever weight, advantage and temperature are.
+    """
+    unit = (a.abs() if c is None else a.abs() + c.abs()) / (1024 * temperature)
+    unit.clamp_(min=torch.finfo(torch.float32).tiny)
+    return a / unit, None if c is None else c / unit, unit
+
+
+def total_of(dz: Tensor, unit: Tensor, largest: float) -> Tensor:
+    """sum_r unit_r dz_r in float32, without a copy of dz [L, V] in it."""
+    return float32_product((unit / largest)[None].to(dz.dtype), dz)[0] * largest
+
+
 def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:
     """x head^T in float32, written to the first rows of `out`."""
-    out = out[: x.shape[0]]
-    if x.dtype == torch.float32:
-        return torch.mm(x, head.t(), out=out)
-    return torch.mm(x, head.t(), out_dtype=torch.float32, out=out)
+    return float32_product(x, head.t(), out[: x.shape[0]])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
-    """total = left @ right, or total += left @ right, each product summed in float32 and written as total is."""
-    beta = 1 if accumulate else 0  # with 0 the old content is not read
+def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    if left.dtype == torch.float32:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, add: bool, factor: float) -> None:
+    """total = factor left @ right, or total += that, each product summed in float32 and written as total is."""
+    how = {"beta": 1 if add else 0, "alpha": factor}  # with beta 0 the old content is not read
     if left.dtype == total.dtype:
-        torch.addmm(total, left, right, beta=beta, out=total)
+        torch.addmm(total, left, right, out=total, **how)
     else:
-        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total, **how)

@@ -32,26 +32,27 @@ class NativeRows:
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale, self._softcap = 1 / temperature, softcap
         self._buffer = torch.empty((n, V), dtype=torch.float32, device=device)
-        self._statistics: tuple[Tensor, ...] = ()
-        self._cluster = cluster_size(V, device) if weight.is_cuda else 0
+        self._top = self._log_total = self._entropy = torch.empty(0)
+        # float16 gradients come in units that are known after the statistics: no kernel does both in one read.
+        self._cluster = cluster_size(V, device) if weight.is_cuda and weight.dtype != torch.float16 else 0
 
     def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         z = logits(x, self.head, self._buffer)
         if slopes is not None and self._cluster:  # statistics and gradients from one read
             how = self._scale, self.head.dtype, self._cluster, self._softcap
             return *row_loss_(z, self._bias, target, slopes, *how), slopes.c
-        logp, entropy, top, log_total = row_statistics(z, self._bias, target, self._scale, self._softcap)
-        self._statistics = top, log_total, entropy
+        found = row_statistics(z, self._bias, target, self._scale, self._softcap)
+        logp, self._entropy, self._top, self._log_total = found
         a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, entropy, a, c
+        return logp, self._entropy, a, c
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         z, dtype = self._buffer[: target.numel()], self.head.dtype
         if self._cluster:
             row_move_(z, source, dtype)
         else:
-            how = self._scale, dtype, self._softcap
-            row_gradient_(z, self._bias, target, source, *self._statistics, a, c, *how)
+            statistics, how = (self._top, self._log_total, self._entropy), (self._scale, dtype, self._softcap)
+            row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
         return packed_rows(z, source.numel(), dtype)
 
 

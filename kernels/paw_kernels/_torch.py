@@ -14,6 +14,10 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
 
 
+_FLOOR = -1e30
+"""Of a token masked by a bias of -inf, once it is no target: 0 * inf would be NaN where it adds nothing."""
+
+
 class TorchRows:
     def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, n: int) -> None:
         self.head = weight if weight.is_cuda else weight.float()
@@ -33,11 +37,14 @@ class TorchRows:
         z -= self._top[:, None]
         if self._temperature != 1.0:  # a difference is scaled: exact however large the logits are
             z *= 1 / self._temperature
+        chosen = z.gather(1, target[:, None]).squeeze(1)
+        if self._bias is not None:
+            z.clamp_(min=_FLOOR)
         # e = exp(z) is kept: p = e / exp(log_sum) without a second exponential.
         e = torch.exp(z, out=self._e[:n])
         total = e.sum(1)
         self._log_sum = total.log()
-        logp = z.gather(1, target[:, None]).squeeze(1) - self._log_sum
+        logp = chosen - self._log_sum
         self._entropy = self._log_sum - torch.linalg.vecdot(e, z) / total
         a, c = (logp, None) if slopes is None else slopes.at(logp)
         return logp, self._entropy, a, c

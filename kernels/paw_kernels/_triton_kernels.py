@@ -28,7 +28,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 LN2 = tl.constexpr(0.6931471805599453)
-OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V: finite, because e x would be 0 * inf = NaN
+OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
+FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
 
 
@@ -38,12 +39,10 @@ SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed t
 
 @triton.jit
 def _tanh(x):
-    """To about 2 ulp: a polynomial where the quotient would cancel. Neither overflows."""
-    size, s = tl.abs(x), x * x
+    """To about 4 ulp: a polynomial where 1 - 2 / (1 + exp(2 x)) would cancel."""
+    s = x * x
     p = ((1.643756359e-2 * s - 5.267180450e-2) * s + 1.332072492e-1) * s - 3.333294663e-1
-    e = tl.exp2(-2.885390081777927 * size)  # exp(-2 |x|)
-    t = tl.where(size < 0.55, size * s * p + size, (1 - e) / (1 + e))
-    return tl.where(x < 0, -t, t)
+    return tl.where(s < 0.3025, x * s * p + x, 1 - 2 / (1 + tl.exp2(2.885390081777927 * x)))
 
 
 @triton.jit
@@ -52,6 +51,7 @@ def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
         u += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+        u = tl.maximum(u, OUTSIDE, propagate_nan=tl.PropagateNan.ALL)
     if softcap is not None:
         u = softcap * _tanh(u * (1 / softcap))
     if RAGGED:
@@ -176,7 +176,10 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """result [4, capacity] (log p of the target, entropy, M, log2 S) from partial [P, capacity, 4]."""
+    """result [4, capacity] (log p of the target, entropy, M, log2 S) from partial [P, capacity, 4].
+
+    Rows of which every logit is -inf are NaN, and log p of a target whose logit is.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < n
     peak = tl.full((ROWS,), OUTSIDE, tl.float32)
@@ -192,16 +195,17 @@ def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLO
         blocks = first + tl.arange(0, BLOCKS)
         at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
         ok = (blocks < P)[:, None] & row_ok[None, :]
-        shift = tl.where(ok, (tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, 0.0)
+        shift = tl.where(ok, tl.maximum((tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, FAR), 0.0)
         part_slant = tl.load(at + 1, mask=ok, other=0.0)
         part_total = tl.load(at + 2, mask=ok, other=0.0)
         factor = tl.exp2(shift)
         total += tl.sum(factor * part_total, 0)
         slant += tl.sum(factor * (part_slant + shift * part_total), 0)
         chosen += tl.sum(tl.load(at + 3, mask=ok, other=0.0), 0)
-    log_total = tl.log2(total)
+    log_total = tl.where(peak <= OUTSIDE, float("nan"), tl.log2(total))
+    log_chosen = tl.where(chosen <= OUTSIDE, -float("inf"), (chosen - peak) * scale)
     out = result + rows
-    tl.store(out, ((chosen - peak) * scale - log_total) * LN2, mask=row_ok)
+    tl.store(out, (log_chosen - log_total) * LN2, mask=row_ok)
     tl.store(out + capacity, (log_total - slant / total) * LN2, mask=row_ok)
     tl.store(out + 2 * capacity, peak, mask=row_ok)
     tl.store(out + 3 * capacity, log_total, mask=row_ok)
@@ -243,6 +247,7 @@ def gradient_kernel(
     cols = blocks[:, None] * COLS + tl.arange(0, COLS)[None, :]
     peak = tl.load(partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=OUTSIDE)
     shift = (peak - tl.load(result + 2 * capacity + row)) * scale - tl.load(result + 3 * capacity + row)
+    shift = tl.maximum(shift, FAR, propagate_nan=tl.PropagateNan.ALL)
     power = tl.load(e + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
 
     p = power * tl.exp2(shift)[:, None]

@@ -22,7 +22,6 @@ SKIP, ACTION, OBSERVATION = 0, 1, 2
 _KL_CLAMP = 10.0
 _LOG_RATIO_MAX = 20.0
 _FLOOR = -1e30  # finite, because 0 * inf = NaN; its exponential is 0
-_GAINS = ("scale", "pull", "c")
 _OBSERVATION_LOSSES = ("cmae", "mae", "ce", "gce")
 
 
@@ -69,6 +68,11 @@ class LossRows:
                 "rows: clip_low must be in [0, 1], clip_high >= 0 and dual_clip > 1, "
                 f"got {self.clip_low}, {self.clip_high}, {self.dual_clip}"
             )
+        if not 0 <= self.rho <= 1:
+            raise ValueError(f"rows.rho must be in [0, 1], got {self.rho}")
+        for name in ("kl_coef", "entropy_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"rows.{name} must be finite and at least 0, got {getattr(self, name)}")
         if self.kl_coef != 0 and self.ref_logp is None:
             raise ValueError(f"rows.ref_logp is needed when kl_coef is not 0 (kl_coef={self.kl_coef})")
         check_tensor("rows.kind", self.kind, [T], torch.uint8, device)
@@ -114,17 +118,12 @@ class Slopes:
     def take(self, index: slice) -> "Slopes":
         return replace(self, **{name: tensor[index] for name, tensor in _tensors(self).items()})
 
-    def scaled(self, factor: Tensor) -> "Slopes":
-        """a and c times a scalar tensor."""
-        gains = {name: tensor * factor for name, tensor in _tensors(self).items() if name in _GAINS}
-        return replace(self, **gains)
-
     def at(self, logp: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, c) at l = logp."""
         powers = (logp - self.base).clamp_(min=_FLOOR).mul_(self.power).exp_()
         a = (self.scale * powers).masked_fill_(self.outside(logp), 0.0)
         if self.pull is not None and self.ref is not None:
-            gap = self.ref - logp
+            gap = (self.ref - logp).clamp_(max=_LOG_RATIO_MAX)  # beyond the clamp of k3, and finite where logp is -inf
             gap_exp = gap.exp()
             a += (self.pull * (1 - gap_exp)).masked_fill_(gap_exp - gap - 1 > _KL_CLAMP, 0.0)
         return a, self.c
@@ -195,7 +194,7 @@ def row_terms(logp: Tensor, entropy: Tensor, rows: LossRows, of: Slopes) -> RowT
 
     kl = torch.zeros_like(logp)
     if rows.ref_logp is not None:
-        gap = torch.where(action, rows.ref_logp - logp, 0.0)
+        gap = torch.where(action, rows.ref_logp - logp, 0.0).clamp_(max=_LOG_RATIO_MAX)
         kl = (gap.exp() - gap - 1).clamp(-_KL_CLAMP, _KL_CLAMP)
         action_loss = action_loss + rows.kl_coef * kl
     if rows.entropy_coef != 0:

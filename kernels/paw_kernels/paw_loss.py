@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import check_head, out_of_range, raise_first
-from paw_kernels._head import head_pass, live_rows
+from paw_kernels._checks import TAGS, check_head, out_of_range, raise_first, refuse_second_derivatives
+from paw_kernels._head import gradient_dtype, head_pass, live_rows
 from paw_kernels.coefficients import LossRows, row_terms, slopes
 
 
@@ -40,23 +40,25 @@ class PawLoss(NamedTuple):
 
 
 _SCHEMA = """(
-    Tensor hidden, Tensor weight, Tensor? bias, Tensor target,
+    Tensor hidden, Tensor weight, Tensor? bias, Tensor target, float temperature, float? softcap,
     Tensor kind, Tensor row_weight, Tensor advantage, Tensor old_logp, Tensor? ref_logp,
     float clip_low, float clip_high, float dual_clip, float kl_coef, float entropy_coef, float rho,
-    str observation_loss, float q, float temperature, float? softcap, str backend, bool[] wants
+    str observation_loss, float q, str backend, bool[] wants
 ) -> (
     Tensor loss, Tensor row_loss, Tensor logp, Tensor entropy, Tensor kl, Tensor live, Tensor clipped, Tensor masked,
-    Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor unit
+    Tensor d_hidden, Tensor d_weight, Tensor d_bias
 )"""
-"""The fields of PawLoss, then the gradients (empty where not in `wants`) and what they are measured in."""
+"""The fields of PawLoss, then the gradients (`gradient_dtype`, empty where not in `wants`)."""
 
 
-@torch.library.custom_op("paw_kernels::paw_loss", mutates_args=(), schema=" ".join(_SCHEMA.split()))
+@torch.library.custom_op("paw_kernels::paw_loss", mutates_args=(), schema=" ".join(_SCHEMA.split()), tags=TAGS)
 def _paw_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    temperature: float,
+    softcap: float | None,
     kind: Tensor,
     row_weight: Tensor,
     advantage: Tensor,
@@ -70,8 +72,6 @@ def _paw_loss(
     rho: float,
     observation_loss: str,
     q: float,
-    temperature: float,
-    softcap: float | None,
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
@@ -83,7 +83,6 @@ def _paw_loss(
     raise_first({f"target must be in [0, {weight.shape[0]}) on rows with kind != 0": bad_target, **rows.problems()})
 
     of = slopes(rows)
-    unit = gradient_unit(hidden, rows.weight)
     result = head_pass(
         resolve(backend, hidden),
         hidden,
@@ -93,7 +92,7 @@ def _paw_loss(
         index,
         temperature,
         softcap,
-        slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
+        slopes=of,
         wants=(wants[0], wants[1], wants[2]),
     )
     terms = row_terms(result.logp, result.entropy, rows, of)
@@ -111,52 +110,44 @@ def _paw_loss(
         per_token(terms.clipped),
         per_token(terms.masked),
         *(hidden.new_empty(0) if d is None else d for d in (result.d_hidden, result.d_weight, result.d_bias)),
-        unit,
     )
 
 
 @_paw_loss.register_fake
-def _(hidden, weight, bias, target, kind, row_weight, *rest) -> tuple[Tensor, ...]:
+def _(hidden, weight, bias, target, temperature, softcap, kind, row_weight, *rest) -> tuple[Tensor, ...]:
     T, wants = hidden.shape[0], rest[-1]
     number, flag = (lambda: row_weight.new_empty(T)), (lambda: kind.new_empty(T, dtype=torch.bool))
     per_token = number(), number(), number(), number(), flag(), flag(), flag()
     shapes = hidden.shape, weight.shape, weight.shape[:1]
-    gradients = [hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True)]
-    return row_weight.new_empty(()), *per_token, *gradients, row_weight.new_empty(())
+    dtype = gradient_dtype(hidden.dtype)
+    empty = [hidden.new_empty(s, dtype=dtype) if w else hidden.new_empty(0) for s, w in zip(shapes, wants, strict=True)]
+    return row_weight.new_empty(()), *per_token, *empty
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     # Kept as attributes, not saved for backward, so that the first backward can hand them over and let go of them.
     # That makes no reference cycle, because they take no part in autograd.
-    *ctx.gradients, ctx.unit = output[8:]
+    ctx.gradients = output[8:]
     ctx.mark_non_differentiable(*output[8:])
-    ctx.wants = inputs[-1]
+    ctx.wants, ctx.dtype = inputs[-1], inputs[0].dtype
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("paw_loss")
     if ctx.gradients is None:
         raise RuntimeError("backward through paw_loss a second time; the first needs retain_graph=True")
-    factor = grad_loss * ctx.unit
     gradients = [d if want else None for d, want in zip(ctx.gradients, ctx.wants, strict=True)]
     keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     traced = type(factor) is not Tensor  # a fake or functional tensor has no value to look at
     if keep or traced or factor != 1:
-        gradients = [None if d is None else (d * factor).to(d.dtype) for d in gradients]
+        gradients = [None if d is None else d * factor for d in gradients]
     if not keep:
         ctx.gradients = None
-    return *gradients, *[None] * 18
+    return *(None if d is None else d.to(ctx.dtype) for d in gradients), *[None] * 18
 
 
 _paw_loss.register_autograd(_backward, setup_context=_save)
-
-
-def gradient_unit(hidden: Tensor, size: Tensor) -> Tensor:
-    """What 16-bit gradients are measured in: float16 ends at 6e-8, where a token's weight of 1e-6 would be lost."""
-    if hidden.dtype != torch.float16 or size.numel() == 0:
-        return torch.ones((), device=hidden.device)
-    largest = size.abs().max()
-    return torch.where(largest > 0, largest, 1.0)
 
 
 def paw_loss(
@@ -181,7 +172,7 @@ def paw_loss(
     in `rows` that are not finite where they are read, a temperature or softcap that is not positive and finite, a
     backend that is unknown or cannot run here.
     """
-    check_head(hidden, weight, target, bias, temperature, softcap)
+    hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     rows.check(hidden.shape[0], hidden.device)
     grad = torch.is_grad_enabled()
     wants = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -190,6 +181,8 @@ def paw_loss(
         weight,
         bias,
         target,
+        float(temperature),
+        None if softcap is None else float(softcap),
         rows.kind,
         rows.weight,
         rows.advantage,
@@ -203,8 +196,6 @@ def paw_loss(
         rows.rho,
         rows.observation_loss,
         rows.q,
-        float(temperature),
-        None if softcap is None else float(softcap),
         backend,
         wants,
     )[:8]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import check_head, out_of_range, raise_first
+from paw_kernels._checks import TAGS, check_head, out_of_range, raise_first, refuse_second_derivatives
 from paw_kernels._head import head_pass, live_rows
 from paw_kernels.coefficients import constant_slopes
-from paw_kernels.paw_loss import gradient_unit
 
 
 class TokenStats(NamedTuple):
@@ -26,7 +25,7 @@ class TokenStats(NamedTuple):
     """Entropy of the same distribution over the vocabulary, nats, >= 0."""
 
 
-@torch.library.custom_op("paw_kernels::token_stats", mutates_args=())
+@torch.library.custom_op("paw_kernels::token_stats", mutates_args=(), tags=TAGS)
 def _token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -47,7 +46,7 @@ def _(hidden, *rest):
     return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
 
 
-@torch.library.custom_op("paw_kernels::token_stats_backward", mutates_args=())
+@torch.library.custom_op("paw_kernels::token_stats_backward", mutates_args=(), tags=TAGS)
 def _token_stats_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -62,8 +61,6 @@ def _token_stats_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = live_rows(grad_logp, grad_entropy).nonzero().squeeze(1)
     a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
-    unit = gradient_unit(hidden, a if c is None else torch.stack((a, c)))
-    of = constant_slopes(a, c)
     result = head_pass(
         resolve(backend, hidden),
         hidden,
@@ -73,13 +70,11 @@ def _token_stats_backward(
         index,
         temperature,
         softcap,
-        slopes=of.scaled(1 / unit) if hidden.dtype == torch.float16 else of,
+        slopes=constant_slopes(a, c),
         wants=(wants[0], wants[1], wants[2]),
     )
     gradients = result.d_hidden, result.d_weight, result.d_bias
-    if hidden.dtype == torch.float16:
-        gradients = tuple(None if d is None else (d * unit).to(d.dtype) for d in gradients)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d for d in gradients)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in gradients)
     return d_hidden, d_weight, d_bias
 
 
@@ -97,6 +92,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives("token_stats")
     hidden, weight, bias, target = ctx.saved_tensors
     if grad_logp is None:
         assert grad_entropy is not None, "backward of neither output"
@@ -128,6 +124,6 @@ def token_stats(
     Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a temperature or softcap that is
     not positive and finite, a backend that is unknown or cannot run here.
     """
-    check_head(hidden, weight, target, bias, temperature, softcap)
+    hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     softcap = None if softcap is None else float(softcap)
     return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), softcap, backend))

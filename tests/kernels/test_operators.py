@@ -1,11 +1,16 @@
 """The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing; and the C++ row operations."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from dense_reference import problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
@@ -43,6 +48,93 @@ def test_compiles_into_one_graph_with_the_body():
     parameters = [*body.parameters(), weight]
     compiled = torch.compile(loss, fullgraph=True)
     assert_equal(gradients(compiled(inputs), *parameters), gradients(loss(inputs), *parameters))
+
+
+@pytest.mark.slow
+def test_compiles_for_one_temperature_after_another():
+    """The second is a symbol for torch.compile, and no check of it may break the graph."""
+    _, hidden, weight, target, rows = body_and_rows()
+    hidden.requires_grad_()
+
+    def loss(temperature, softcap):
+        how = {"temperature": temperature, "softcap": softcap}
+        return (
+            paw_loss(hidden, weight, target, rows, **how).loss - token_stats(hidden, weight, target, **how).logp.mean()
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for how in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
+        assert_equal(gradients(compiled(*how), hidden, weight), gradients(loss(*how), hidden, weight))
+
+
+def test_cuda_graphs_leave_the_operators_out():
+    """They wait for the host, which a captured graph cannot."""
+    for name in ("paw_loss", "token_stats", "token_stats_backward"):
+        operator = getattr(torch.ops.paw_kernels, name).default
+        assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_around_the_head_change_nothing():
+    body, inputs, weight, target, rows = body_and_rows()
+    body, inputs, target, weight = body.cuda(), inputs.cuda(), target.cuda(), torch.nn.Parameter(weight.detach().cuda())
+    fields = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    rows = LossRows(**{n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+
+    def loss(inputs):
+        return paw_loss(body(inputs), weight, target, rows).loss
+
+    compiled, parameters = torch.compile(loss, mode="reduce-overhead"), [*body.parameters(), weight]
+    for _ in range(3):
+        got = gradients(compiled(inputs), *parameters)
+        for a, b in zip(got, gradients(loss(inputs), *parameters), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["paw_loss", "token_stats"])
+def test_derivatives_that_do_not_exist_are_refused(name):
+    _, hidden, weight, target, rows = body_and_rows()
+
+    def of(hidden, weight):
+        if name == "paw_loss":
+            return paw_loss(hidden, weight, target, rows).loss
+        return token_stats(hidden, weight, target).entropy.sum()
+
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivatives; .*create_graph=True"):
+        torch.autograd.grad(of(hidden, weight), weight, create_graph=True)
+    hidden, weight = hidden.detach(), weight.detach()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"):
+        of(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight)
+    with pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"):
+        torch.func.jvp(lambda w: of(hidden, w), (weight,), (torch.ones_like(weight),))
+    with forward_ad.dual_level():  # of nothing that the head sees
+        of(hidden, weight)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["paw_loss", "token_stats"])
+def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
+    """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
+    hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
+
+    def of(hidden, weight, bias):
+        if name == "paw_loss":
+            return paw_loss(hidden, weight, target, rows, bias=bias).loss
+        return sum(t.sum() for t in token_stats(hidden, weight, target, bias=bias))
+
+    mixed = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
+    same = [t.detach().bfloat16().requires_grad_() for t in mixed]
+    with pytest.raises(ValueError, match=r"weight must be torch.bfloat16, got torch.float32"):
+        of(*mixed)
+    call = torch.compile(of, fullgraph=True, backend="aot_eager") if compiled else of
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = gradients(call(*mixed), *mixed)
+    want = gradients(of(*same), *same)
+    assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.float32]
+    assert all(torch.equal(g.bfloat16(), w) for g, w in zip(got, want, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch.bfloat16"):
+        of(mixed[0], weight.double(), bias)
 
 
 @pytest.mark.slow
@@ -108,7 +200,7 @@ def test_operators_pass_the_checks_of_torch_library():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         torch.ops.paw_kernels.paw_loss,
-        (*leaves, target, *per_row, *numbers, "cmae", 0.7, 0.7, 2.0, "auto", [True] * 3),
+        (*leaves, target, 0.7, 2.0, *per_row, *numbers, "cmae", 0.7, "auto", [True] * 3),
         test_utils=tests,
     )
     torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, 2.0, "auto"), test_utils=tests)
@@ -188,6 +280,13 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
         match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built, or has changed since; install a C\+\+",
     ):
         paw_loss(hidden, weight, target, rows, backend="cpu")
+
+
+def test_a_library_of_older_sources_is_not_called(monkeypatch):
+    """Its functions of the same name would take other arguments."""
+    older = SimpleNamespace(origin="libc.so.6")
+    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: older)
+    assert _native.cpu_library.__wrapped__() is None
 
 
 def test_the_cpu_backend_is_the_one_in_use_here():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,21 @@ ERRORS = {
     "rows.ref_logp is needed": lambda h, w, y, r: ((h, w, y, dataclasses.replace(r, ref_logp=None, kl_coef=0.1))),
     "rows.observation_loss='mse'": lambda h, w, y, r: ((h, w, y, dataclasses.replace(r, observation_loss="mse"))),
     "rows.q must be in (0, 1], got 0.0": lambda h, w, y, r: (h, w, y, dataclasses.replace(r, q=0.0)),
+    "rows.rho must be in [0, 1], got nan": lambda h, w, y, r: (h, w, y, dataclasses.replace(r, rho=math.nan)),
+    "rows.rho must be in [0, 1], got 1.5": lambda h, w, y, r: (h, w, y, dataclasses.replace(r, rho=1.5)),
+    "rows.rho must be in [0, 1], got -0.1": lambda h, w, y, r: (h, w, y, dataclasses.replace(r, rho=-0.1)),
+    "rows.kl_coef must be finite and at least 0, got nan": lambda h, w, y, r: (
+        (h, w, y, dataclasses.replace(r, kl_coef=math.nan))
+    ),
+    "rows.kl_coef must be finite and at least 0, got -1.0": lambda h, w, y, r: (
+        (h, w, y, dataclasses.replace(r, kl_coef=-1.0))
+    ),
+    "rows.entropy_coef must be finite and at least 0, got nan": lambda h, w, y, r: (
+        (h, w, y, dataclasses.replace(r, entropy_coef=math.nan))
+    ),
+    "rows.entropy_coef must be finite and at least 0, got inf": lambda h, w, y, r: (
+        (h, w, y, dataclasses.replace(r, entropy_coef=math.inf))
+    ),
     "dual_clip > 1": lambda h, w, y, r: (h, w, y, dataclasses.replace(r, dual_clip=0.5)),
 }
 
