@@ -7,6 +7,7 @@ on stderr and exit code 2.
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -52,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
             rest = [f"--{key}" for key in overrides]
         if rest:
             raise UserError(_unknown(rest[0], overrides=options.overrides))
+        known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
+        if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # training leaves at once until it has begun
         try:
             return options.command(options, overrides)
         except SystemExit as error:  # not ours: of an environment's file, or of a library

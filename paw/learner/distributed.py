@@ -40,12 +40,13 @@ FOREVER = timedelta(days=30)
 class Ranks:
     """This process among its peers; without torchrun's variables it is the only one."""
 
+    _watchdog: Watchdog | None = None
+
     def __init__(self, device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> None:
         """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
         self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
         self.on_host = _variable("LOCAL_WORLD_SIZE", self.world)
         self._device = device
-        self._watchdog: Watchdog | None = None
         if not 0 <= self.rank < self.world:
             raise UserError(
                 f"RANK = {self.rank} and WORLD_SIZE = {self.world} do not fit; start with --gpus or torchrun"
