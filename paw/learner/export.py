@@ -87,14 +87,20 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
         raise UserError(f"{run}: no run directory (config.toml is missing)")
     config = load(run / "config.toml")
     folder = run / "checkpoints"
-    path = folder / checkpoint_name if checkpoint_name else checkpoint.latest(folder)
-    if path is None or not path.is_dir():
+    chosen = folder / checkpoint_name if checkpoint_name else None
+    if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
     base = start_model(run, config)
     policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
-    tensors, state = checkpoint.load(path, like={"model": policy.named_parameters_once()})
+
+    def read(path: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+        return checkpoint.load(path, like={"model": policy.named_parameters_once()})
+
+    found = (chosen, read(chosen)) if chosen else checkpoint.newest(folder, read)
+    assert found, "a checkpoint was there"
+    tensors, state = found[1]
     policy.load(tensors["model"])
     weights = dict(full_parameters(policy.lm, once=True))
     return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError
-from paw.trust.files import json_object
+from paw.trust.files import json_object, update_of
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""
@@ -72,18 +72,18 @@ def load_run(run_dir: Path) -> Run:
     lines, unreadable = _json_lines(path)
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
-        if type(step := line.pop("step", None)) is int:
+        if (step := update_of(line)) is not None:
             by_step.setdefault(step, {}).update(line)
     metrics: dict[str, dict[int, float]] = {}
     for step, line in sorted(by_step.items()):
         for key, value in line.items():
-            if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            if key != "step" and type(value) in (int, float) and abs(value) <= sys.float_info.max:
                 metrics.setdefault(key, {})[step] = float(value)
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
     config_text, tables = _text(run_dir / "config.toml"), {}
-    with suppress(tomllib.TOMLDecodeError):
+    with suppress(ValueError, RecursionError):
         tables = tomllib.loads(config_text)
     sections = ((name, table) for name, table in tables.items() if isinstance(table, dict))
     config = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}

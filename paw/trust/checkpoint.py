@@ -14,39 +14,28 @@ every load checks the manifest first. Nothing is ever unpickled.
 import hashlib
 import json
 import math
-import random
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paw.errors import UserError, to_stderr
-from paw.learner.distributed import sharded_like, whole
-from paw.trust.files import cause, fsync, fsync_tree
+from paw.errors import UserError, shown, to_stderr
+from paw.trust.files import cause, fsync, fsync_tree, json_object
 
 VERSION = 1
 PART = 4 << 30
 """Bytes of a file at which the next one begins, so that host memory need not hold more of a sharded model."""
 MANIFEST, STATE = "manifest.json", "state.json"
+T = TypeVar("T")
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
 """What `named_parameters()` gives."""
-
-
-@runtime_checkable
-class Compressed(Protocol):
-    """An optimizer whose state is not made of plain tensors: flash-adamw."""
-
-    def state_tensors(self, p: Tensor) -> dict[str, Tensor]: ...
-    def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class CheckpointError(UserError):
@@ -77,7 +66,7 @@ def save(
             folder.mkdir(parents=True)
             fsync(folder.parent)
         for leftover in folder.glob(".tmp_*"):  # of a save that was killed
-            shutil.rmtree(leftover)
+            _remove(leftover)
         temp.mkdir()
         for stem, named in tensors.items():
             pairs: Any = named.items() if isinstance(named, Mapping) else named
@@ -92,7 +81,7 @@ def save(
             path.rename(folder / f".tmp_replaced_{path.name}")
         temp.rename(path)
         fsync(folder)
-        shutil.rmtree(folder / f".tmp_replaced_{path.name}", ignore_errors=True)
+        _remove(folder / f".tmp_replaced_{path.name}")
     except (OSError, SafetensorError) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
         raise UserError(f"cannot save checkpoint {path}: {cause(error)}; earlier checkpoints are intact") from error
     finally:
@@ -100,10 +89,10 @@ def save(
     return path
 
 
-def verify(path: Path) -> None:
-    """Check every file of a checkpoint against its manifest; reads all bytes once.
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered.
+    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
     """
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}")
@@ -111,17 +100,25 @@ def verify(path: Path) -> None:
     found = {file.name for file in path.iterdir()} - {MANIFEST}
     for name in sorted(files.keys() | found):
         if name not in found:
-            raise _damaged(path, name, "the file is missing")
+            raise damaged(path, name, "the file is missing")
         if name not in files:
-            raise _damaged(path, name, "not a file of this checkpoint")
+            raise damaged(path, name, "not a file of this checkpoint")
         try:
             now = _describe(path / name)
         except OSError as error:
-            raise _damaged(path, name, cause(error)) from None
+            raise damaged(path, name, cause(error)) from None
         if now["bytes"] != files[name]["bytes"]:
-            raise _damaged(path, name, f"{now['bytes']} bytes instead of {files[name]['bytes']}")
+            raise damaged(path, name, f"{now['bytes']} bytes instead of {files[name]['bytes']}")
         if now != files[name]:
-            raise _damaged(path, name, "its sha256 differs from the manifest's")
+            raise damaged(path, name, "its sha256 differs from the manifest's")
+    state = json_object((path / STATE).read_bytes()) if STATE in files else None
+    if state is None:
+        raise damaged(path, STATE, "not a JSON object")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {shown(state.get('version'))}, not {VERSION}")
+    if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
+        raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
+    return state
 
 
 def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> tuple[Tensors, dict[str, Any]]:
@@ -132,44 +129,49 @@ def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) 
 
     Raises CheckpointError naming the file, for damage, another version, or tensors that do not fit `like`.
     """
-    verify(path)
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, STATE, str(error)) from None
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {state.get('version')}, not {VERSION}")
+    state = verify(path)
     tensors: Tensors = defaultdict(dict)
     for file in sorted(path.glob("*.safetensors")):
         try:
             tensors[file.stem.partition("-")[0]].update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, cause(error)) from None
+        except Exception as error:  # of whatever kind: the manifest says nothing about the sense of the bytes
+            raise damaged(path, file.name, cause(error)) from None
     for stem, expected in (like or {}).items():
         _check_fit(tensors.get(stem, {}), expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
 def latest(folder: Path, warn: Callable[[str], None] = to_stderr) -> Path | None:
-    """The checkpoint saved last that verifies, or None where there is none at all.
+    """The checkpoint saved last that verifies, or None where there is none at all; see `newest`."""
+    found = newest(folder, verify, warn)
+    return found and found[0]
 
-    Each damaged one passed over is told to `warn` (default: standard error). Saved last, not highest step: after a
-    rewind to an older checkpoint the new branch counts. Raises CheckpointError when there are only damaged ones, rather
-    than silently starting over.
+
+def newest(folder: Path, read: Callable[[Path], T], warn: Callable[[str], None] = to_stderr) -> tuple[Path, T] | None:
+    """The checkpoint saved last that `read` takes, and what it makes of it; None where there is none at all.
+
+    `read` refuses with CheckpointError. Each one passed over is told to `warn` (default: standard error). Saved last,
+    not highest step: after a rewind to an older checkpoint the new branch counts. Raises CheckpointError when there are
+    only damaged ones, rather than silently starting over.
     """
-    damaged: list[CheckpointError] = []
-    for path in sorted(folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True):
+    refused: list[CheckpointError] = []
+    for path in saved(folder):
         try:
-            verify(path)
+            made = read(path)
         except CheckpointError as error:
-            damaged.append(error)
+            refused.append(error)
             continue
-        for error in damaged:
+        for error in refused:
             warn(f"{error}: using {path.name}")
-        return path
-    if damaged:
-        raise CheckpointError(f"{damaged[0]}; no other checkpoint in {folder} verifies: use another --run.name")
+        return path, made
+    if refused:
+        raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name")
     return None
+
+
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, the one saved last first, before it those whose manifest cannot be read."""
+    return sorted(folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -178,110 +180,7 @@ def prune(folder: Path, keep: int) -> None:
         raise ValueError(f"keep = {keep}: at least 1")
     for path in sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))[:-keep]:
         path.rename(path.with_name(f".tmp_pruned_{path.name}"))
-        shutil.rmtree(path.with_name(f".tmp_pruned_{path.name}"), ignore_errors=True)
-
-
-# --- training state as tensors -------------------------------------------------------------------------------------
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    parameters: Named,
-    gathered: Callable[[Named], Any] = lambda named: {name: whole(tensor).detach().cpu() for name, tensor in named},
-) -> tuple[Any, dict[str, Any]]:
-    """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for torch's AdamW: step, exp_avg, exp_avg_sq.
-
-    Sharded tensors (DTensor) are made whole by `gathered`, in which every rank must take part; what it gives is the
-    first part of the answer. Those in host memory are not copied. Parameters without state are left out.
-    """
-    names = {parameter: name for name, parameter in parameters}
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        for parameter, values in optimizer.state.items():
-            if isinstance(optimizer, Compressed):
-                values = optimizer.state_tensors(parameter)
-            for key, value in values.items():
-                yield f"{names[parameter]}/{key}", torch.as_tensor(value)
-
-    return gathered(named()), {
-        "class": type(optimizer).__name__,
-        "lr": [group["lr"] for group in optimizer.param_groups],
-    }
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
-) -> None:
-    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
-
-    Learning rates are restored too; betas, weight decay and the like stay as the optimizer was built. Raises
-    CheckpointError where class, names or shapes do not fit.
-    """
-    if info["class"] != type(optimizer).__name__ or len(info["lr"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"optimizer.safetensors: written by {info['class']} with {len(info['lr'])} parameter groups, "
-            f"this run has {type(optimizer).__name__} with {len(optimizer.param_groups)}"
-        )
-    by_name = dict(parameters)
-    compressed: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    for full_name, tensor in tensors.items():
-        name, key = full_name.rsplit("/", 1)
-        parameter = by_name.get(name)
-        if parameter is None or parameter not in group_of:
-            raise CheckpointError(f"optimizer.safetensors: '{full_name}' belongs to no parameter of this run")
-        if isinstance(optimizer, Compressed):
-            compressed[parameter][key] = tensor
-        elif key == "step":
-            group = group_of[parameter]
-            on_device = group.get("fused") or group.get("capturable")
-            restored[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
-        elif tensor.shape == parameter.shape:
-            restored[parameter][key] = sharded_like(parameter, tensor)
-        else:
-            shapes = f"has shape {list(tensor.shape)}, the parameter {list(parameter.shape)}"
-            raise CheckpointError(f"optimizer.safetensors: '{full_name}' {shapes}")
-    # Set directly: Optimizer.load_state_dict casts state to the parameter's dtype.
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-    for parameter, values in compressed.items():
-        try:
-            optimizer.load_tensors(parameter, values)  # type: ignore[attr-defined]
-        except KeyError as error:
-            raise CheckpointError(
-                f"optimizer.safetensors: {error} is missing; was optim.master_bits another?"
-            ) from None
-    for group, lr in zip(optimizer.param_groups, info["lr"], strict=True):
-        group["lr"] = lr
-
-
-def rng_tensors() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Global random states of torch (CPU, and the current CUDA device), python and numpy: (tensors, JSON).
-
-    Each process has its own: with several ranks save one pair a rank.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-    }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors, {"python": [version, gauss], "numpy": [kind, int(position), int(has_gauss), float(cached)]}
-
-
-def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Put `rng_tensors` back. A CUDA state is left aside on a machine without CUDA."""
-    version, gauss = info["python"]
-    kind, position, has_gauss, cached = info["numpy"]
-    torch.set_rng_state(tensors["torch"].clone())
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"].clone())
+        _remove(path.with_name(f".tmp_pruned_{path.name}"))
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
@@ -311,7 +210,16 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, o
             raise CheckpointError(f"{origin}: '{name}' is {has.dtype} {list(has.shape)}, this model needs {needs}")
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _describe(file: Path) -> dict[str, Any]:
+    if not file.is_file():  # reading a pipe would wait for its writer
+        raise OSError("not a file")
     with file.open("rb") as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
@@ -325,16 +233,21 @@ def _manifest(files: dict[str, dict[str, Any]], order: int) -> str:
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-        content = json.loads(text)
-        files, order = content["files"], content["order"]
+        if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
+            raise OSError("not a file")
+        text = (path / MANIFEST).read_bytes()
     except OSError as error:
-        raise _damaged(path, MANIFEST, cause(error)) from None
-    except (ValueError, KeyError, TypeError):
-        raise _damaged(path, MANIFEST, "not a manifest") from None
-    if text != _manifest(files, order):
-        raise _damaged(path, MANIFEST, "it does not match its own sha256")
-    return files, order
+        raise damaged(path, MANIFEST, cause(error)) from None
+    content = json_object(text) or {}
+    files, order = content.get("files"), content.get("order")
+    entries = files.values() if isinstance(files, dict) else [None]
+    if not all(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in entries):
+        raise damaged(path, MANIFEST, "not a manifest")
+    if type(order) is not int or not 0 < order < 2**53:
+        raise damaged(path, MANIFEST, "not a manifest")
+    if text != _manifest(files, order).encode():  # type: ignore[arg-type]
+        raise damaged(path, MANIFEST, "it does not match its own sha256")
+    return files, order  # type: ignore[return-value]
 
 
 def _order(path: Path) -> int:
@@ -345,5 +258,6 @@ def _order(path: Path) -> int:
         return 0
 
 
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+def damaged(path: Path, name: str, what: str) -> CheckpointError:
+    """The error that names a checkpoint's file and what is wrong with it."""
     return CheckpointError(f"checkpoint {path} is damaged ({name}): {what}")

@@ -82,6 +82,12 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
         return value if isinstance(value, dict) else None
 
 
+def update_of(record: dict[str, Any] | None) -> int | None:
+    """The update that a line of metrics.jsonl or samples.jsonl is of; None where it is no update's."""
+    step = record.get("step") if record else None
+    return step if type(step) is int and 0 <= step < 2**31 else None
+
+
 def cause(error: Exception) -> str:
     """Why the operating system refused, without the path, and what helps; of safetensors' errors too."""
     number = getattr(error, "errno", None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from paw.errors import UserError, clean
-from paw.trust.files import cause, fsync, json_object, open_append, write_file
+from paw.trust.files import cause, fsync, json_object, open_append, update_of, write_file
 
 Metrics = Mapping[str, Any]
 
@@ -119,11 +119,12 @@ class MetricsLog:
             with path.open("rb") as old:
                 for number, line in enumerate(old, 1):
                     record = json_object(line)
+                    update = update_of(record)
                     if not line.endswith(b"\n"):
                         continue
-                    if record is None or type(record.get("step")) is not int:
+                    if record is None or update is None:
                         broken.append(number)
-                    elif record["step"] <= step:
+                    elif update <= step:
                         new.write(line)
                         kept.append(record)
 
