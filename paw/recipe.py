@@ -16,9 +16,12 @@ import tomli_w
 from pydantic import ValidationError
 
 from paw.config import Config
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, clean, shown, to_stderr
+from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
+GENERATIONS, LARGEST = 50, 1_000_000
+"""Bases below a recipe, and bytes of one."""
 
 
 def recipe_names() -> list[str]:
@@ -74,13 +77,13 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         problems = error.errors()
         key = _dotted(problems[0]["loc"])
         if problems[0]["type"] == "extra_forbidden":
-            raise UserError(f"{where(key)}: unknown key '{key}'{nearest(key)}") from None
+            raise UserError(f"{where(key)}: unknown key '{clean(key)}'{nearest(key)}") from None
         if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
             key = next((known for known in known_keys() if known.startswith(f"{key}.")), key)
             raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
         reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
         message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
-        value = f"{key} = {problems[0]['input']!r}: " if key else ""
+        value = f"{clean(key, LONGEST_NAME)} = {shown(problems[0]['input'])}: " if key else ""
         raise UserError(f"{where(key, message)}: {value}{message}") from None
 
 
@@ -105,7 +108,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def nearest(key: str) -> str:
     """Text that suggests the nearest known key, or "". A right name in the wrong section comes before a similar one."""
-    keys = list(known_keys())
+    keys, key = list(known_keys()), key[:LONGEST_NAME]
     namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
@@ -118,9 +121,9 @@ def _set(tree: dict[str, Any], key: str, text: str) -> None:
     leaf, _, inner = leaf.partition(".")
     if (key := f"{section}.{leaf}") not in kinds or (inner and get_origin(kinds[key]) is not dict):
         whole = f"{key}.{inner}" if inner else key.rstrip(".")
-        raise UserError(f"command line: unknown key '--{whole}'{nearest(whole)}")
+        raise UserError(f"command line: unknown key '--{clean(whole)}'{nearest(whole)}")
     value: Any = text  # a bare word is a string
-    with suppress(tomllib.TOMLDecodeError):
+    with suppress(ValueError, RecursionError):
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
     if text.lower() == "none" and type(None) in get_args(kinds[key]):
@@ -129,7 +132,9 @@ def _set(tree: dict[str, Any], key: str, text: str) -> None:
         value = text  # a name that looks like a number or a date
     table = tree.setdefault(section, {})
     if not isinstance(table, dict):
-        raise UserError(f"command line: --{key} does not fit the recipe's {section} = {table!r}, which is no table")
+        raise UserError(
+            f"command line: --{key} does not fit the recipe's {section} = {shown(table)}, which is no table"
+        )
     if inner:  # --model.chat_template_kwargs.enable_thinking false
         before = table.get(leaf, {})
         value = {**(before if isinstance(before, dict) else {}), inner: value}
@@ -152,24 +157,50 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     return tree, origins
 
 
-def _lineage(recipe: str, heirs: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, tables) of a recipe after those of its bases; `heirs` are the files built on it, the last directly."""
-    by = f"{heirs[-1]}: base: " if heirs else ""
-    path, origin = RECIPES / f"{recipe}.toml", recipe
-    if recipe.endswith(".toml"):
-        path = heirs[-1].parent / recipe if heirs else Path(recipe)
-        origin = str(path)
-    if not path.is_file():
-        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(recipe_names())}"
-        raise UserError(f"{by}unknown recipe '{recipe}': {hint} (or give the path of a .toml file)")
-    if path.resolve() in [heir.resolve() for heir in heirs]:
-        raise UserError(f"{by}'{recipe}' is itself built on this recipe")
+def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
+    """(origin, tables) of a recipe after those of its bases."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    heirs: list[Path] = []  # the files built on the next one, the last directly
+    base: str | None = recipe
+    while base is not None:
+        by = f"{heirs[-1]}: base: " if heirs else ""
+        path, origin = RECIPES / f"{base}.toml", base
+        if base.endswith(".toml"):
+            path = heirs[-1].parent / base if heirs else Path(base)
+            origin = str(path)
+        if not _is_file(path):
+            near = difflib.get_close_matches(base[:LONGEST_NAME], recipe_names(), n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(recipe_names())}"
+            raise UserError(f"{by}unknown recipe '{clean(base)}': {hint} (or give the path of a .toml file)")
+        if path.resolve() in [heir.resolve() for heir in heirs]:
+            raise UserError(f"{by}'{base}' is itself built on this recipe")
+        if len(heirs) == GENERATIONS:
+            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
+        heirs.append(path)
+        tables = _tables(path)
+        base = tables.pop("base", None)
+        if not isinstance(base, str | None):
+            takes = "it takes the name of a recipe or the path of a .toml file"
+            raise UserError(f"{path}: base = {shown(base)}: {takes}")
+        found.append((origin, tables))
+    return found[::-1]
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. UserError where it is none, or so long that it is no recipe."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    base = tables.pop("base", None)
-    if not isinstance(base, str | None):
-        raise UserError(f"{path}: base = {base!r}: it takes the name of a recipe or the path of a .toml file")
-    return [*(_lineage(base, (*heirs, path)) if base is not None else []), (origin, tables)]
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise UserError(f"{path}: more than {LARGEST:,} bytes, that is no recipe")
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {clean(error)}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # a name that is too long, or holds NUL
+        return path.is_file()
+    return False

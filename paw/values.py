@@ -1,0 +1,36 @@
+"""What values of the configuration are made of: ranges, and text that a file can hold."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+LONGEST_TEXT, LONGEST_NAME = 4096, 255
+"""Characters of a value, bytes of a file's name."""
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+
+
+def check_texts(value: Any) -> Any:
+    """`value` itself. ValueError for text that config.toml, a terminal or a file system could not hold."""
+    for text in _texts(value):
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("it is no text: it holds NUL, or bytes that are not UTF-8")
+        if any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
+            raise ValueError(f"a name in it has more than {LONGEST_NAME} bytes")
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts of a value, those of a list or a table too; deeper ones fit no key."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return (str(part) for part in parts if isinstance(part, str | Path))
