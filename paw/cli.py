@@ -6,6 +6,7 @@ on stderr and exit code 2.
 """
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -68,6 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away (`paw rollout | head`)
         return 141
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        to_stderr(f"paw: {shown(error.filename)}: {error.strerror}")
+        return 2
 
 
 def entry() -> NoReturn:
@@ -176,7 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     add_module("data", "say where an environment's files are, check them, or generate some", data)
     sub = add("doctor", "say what is installed and what is missing, or inspect a model", _doctor, overrides=False)
     sub.add_argument("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
-    sub.add_argument("--json", action="store_true", help="with --model: as JSON")
+    sub.add_argument("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
+    sub.add_argument("--json", action="store_true", help="with --model or --run: as JSON")
     return parser
 
 
@@ -184,7 +191,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     resume, numbered = options.resume is not None, "run.name" not in overrides
     config = load(options.recipe, overrides)
     if "name" not in config.run.model_fields_set:
-        config = _named(config, Path(options.recipe).stem)
+        config = load(options.recipe, overrides | {"run.name": Path(options.recipe).stem})
     if options.dry_run:
         name = next(run_names(config, resume=resume)) if numbered else config.run.name
         print(dump(_named(config, name)), end="")
@@ -245,6 +252,10 @@ def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
+    if options.run:
+        from paw.show import postmortem
+
+        return postmortem.run(options.run, as_json=options.json)
     return inspect_model.run(options.model, as_json=options.json) if options.model else doctor.run()
 
 
@@ -277,10 +288,10 @@ def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _unknown(word: str, *, overrides: bool) -> str:
     if not word.startswith("--"):
-        return f"command line: '{word}' is not an option; overrides look like --optim.lr 5e-4"
+        return f"command line: '{clean(word)}' is not an option; overrides look like --optim.lr 5e-4"
     if not overrides:
-        return f"command line: unknown option '{word}'; see --help"
-    return f"command line: unknown option '{word}'{nearest(word.removeprefix('--'))}"
+        return f"command line: unknown option '{clean(word)}'; see --help"
+    return f"command line: unknown option '{clean(word)}'{nearest(word.removeprefix('--'))}"
 
 
 def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:

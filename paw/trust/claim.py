@@ -61,11 +61,14 @@ def lock(folder: Path) -> IO[str]:
 
 def holder(folder: Path) -> str | None:
     """The id of the process that has `folder`, None where nobody has."""
-    with suppress(OSError), (folder / LOCK).open() as file:
+    path = folder / LOCK
+    if not path.is_file():
+        return None
+    with suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _written(folder / LOCK)
+            return _written(path)
     return None
 
 
