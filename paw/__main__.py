@@ -3,7 +3,7 @@ import signal
 
 
 def run() -> None:
-    """The `paw` command. While it is imported Ctrl-C ends it at once: an exception inside an import may be swallowed."""
+    """The `paw` command. Ctrl-C ends it at once while it is imported: an exception may be swallowed there."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from paw.cli import entry
