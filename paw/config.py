@@ -5,10 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from paw.values import Count, Natural, NonNegative, Positive, Seconds, Seed, Share, Url, check_texts
+from paw.values import Count, EnvFile, Natural, NonNegative, Positive, Seconds, Seed, Share, Url, check_texts
 
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
-EnvFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):

@@ -16,6 +16,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+EnvFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
 def check_texts(value: Any) -> Any:

@@ -60,7 +60,7 @@ def resume(folder):
             step(straight, optimizer, i)
         tensors, info = training_state.optimizer_tensors(optimizer, straight.named_parameters())
         model = {name: p.detach() for name, p in straight.named_parameters()}
-        path = checkpoint.save(folder, offloaded, {"optimizer": tensors, "model": model}, {"optimizer": info})
+        path = checkpoint.save(folder, int(offloaded), {"optimizer": tensors, "model": model}, {"optimizer": info})
         assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
         for i in range(2, 4):
             step(straight, optimizer, i)
