@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 def log_probs(policy, rows, ranks):
     share = (ranks.rank, ranks.world)
-    parts = ranks.gather(score(policy, rows, temperature=1.0, budget=100, share=share))
+    scored = score(policy, rows, temperature=1.0, budget=100, share=share)
+    parts = ranks.gather(scored, dict[int, tuple[list[float], float]])
     found = {i: logp for part in parts for i, (logp, _) in part.items()}
     return torch.tensor([value for i in range(len(rows)) for value in found[i]])
 
