@@ -26,6 +26,7 @@ from paw.experience.envs import make_suite
 from paw.experience.envs.base import Suite
 from paw.experience.envs.guard import Guarded, make_threads
 from paw.recipe import load_played
+from paw.trust.claim import lock
 from paw.trust.files import write_file
 from paw.types import Task
 
@@ -71,7 +72,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         suite = make_suite(config)
         agent = make_agent(config, suite)
         tasks = suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
-        about = _open(folder, {"model": name, "games": suite.fingerprint(), **_settings(config)})
+        about = _open(stack, folder, {"model": name, "games": suite.fingerprint(), **_settings(config)})
         player = {"place": 0, "agent": config.agent.kind, "model": name, "seed": config.eval.seed}
         lines = _read(folder / "episodes.jsonl")
         todo = [place for place in range(len(tasks)) if lines.get(place, {"failure": True})["failure"] is not None]
@@ -231,11 +232,15 @@ def _settings(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
 
 
-def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder of an evaluation, or see that it holds this one. UserError where it holds another."""
+def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make the folder of an evaluation, or see that it holds this one, and lock it while `stack` lasts.
+
+    Raises UserError where it holds another, or another process is at it.
+    """
     path = folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(lock(folder))
         if not path.exists():
             write_file(path, json.dumps(settings, indent=1) + "\n")
         found = json.loads(path.read_text(encoding="utf-8"))

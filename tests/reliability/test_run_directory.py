@@ -183,10 +183,14 @@ def test_two_runs_of_one_recipe_at_the_same_moment(paw, paw_start, quick, quick_
     while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
         assert all(child.poll() is None for child in children), [child.stderr.read() for child in children]
         time.sleep(0.05)
+    for child in children:
+        child.send_signal(signal.SIGSTOP)  # at work, however long the next command takes to start
     done = paw(*words, {"run.name": "quickstart"}, "--resume", "auto", code=2)
     pid = (tmp_path / "quickstart" / ".lock").read_text().strip()
     assert int(pid) in [child.pid for child in children]
     assert done.stderr == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
+    for child in children:
+        child.send_signal(signal.SIGCONT)
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     for name in names:
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -206,3 +210,15 @@ def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, q
     assert "\nchanged: optim.lr 0.0005 -> 0.002\n" in done.stdout
     (resumed,) = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
     assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.0005 -> 0.002"]
+
+
+def test_an_evaluation_has_its_folder_to_itself(paw_here, hold, tmp_path):
+    """Two processes would write the same episodes down twice."""
+    child = hold(tmp_path)
+    assert child.stdout.readline() == "held\n"
+    endpoint = {"endpoint.url": "http://127.0.0.1:9/v1", "endpoint.model": "m", "endpoint.retries": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paw.agents.endpoint.Endpoint.check", lambda self: None)
+        done = paw_here("eval", "--recipe", "quickstart", "--out", tmp_path, endpoint, code=2)
+    assert f"{tmp_path} is in use by process {child.pid}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -269,3 +269,18 @@ def test_an_impure_stage_is_seen(code):
 
 def test_seeded_randomness_is_pure():
     assert purity_faults(ast.parse("random.Random(seed).shuffle(a)\ntorch.randperm(3, generator=g)")) == []
+
+
+IN_PLACE = {"paw/trust/files.py", "paw/trust/checkpoint.py", "paw/learner/export.py", "paw/learner/warmup.py"}
+"""`write_file` itself, and those that fill a folder which is renamed as a whole."""
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.startswith(("paw/run", "paw/trust/", "paw/learner/", "paw/show/report"))]
+)
+def test_a_runs_files_are_written_whole(name):
+    """By paw.trust.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
+    called = [
+        node.func.attr for node in ast.walk(parse(name)) if isinstance(node, ast.Call) and hasattr(node.func, "attr")
+    ]
+    assert name in IN_PLACE or not {"write_text", "write_bytes", "savefig"} & set(called)
