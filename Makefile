@@ -27,6 +27,7 @@ fast: $(VENV)/.test
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check paw kernels tests bench setup.py
 	$(VENV)/bin/ruff format --check paw kernels tests bench setup.py
+	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along.

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.memory_simulation import measured, simulate
 from paw.config import Config
 from paw.recipe import validate
-from paw.show.plan import GIB, USABLE, plan
-from paw.show.shapes import SHAPES, Shape
+from paw.tools.plan import GIB, USABLE, plan
+from paw.tools.shapes import SHAPES, Shape
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "memory_plan.csv"

@@ -27,18 +27,18 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import paw.learner.distributed as ranks_module
-import paw.learner.model as model_module
+import paw.model.parallel as ranks_module
+import paw.model.policy as model_module
 from bench.roofline import paw_memory
+from paw.algo import loss as losses
 from paw.config import Config
-from paw.learner.attention import pick_attention
-from paw.learner.distributed import Ranks
-from paw.learner.model import DTYPES, Policy, weights_dtype
-from paw.learner.optim import make_optimizer
-from paw.show.plan import GIB
-from paw.show.recorded import hf_config
-from paw.show.shapes import Shape
-from paw.signal import loss as losses
+from paw.model.attention import pick_attention
+from paw.model.optim import make_optimizer
+from paw.model.parallel import Ranks
+from paw.model.policy import DTYPES, Policy, weights_dtype
+from paw.tools.plan import GIB
+from paw.tools.recorded import hf_config
+from paw.tools.shapes import Shape
 from paw.types import Row
 
 ROW = 2048
@@ -258,7 +258,7 @@ class FlashState:
     """In place of flash-adamw, whose kernels need a GPU: the tensors of its state, without the arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        from paw.learner.flash import in_groups  # imports Triton, whose kernels a test may want interpreted
+        from paw.model.flash import in_groups  # imports Triton, whose kernels a test may want interpreted
 
         self._in_groups = in_groups
         self._parameters = list(policy.parameters())

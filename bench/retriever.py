@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.kernels import commit, cpu_name
 from paw.config import SearchConfig
-from paw.experience.envs.search.world import World
-from paw.experience.retrieval.base import Retriever, make_retriever
-from paw.experience.retrieval.remote import RemoteRetriever
+from paw.envs.search.retrieval.base import Retriever, make_retriever
+from paw.envs.search.retrieval.remote import RemoteRetriever
+from paw.envs.search.world import World
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = 16
@@ -49,7 +49,7 @@ def main() -> None:
     libraries = {name: importlib.metadata.version(name) for name in ("bm25s", "faiss-cpu", "torch", "uvicorn")}
     about = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit("paw/experience/retrieval", "paw/experience/embedding.py"),
+        "commit": commit("paw/envs/search/retrieval", "paw/envs/search/embedding.py"),
         "device": cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times

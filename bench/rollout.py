@@ -38,15 +38,15 @@ from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
 from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedSuite, make_chat
 from paw.config import Config, ModelConfig, RolloutConfig
-from paw.experience.chat import Chat
-from paw.experience.engines.vllm import VllmEngine
-from paw.experience.rollout import Rollouts
+from paw.rollout.chat import Chat
+from paw.rollout.engines.vllm import VllmEngine
+from paw.rollout.scheduler import Rollouts
 from paw.types import Group, Turn
 
 ROOT = Path(__file__).parents[1]
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
-MEASURED = tuple(f"paw/experience/{name}.py" for name in ("rollout", "engines/vllm", "chat"))
+MEASURED = tuple(f"paw/envs/{name}.py" for name in ("rollout", "engines/vllm", "chat"))
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""

@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from paw.experience.chat import Chat
-from paw.experience.engines.base import Completion, Engine, Request
-from paw.experience.rollout import derive_seed
+from paw.rollout.chat import Chat
+from paw.rollout.engines.base import Completion, Engine, Request
+from paw.rollout.scheduler import derive_seed
 from paw.types import Outcome, Task
 
 SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50

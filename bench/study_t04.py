@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from paw.experiment.stats import paired
+from paw.tools.experiment.stats import paired
 
 ROOT = Path(__file__).parents[1]
 CSV = ROOT / "bench" / "results" / "experiment_t04.csv"

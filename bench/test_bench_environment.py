@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from paw.experience.envs.alfworld.generator import games, generate
-from paw.experience.envs.alfworld.household import Household
+from paw.envs.alfworld.generator import games, generate
+from paw.envs.alfworld.household import Household
 
 
 @pytest.mark.parametrize("difficulty", ["tiny", "full"])

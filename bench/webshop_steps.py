@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.kernels import commit, cpu_name
 from paw.config import EnvConfig, WebshopConfig
-from paw.experience.envs.webshop.suite import WebshopEnv, WebshopSuite
+from paw.envs.webshop.suite import WebshopEnv, WebshopSuite
 
 ROOT = Path(__file__).parents[1]
 SESSIONS = 128
@@ -55,7 +55,7 @@ def main() -> int:
         "bm25s": metadata.version("bm25s"),
         "rapidfuzz": metadata.version("rapidfuzz"),
         "date": datetime.date.today().isoformat(),
-        "commit": commit("paw/experience/envs/webshop", "paw/experience/retrieval"),
+        "commit": commit("paw/envs/webshop", "paw/envs/search/retrieval"),
     }
     with options.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *about], lineterminator="\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paw.errors import UserError
-from paw.trust.files import cause, fsync, fsync_tree
+from paw.files import cause, fsync, fsync_tree
 
 
 def cache_dir() -> Path:

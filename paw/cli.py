@@ -17,13 +17,13 @@ from typing import NoReturn
 
 from paw import __version__
 from paw.config import Config, SearchConfig
+from paw.envs import make_suite
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
-from paw.experience.envs import check, make_suite
-from paw.experiment import command as experiment
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
-from paw.show import data, doctor, fit, inspect_model, play, report
-from paw.trust.claim import run_names
+from paw.state.claim import run_names
+from paw.tools import data, doctor, env_check, fit, inspect_model, play, report
+from paw.tools.experiment import command as experiment
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 SHORT = {
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("warmup", "make the quickstart model of a recipe (cached)", _warmup)
     sub.add_argument("recipe", nargs="?", default="quickstart")
 
-    check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", check.run))
+    env_check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", env_check.run))
     add_module("data", "say where an environment's files are, check them, or generate some", data)
     sub = add("doctor", "say what is installed and what is missing, or inspect a model", _doctor, overrides=False)
     sub.add_argument("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
@@ -198,7 +198,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         for line in ignored(config):
             to_stderr(line)
         return 0
-    from paw.learner import launcher
+    from paw.model import launcher
 
     launcher.die_with_launcher()
     with launcher.leaving_at_once():
@@ -225,21 +225,21 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from paw.show.player import rollout_model
+    from paw.tools.player import rollout_model
 
     return rollout_model(options.model, options.recipe, overrides, tasks=options.tasks, out=options.out)
 
 
 def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks of its stages; read when torch is loaded
-    from paw.show.profile import profile
+    from paw.tools.profile import profile
 
     choices = {name: getattr(options, name) for name in ("repeats", "out", "trace", "rollouts", "synthetic")}
     return profile(options.recipe, overrides, **choices)
 
 
 def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from paw import rwml
+    from paw.tools import rwml
 
     if options.stage == "collect":
         return rwml.collect(options.source, options.recipe, overrides, tasks=options.tasks, out=options.out)
@@ -253,14 +253,14 @@ def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
     if options.run:
-        from paw.show import postmortem
+        from paw.tools import postmortem
 
         return postmortem.run(options.run, as_json=options.json)
     return inspect_model.run(options.model, as_json=options.json) if options.model else doctor.run()
 
 
 def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from paw.experience.retrieval.server import serve
+    from paw.envs.search.retrieval.server import serve
 
     given = {f"search.{name}": getattr(options, name) for name in ("corpus", "retriever")}
     config = load("search-grpo", {
@@ -272,7 +272,7 @@ def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
-    from paw.learner.export import export_run
+    from paw.state.export import export_run
 
     print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out))
     return 0
@@ -280,7 +280,7 @@ def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
 
 def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load(options.recipe, overrides)
-    from paw.learner.warmup import ensure_warm_model
+    from paw.tools.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_suite(config), to_stderr))
     return 0

@@ -16,21 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from paw.algo.critic import Critic, load_critic
+from paw.algo.loss import score
+from paw.algo.packing import minibatches
 from paw.config import Config
+from paw.envs import make_suite
+from paw.envs.load import check_reward_max
 from paw.errors import UserError
-from paw.experience.chat import Chat
-from paw.experience.engines import make_engine
-from paw.experience.envs import make_suite
-from paw.experience.envs.custom import check_reward_max
-from paw.experience.rollout import Rollouts
+from paw.files import cause, write_file
 from paw.ignored import ignored
-from paw.learner.attention import pick_attention
-from paw.learner.check import check_path
-from paw.learner.critic import Critic, load_critic
-from paw.learner.distributed import PeerLostError, Ranks, lost_peer
-from paw.learner.export import export, start_model
-from paw.learner.lora import add_adapters, check_targets, import_peft
-from paw.learner.model import (
+from paw.model.attention import pick_attention
+from paw.model.check import check_path
+from paw.model.lora import add_adapters, check_targets, import_peft
+from paw.model.optim import make_optimizer
+from paw.model.parallel import PeerLostError, Ranks, lost_peer
+from paw.model.patches import apply_liger, compile_layers, import_liger
+from paw.model.policy import (
     DTYPES,
     Policy,
     load_policy,
@@ -39,26 +40,25 @@ from paw.learner.model import (
     pick_device,
     weights_dtype,
 )
-from paw.learner.optim import make_optimizer
-from paw.learner.patches import apply_liger, compile_layers, import_liger
-from paw.learner.sync import full_parameters
 from paw.recipe import dump
-from paw.show.about import about, header_lines
-from paw.show.evaluate import success_metrics, success_text
-from paw.show.fit import check_machine
-from paw.show.live import LiveView
-from paw.show.report import write_report
-from paw.show.samples import sample_episodes
-from paw.signal.loss import score
-from paw.signal.packing import minibatches
-from paw.trust import training_state
-from paw.trust.changes import changes
-from paw.trust.claim import claim
-from paw.trust.files import cause, write_file
-from paw.trust.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
-from paw.trust.metrics import MetricsLog, check_trackers
-from paw.trust.record import RunRecord, now
-from paw.trust.training_state import Learner
+from paw.rollout.chat import Chat
+from paw.rollout.engines import make_engine
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.success import success_metrics, success_text
+from paw.rollout.sync import full_parameters
+from paw.state import training_state
+from paw.state.about import about, header_lines
+from paw.state.changes import changes
+from paw.state.claim import claim
+from paw.state.export import export, start_model
+from paw.state.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
+from paw.state.log import MetricsLog, check_trackers
+from paw.state.record import RunRecord, now
+from paw.state.training_state import Learner
+from paw.tools.fit import check_machine
+from paw.tools.live import LiveView
+from paw.tools.report import write_report
+from paw.tools.samples import sample_episodes
 from paw.types import Row
 
 STARTING_OVER = -1

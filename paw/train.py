@@ -12,19 +12,19 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from paw.algo import loss as losses
+from paw.algo.advantages import advantages
+from paw.algo.gradients import Gradients
+from paw.algo.samples import to_rows
+from paw.algo.world_model import select
 from paw.config import Config
-from paw.experience.rollout import Rollouts, RolloutStats
-from paw.learner.gradients import Gradients
-from paw.learner.lora import adapters_off
-from paw.learner.optim import learning_rate, set_learning_rate
-from paw.learner.sync import push_weights, sampler_mismatch
+from paw.model.lora import adapters_off
+from paw.model.optim import learning_rate, set_learning_rate
+from paw.rollout.scheduler import Rollouts, RolloutStats
+from paw.rollout.success import success_metrics
+from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
-from paw.show.evaluate import success_metrics
-from paw.signal import loss as losses
-from paw.signal.advantage import advantages
-from paw.signal.rows import to_rows
-from paw.signal.selection import select
-from paw.trust.guards import TrainingStopped, collapse_warning, what_is_saved
+from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Row
 
 PAUSES_S = (5, 10, 20, 40, 60)

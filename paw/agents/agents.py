@@ -16,8 +16,8 @@ from paw.agents.react import React
 from paw.agents.reflexion import Reflexion
 from paw.agents.search_r1 import SearchR1
 from paw.config import Config
+from paw.envs.base import Suite
 from paw.errors import UserError
-from paw.experience.envs.base import Suite
 
 
 class Agent(Protocol):
@@ -41,7 +41,7 @@ def make_agent(config: Config, suite: Suite) -> Agent:
     environment = suite.make()
     environment.close()
     if not hasattr(environment, "answer"):
-        what = f"{type(environment).__name__}.answer (see Playable in paw/experience/envs/base.py)"
+        what = f"{type(environment).__name__}.answer (see Playable in paw/envs/base.py)"
         raise UserError(f"agent.kind = '{kind}' needs {what} of env.name = '{name}'; --agent plain does not")
     if kind in ("search-r1", "zerosearch"):
         if name != "search":

@@ -22,8 +22,8 @@ from urllib.parse import urlparse
 
 from paw.agents.models import ContextFull, Reply, cut_at
 from paw.config import EndpointConfig
+from paw.envs.http import Loop, bounded
 from paw.errors import UserError, clean, to_stderr
-from paw.experience.http import Loop, bounded
 
 RETRIED = {408, 409, 429}
 LONGEST_PAUSE_S = 60.0

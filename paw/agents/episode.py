@@ -5,7 +5,7 @@ from typing import Any
 
 from paw.agents.models import ChatModel, Reply
 from paw.config import Config
-from paw.experience.rollout import derive_seed
+from paw.rollout.scheduler import derive_seed
 from paw.types import Outcome, Task
 
 

@@ -21,13 +21,13 @@ from paw.agents.agents import Agent, make_agent
 from paw.agents.episode import Episode
 from paw.agents.models import ChatModel, ContextFull, Local
 from paw.config import Config
+from paw.envs import make_suite
+from paw.envs.base import Suite
+from paw.envs.guard import Guarded, make_threads
 from paw.errors import OURS, UserError, describe, quietly, to_stderr
-from paw.experience.envs import make_suite
-from paw.experience.envs.base import Suite
-from paw.experience.envs.guard import Guarded, make_threads
+from paw.files import write_file
 from paw.recipe import load_played
-from paw.trust.claim import lock
-from paw.trust.files import write_file
+from paw.state.claim import lock
 from paw.types import Task
 
 LOCAL_THREADS = 64
@@ -50,7 +50,7 @@ def evaluate(
         if config.endpoint.url is None:
             raise UserError("say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME")
         return _evaluate(config, None, out, as_json)
-    from paw.show.player import evaluate_model, resolve
+    from paw.tools.player import evaluate_model, resolve
 
     config, path = resolve(model, recipe, overrides)
     if config.endpoint.url is not None:
@@ -79,7 +79,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         if lines:
             to_stderr(f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}")
         if path and todo:
-            from paw.show.player import open_player
+            from paw.tools.player import open_player
 
             rollouts = stack.enter_context(open_player(config, path, suite))
             stack.callback(lambda: [thread.join() for thread in threads])  # after Local: then all have ended or failed

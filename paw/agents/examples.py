@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from paw.config import Config, EnvConfig
+from paw.envs import make_suite
+from paw.envs.alfworld.expert import expert
+from paw.envs.alfworld.generator import games
+from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.alfworld.expert import expert
-from paw.experience.envs.alfworld.generator import games
-from paw.experience.envs.alfworld.household import Household
-from paw.experience.envs.alfworld.problem import REQUIRED_STATE, Game
 
 FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
 PUT = re.compile(r"\bput (?:the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")

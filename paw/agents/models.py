@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from paw.experience.chat import Chat
-from paw.experience.engines.base import Completion, Engine, Request
+from paw.rollout.chat import Chat
+from paw.rollout.engines.base import Completion, Engine, Request
 
 GATHER_S = 0.01
 """An engine that takes no request while it runs waits so long after the last one for others to join the batch."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from paw.config import EndpointConfig
 from paw.errors import clean, to_stderr
-from paw.show.evaluate import kind_rows, wilson
+from paw.rollout.success import kind_rows, wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""

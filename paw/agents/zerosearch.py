@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from paw.agents.endpoint import Endpoint
 from paw.agents.models import ChatModel
 from paw.config import Config, SimulatorConfig
-from paw.experience.retrieval.base import Hit
-from paw.experience.rollout import derive_seed
+from paw.envs.search.retrieval.base import Hit
+from paw.rollout.scheduler import derive_seed
 
 # After the paper's prompt.
 PROMPT = (

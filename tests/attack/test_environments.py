@@ -12,11 +12,11 @@ from paw.agents.agents import Plain
 from paw.agents.evaluate import _in_threads, _play
 from paw.agents.models import Local
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
+from paw.envs import make_suite
 from paw.errors import UserError, clean, describe
-from paw.experience import threads
-from paw.experience.envs import make_suite
-from paw.experience.rollout import Rollouts
-from paw.learner.warmup import demonstrations
+from paw.rollout import threads
+from paw.rollout.scheduler import Rollouts
+from paw.tools.warmup import demonstrations
 
 FILE = Path(__file__).parent / "environments.py"
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
-from paw.show.postmortem import examine, tell
-from paw.show.report import write_report
-from paw.trust import checkpoint
-from paw.trust.changes import changes
-from paw.trust.claim import claim
-from paw.trust.metrics import MetricsLog
+from paw.state import checkpoint
+from paw.state.changes import changes
+from paw.state.claim import claim
+from paw.state.log import MetricsLog
+from paw.tools.postmortem import examine, tell
+from paw.tools.report import write_report
 
 fuzz = settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 LIMIT = 5000

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paw.config import EndpointConfig, SearchConfig
+from paw.envs import http
+from paw.envs.search.retrieval import remote, server
+from paw.envs.search.retrieval.base import Hit
+from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.errors import UserError
-from paw.experience import http
-from paw.experience.retrieval import remote, server
-from paw.experience.retrieval.base import Hit
-from paw.experience.retrieval.remote import RemoteRetriever
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")

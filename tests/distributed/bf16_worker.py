@@ -9,13 +9,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from joint import make_lm, make_rows, tiny_policy
 
+from paw.algo.gradients import Gradients
+from paw.algo.loss import Objective, score
 from paw.config import LoraConfig
-from paw.learner.distributed import Ranks, leave, whole
-from paw.learner.gradients import Gradients
-from paw.learner.lora import add_adapters
-from paw.learner.model import Policy
+from paw.model.lora import add_adapters
+from paw.model.parallel import Ranks, leave, whole
+from paw.model.policy import Policy
 from paw.recipe import validate
-from paw.signal.loss import Objective, score
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import tomli_w
 sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import ENV, start  # noqa: F401
 
-from paw.trust import checkpoint
+from paw.state import checkpoint
 
 pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

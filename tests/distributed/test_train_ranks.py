@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from paw.errors import UserError
-from paw.learner import quickstart
-from paw.learner.distributed import Ranks
-from paw.learner.launcher import launch
-from paw.trust import checkpoint
+from paw.model.launcher import launch
+from paw.model.parallel import Ranks
+from paw.state import checkpoint
+from paw.tools import quickstart
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from toyworld import ENV, make_tokenizer, practised_model
@@ -183,7 +183,7 @@ NOT_A_NUMBER = """
 import os
 if os.environ.get("RANK") == "1":
     import paw.train
-    from paw.signal import loss
+    from paw.algo import loss
     joint_loss, learn, step = loss.joint_loss, paw.train.learn, [0]
     def learned(run, rows):
         step[0] = run.step
@@ -231,8 +231,8 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch, user, expected):
     seen = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("paw.learner.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
-    monkeypatch.setattr("paw.learner.launcher.signal.signal", lambda *_: None)
+    monkeypatch.setattr("paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
+    monkeypatch.setattr("paw.model.launcher.signal.signal", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", user or "")
     if user is None:
         monkeypatch.delenv("OMP_NUM_THREADS")

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 memory, simulation = (importlib.import_module(f"bench.{name}") for name in ("memory", "memory_simulation"))
-shapes = importlib.import_module("paw.show.shapes")
+shapes = importlib.import_module("paw.tools.shapes")
 SMALL = shapes.Shape(512, 256, 1024, 4, 4, 2, 64, tied=False, qkv_bias=True)
 
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from paw.config import SearchConfig
+from paw.envs.search.retrieval import remote, server
+from paw.envs.search.retrieval.base import Hit, make_retriever
+from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.errors import UserError
-from paw.experience.retrieval import remote, server
-from paw.experience.retrieval.base import Hit, make_retriever
-from paw.experience.retrieval.remote import RemoteRetriever
 
 pytestmark = pytest.mark.slow
 TIGHT_S = 0.5

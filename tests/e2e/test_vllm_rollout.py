@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paw.experience.engines.base import Request
-from paw.experience.rollout import Rollouts
+from paw.rollout.engines.base import Request
+from paw.rollout.scheduler import Rollouts
 
 pytestmark = [
     pytest.mark.slow,

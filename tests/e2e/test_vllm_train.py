@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.trust import checkpoint
+from paw.state import checkpoint
 
 pytestmark = pytest.mark.slow
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -125,7 +125,7 @@ def test_training_on_the_real_game_engine(paw, quick, quick_model, tmp_path):
 
 
 DEATH = """
-import paw.experience.engines.vllm as engines
+import paw.rollout.engines.vllm as engines
 sync = engines.VllmEngine.sync
 def last(self, parameters, version):
     sync(self, parameters, version)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paw.signal.selection import select
+from paw.algo.world_model import select
 from paw.types import Row
 from paw_kernels import segments
 

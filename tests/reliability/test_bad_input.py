@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from paw.trust import checkpoint
+from paw.state import checkpoint
 
 LIMIT = 200_000
 """Bytes: room for every log, not for the weights."""

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.trust import checkpoint
-from paw.trust.checkpoint import CheckpointError
+from paw.state import checkpoint
+from paw.state.checkpoint import CheckpointError
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
 
@@ -233,7 +233,7 @@ def test_state_must_be_exact_json(tmp_path):
 def in_child(target, *args) -> multiprocessing.Process:
     """A forked-server child: torch is imported once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "safetensors.torch", "paw.trust.checkpoint"])
+    context.set_forkserver_preload(["torch", "safetensors.torch", "paw.state.checkpoint"])
     child = context.Process(target=target, args=args)
     child.start()
     return child

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.show.evaluate import wilson
+from paw.rollout.success import wilson
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 ONE_TURN_WINS = "won, more = guess == self.secret, guess < self.secret", "won, more = True, False"

@@ -11,9 +11,9 @@ import pytest
 
 from paw.cache import cached
 from paw.errors import UserError
+from paw.files import write_file
 from paw.recipe import load
-from paw.trust.files import write_file
-from paw.trust.metrics import MetricsLog
+from paw.state.log import MetricsLog
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paw.show.rundir import load_run
-from paw.trust import checkpoint
-from paw.trust.checkpoint import CheckpointError
+from paw.state import checkpoint
+from paw.state.checkpoint import CheckpointError
+from paw.state.rundir import load_run
 
 
 def tensors(seed: int) -> checkpoint.Tensors:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paw.errors import UserError
-from paw.show.postmortem import examine, tell
-from paw.trust.claim import lock
-from paw.trust.record import RunRecord
+from paw.state.claim import lock
+from paw.state.record import RunRecord
+from paw.tools.postmortem import examine, tell
 
 
 def make_run(folder: Path, steps=range(3), about=None) -> Path:

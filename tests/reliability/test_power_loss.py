@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paw.trust import checkpoint
+from paw.state import checkpoint
 
 
 class PowerCut(BaseException):

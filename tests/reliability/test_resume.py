@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paw import train
-from paw.trust import checkpoint
+from paw.state import checkpoint
 
 pytestmark = pytest.mark.slow
 UPDATES = 6

@@ -14,13 +14,13 @@ import pytest
 from paw.config import Config
 from paw.errors import UserError
 from paw.recipe import dump
-from paw.trust.changes import changes
-from paw.trust.claim import InUseError, claim, holder, lock
+from paw.state.changes import changes
+from paw.state.claim import InUseError, claim, holder, lock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from paw.trust.claim import lock
+from paw.state.claim import lock
 held = lock(Path(sys.argv[1]))
 child = os.fork() if sys.argv[2:] == ["fork"] else None
 if child != 0:
@@ -82,7 +82,7 @@ def test_a_child_that_outlives_its_parent_holds_nothing(tmp_path, hold):
 
 def test_processes_that_start_together_get_names_of_their_own(tmp_path, paw_env):
     script = (
-        "import sys, time; from pathlib import Path; from paw.config import Config; from paw.trust.claim import claim\n"
+        "import sys, time; from pathlib import Path; from paw.config import Config; from paw.state.claim import claim\n"
         "c = Config.model_validate({'model': {'path': 'm'}, 'run': {'dir': sys.argv[1], 'name': 'quickstart'}})\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(claim(c, resume=False, numbered=True)[0], flush=True); time.sleep(60)"

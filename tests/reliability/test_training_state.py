@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from paw.trust import checkpoint, training_state
-from paw.trust.checkpoint import CheckpointError
+from paw.state import checkpoint, training_state
+from paw.state.checkpoint import CheckpointError
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import OptimConfig
-from paw.learner.distributed import Ranks, leave, sharded_like, whole
-from paw.learner.flash import in_groups
-from paw.learner.optim import make_optimizer
+from paw.model.flash import in_groups
+from paw.model.optim import make_optimizer
+from paw.model.parallel import Ranks, leave, sharded_like, whole
 from paw.recipe import validate
-from paw.show.plan import plan
-from paw.show.shapes import from_config
-from paw.trust import checkpoint, training_state
+from paw.state import checkpoint, training_state
+from paw.tools.plan import plan
+from paw.tools.shapes import from_config
 
 
 def make(*, offload=False, lr=1e-2, bits=32, model=None):

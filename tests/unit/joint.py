@@ -6,8 +6,8 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from paw.learner.model import Policy
-from paw.signal.loss import Objective, joint_loss, loss_rows, micro_batches, score
+from paw.algo.loss import Objective, joint_loss, loss_rows, micro_batches, score
+from paw.model.policy import Policy
 from paw.types import Row
 
 VOCAB = 61

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.signal.advantage import advantages, grpo, rloo, step_returns
+from paw.algo.advantages import advantages, grpo, rloo, step_returns
 from paw.types import Row
 
 gigpo = partial(advantages, estimator="gigpo")

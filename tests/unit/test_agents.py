@@ -16,9 +16,9 @@ from paw.agents.models import ContextFull, Local, Reply
 from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
 from paw.config import Config, EndpointConfig
+from paw.envs import make_suite
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.show.evaluate import wilson
+from paw.rollout.success import wilson
 
 
 class Scripted:
@@ -138,9 +138,9 @@ def test_no_limit_never_waits():
 
 @pytest.fixture(scope="module")
 def engine_and_chat(tiny_llm, tmp_path_factory):
-    from paw.experience.chat import Chat
-    from paw.experience.engines.transformers import TransformersEngine
-    from paw.learner.model import load_policy, load_tokenizer, pick_device
+    from paw.model.policy import load_policy, load_tokenizer, pick_device
+    from paw.rollout.chat import Chat
+    from paw.rollout.engines.transformers import TransformersEngine
 
     folder = str(tiny_llm(tmp_path_factory.mktemp("tiny")))
     chat = Chat(load_tokenizer(folder))
@@ -149,7 +149,7 @@ def engine_and_chat(tiny_llm, tmp_path_factory):
 
 
 def test_many_threads_get_what_the_engine_gives_one(engine_and_chat):
-    from paw.experience.engines.base import Request
+    from paw.rollout.engines.base import Request
 
     engine, chat = engine_and_chat
     engine.submit(Request(0, chat.prompt_ids("who?"), 5, 1.0, 8))
@@ -173,7 +173,7 @@ def test_many_threads_get_what_the_engine_gives_one(engine_and_chat):
 
 
 def test_an_answer_goes_on_after_its_beginning(engine_and_chat):
-    from paw.experience.engines.base import Request
+    from paw.rollout.engines.base import Request
 
     engine, chat = engine_and_chat
     ids = chat.prompt_ids("why?") + chat.observation_ids("<think>Be", 99)
@@ -221,7 +221,7 @@ def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, though threads play it; and `paw eval` itself goes another way without --out."""
-    from paw.show.player import open_player, resolve
+    from paw.tools.player import open_player, resolve
 
     folder = str(tiny_llm(tmp_path / "model"))
     given = {

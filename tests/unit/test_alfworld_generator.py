@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paw.envs.alfworld.difficulty import DIFFICULTIES
+from paw.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
+from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.problem import KINDS, Game
+from paw.envs.alfworld.tables import ABILITIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
 from paw.errors import UserError
-from paw.experience.envs.alfworld.difficulty import DIFFICULTIES
-from paw.experience.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
-from paw.experience.envs.alfworld.household import Household
-from paw.experience.envs.alfworld.problem import KINDS, Game
-from paw.experience.envs.alfworld.tables import ABILITIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
 
 SEEDS = st.integers(0, 2**48)
 LEVELS = st.sampled_from(sorted(DIFFICULTIES))
@@ -49,7 +49,7 @@ def test_a_seed_makes_one_game(seed, level):
 
 def test_games_do_not_depend_on_the_process():
     code = (
-        "from paw.experience.envs.alfworld.generator import games\n"
+        "from paw.envs.alfworld.generator import games\n"
         "for level in ('tiny', 'full'):\n"
         "    print([game.scene for game in games('unseen', 5, 3, seed=1, difficulty=level)])"
     )

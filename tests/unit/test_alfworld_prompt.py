@@ -2,7 +2,7 @@
 
 import pytest
 
-from paw.experience.envs.alfworld.prompt import CompactStyle, PaperStyle, View, make_style, task_text
+from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, View, make_style, task_text
 
 OPENING = (
     "-= Welcome to TextWorld, ALFRED! =-\n\n"

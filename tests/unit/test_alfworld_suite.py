@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig
+from paw.envs import make_suite
+from paw.envs.alfworld import generator, index
+from paw.envs.alfworld.problem import Game
+from paw.envs.alfworld.suite import GENERATED_EVAL, AlfworldSuite
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.alfworld import generator, index
-from paw.experience.envs.alfworld.problem import Game
-from paw.experience.envs.alfworld.suite import GENERATED_EVAL, AlfworldSuite
-from paw.show import data
+from paw.tools import data
 
 OFFICIAL = Path(__file__).parents[3] / "shared" / "data" / "alfworld"
 HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from paw.errors import UserError
-from paw.learner.attention import pack_rows, packed_attention, pick_attention
-from paw.learner.model import Policy
+from paw.model.attention import pack_rows, packed_attention, pick_attention
+from paw.model.policy import Policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [7, 1, 12, 12, 3]

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from paw.envs.tags import tagged_action
 from paw.errors import UserError
-from paw.experience.chat import Chat
-from paw.experience.envs.tags import tagged_action
-from paw.learner.export import _with_options
+from paw.rollout.chat import Chat
+from paw.state.export import _with_options
 
 CORPUS = [
     "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, and a drawer 2.\n\n",

@@ -11,18 +11,18 @@ import torch
 from joint import gradients, make_row, relative
 from test_update import make_config, run_updates, start  # noqa: F401
 
+from paw.algo.advantages import gae, whiten
+from paw.algo.critic import Critic, load_critic, value_loss
 from paw.errors import UserError
-from paw.experience.rollout import Rollouts
-from paw.learner.critic import Critic, load_critic, value_loss
-from paw.learner.distributed import Ranks
-from paw.learner.model import load_policy
-from paw.learner.sync import push_weights
+from paw.model.parallel import Ranks
+from paw.model.policy import load_policy
 from paw.recipe import load
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import push_weights
 from paw.run import open_run
-from paw.signal.advantage import gae, whiten
+from paw.state import checkpoint
+from paw.state.guards import TrainingStopped
 from paw.train import update
-from paw.trust import checkpoint
-from paw.trust.guards import TrainingStopped
 
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "losses.json"
 CPU = torch.device("cpu")

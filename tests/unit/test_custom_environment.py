@@ -6,9 +6,9 @@ import pytest
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
+from paw.envs import make_suite
+from paw.envs.load import check_reward_max
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.custom import check_reward_max
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 NAME = f"{EXAMPLE}:Guess"

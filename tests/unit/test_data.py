@@ -6,7 +6,7 @@ import pytest
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig, WebshopConfig
-from paw.experience.envs import make_suite
+from paw.envs import make_suite
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 
 from paw import cli
 from paw.config import EnvConfig
-from paw.experience.envs.check import RULES, check
-from paw.experience.envs.custom import import_file
-from paw.experience.envs.replay import Subject
+from paw.envs.load import import_file
+from paw.tools.env_check import RULES, check
+from paw.tools.env_replay import Subject
 from paw.types import Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"

@@ -6,10 +6,10 @@ import pytest
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
-from paw.experience.rollout import Rollouts
-from paw.learner.model import Policy
-from paw.show.evaluate import kind_lines, kind_table, success_metrics, wilson
-from paw.show.samples import sample_episodes
+from paw.model.policy import Policy
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.success import kind_lines, kind_table, success_metrics, wilson
+from paw.tools.samples import sample_episodes
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 

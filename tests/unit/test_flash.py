@@ -11,7 +11,7 @@ import torch
 
 from paw.config import OptimConfig
 from paw.errors import UserError
-from paw.learner.optim import make_optimizer
+from paw.model.optim import make_optimizer
 from paw.recipe import load
 
 WORKER = Path(__file__).with_name("flash_worker.py")

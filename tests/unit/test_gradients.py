@@ -6,10 +6,10 @@ import pytest
 import torch
 from joint import dense, gradients, make_rows, packed, relative, tiny_policy
 
-from paw.learner.distributed import Ranks
-from paw.learner.gradients import Gradients
+from paw.algo.gradients import Gradients
+from paw.algo.loss import Objective
+from paw.model.parallel import Ranks
 from paw.recipe import validate
-from paw.signal.loss import Objective
 
 OBJECTIVE = Objective(rho=0.05, entropy_coef=0.01)
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from joint import dense, gradients, make_rows, packed, relative, tiny_policy
 
+from paw.algo.loss import Objective, score
 from paw.errors import UserError
-from paw.learner.model import pick_backend
-from paw.signal.loss import Objective, score
+from paw.model.policy import pick_backend
 from paw_kernels import BACKENDS, why_not_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

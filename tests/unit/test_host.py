@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file, save_file
 
-from paw.learner.host import HostMemory
+from paw.model.host import HostMemory
 
 
 def test_tensors_are_apart_and_share_slabs(tmp_path):

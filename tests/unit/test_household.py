@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paw.envs.alfworld.expert import expert, solve
+from paw.envs.alfworld.generator import generate, write
+from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.problem import KINDS, Game
+from paw.envs.alfworld.tables import GOALS
 from paw.errors import UserError
-from paw.experience.envs.alfworld.expert import expert, solve
-from paw.experience.envs.alfworld.generator import generate, write
-from paw.experience.envs.alfworld.household import Household
-from paw.experience.envs.alfworld.problem import KINDS, Game
-from paw.experience.envs.alfworld.tables import GOALS
 
 TWO_CABINETS = Path(__file__).with_name("two_cabinets.pddl")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from paw.experience.envs.alfworld.generator import generate, write
-from paw.experience.envs.alfworld.household import Household
-from paw.experience.envs.alfworld.problem import KINDS, Game
-from paw.experience.envs.alfworld.tables import GOALS
+from paw.envs.alfworld.generator import generate, write
+from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.problem import KINDS, Game
+from paw.envs.alfworld.tables import GOALS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "12"))

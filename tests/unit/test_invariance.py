@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_update import make_config, start  # noqa: F401  (a fixture)
 
-from paw.experience.rollout import Rollouts
-from paw.learner.sync import push_weights
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.train import update
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from joint import FAMILIES, make_lm, make_rows, packed, relative, tiny_policy
 
+from paw.algo.loss import Objective, score
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
-from paw.experience.engines.base import Request
-from paw.experience.engines.transformers import TransformersEngine
-from paw.learner.lora import adapters_off, add_adapters, check_targets, import_peft
-from paw.learner.model import DTYPES, Policy
-from paw.learner.sync import full_parameters, push_weights, sampler_mismatch
+from paw.model.lora import adapters_off, add_adapters, check_targets, import_peft
+from paw.model.policy import DTYPES, Policy
 from paw.recipe import dump
-from paw.signal.loss import Objective, score
+from paw.rollout.engines.base import Request
+from paw.rollout.engines.transformers import TransformersEngine
+from paw.rollout.sync import full_parameters, push_weights, sampler_mismatch
 from paw.train import train
 
 pytest.importorskip("peft")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from joint import FAMILIES, VOCAB, dense, make_row, make_rows, packed, relative, tiny_policy, token_logps
 
-from paw.signal.loss import Objective, Totals, collate, joint_loss, loss_rows, micro_batches, score
+from paw.algo.loss import Objective, Totals, collate, joint_loss, loss_rows, micro_batches, score
 from paw_kernels import ACTION, OBSERVATION, token_stats
 
 OBJECTIVES = {

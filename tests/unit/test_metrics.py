@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from paw.errors import UserError
-from paw.show.live import LiveView
-from paw.trust.metrics import MetricsLog, check_trackers
+from paw.state.log import MetricsLog, check_trackers
+from paw.tools.live import LiveView
 
 
 def lines(path: Path) -> list[dict]:
@@ -236,7 +236,7 @@ def test_off_prints_nothing():
 )
 def test_time_left_counts_updates_of_this_session_only(monkeypatch, begin):
     now = [1000.0]
-    monkeypatch.setattr("paw.show.live.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("paw.tools.live.time.monotonic", lambda: now[0])
     out = io.StringIO()
     with LiveView(100, start=50, console=Console(file=out)) as view:
         now[0] += 600.0  # loading the model, warming it up

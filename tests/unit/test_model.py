@@ -11,9 +11,9 @@ from joint import FAMILIES, VOCAB, gradients, make_lm, make_rows, packed, relati
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
+from paw.algo.loss import Objective, score
 from paw.errors import UserError
-from paw.learner.model import Policy, load_policy, load_tokenizer, pick_device
-from paw.signal.loss import Objective, score
+from paw.model.policy import Policy, load_policy, load_tokenizer, pick_device
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from joint import make_lm, make_rows, packed, relative
 from test_chat import thinker
 from test_transformers_engine import END, assert_same, make_requests, naive, run
 
+from paw.algo.loss import Objective
 from paw.errors import UserError
-from paw.experience.engines.transformers import TransformersEngine
-from paw.learner.check import check_model, check_path, check_sampling, logp_difference
-from paw.learner.model import Policy, load_policy
-from paw.signal.loss import Objective
+from paw.model.check import check_model, check_path, check_sampling, logp_difference
+from paw.model.policy import Policy, load_policy
+from paw.rollout.engines.transformers import TransformersEngine
 
 VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"
 SIZES = dict(

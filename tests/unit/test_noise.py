@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.errors import UserError
-from paw.experience.chat import Chat
-from paw.experiment import noise
-from paw.experiment.noise import Token, find_rule, household, measure, noisy, table, webshop
 from paw.recipe import load
+from paw.rollout.chat import Chat
+from paw.tools.experiment import noise
+from paw.tools.experiment.noise import Token, find_rule, household, measure, noisy, table, webshop
 from paw.types import Outcome, Turn
 
 PROMPT = "see:\nYou arrive at shelf 1. On the shelf 1, you see a mug 1.\ncan:\ntake mug 1 from shelf 1"

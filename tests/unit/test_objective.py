@@ -10,11 +10,11 @@ import pytest
 import torch
 from joint import VOCAB, gradients, packed, relative, tiny_policy
 
-from paw.signal.advantage import advantages
-from paw.signal.loss import Objective, score
-from paw.signal.packing import minibatches
-from paw.signal.rows import to_rows
-from paw.signal.selection import select
+from paw.algo.advantages import advantages
+from paw.algo.loss import Objective, score
+from paw.algo.packing import minibatches
+from paw.algo.samples import to_rows
+from paw.algo.world_model import select
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 REWARD_MAX, PENALTY, ALPHA, RHO = 10.0, 0.1, 0.6, 0.05
@@ -68,7 +68,7 @@ def prepared(policy, groups, *, drift=0.0):
 
 
 def equation_11(policy, groups, old_logps, norm):
-    """Straight from the episodes: nothing of paw.signal is called. Returns loss and gradient.
+    """Straight from the episodes: nothing of paw.algo is called. Returns loss and gradient.
 
     `norm`: the policy's term is a mean over all tokens, or over groups of the mean over the group's tokens.
     """

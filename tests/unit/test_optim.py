@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paw.config import OptimConfig
-from paw.learner.optim import learning_rate, make_optimizer, set_learning_rate
+from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 
 
 def schedule(updates=10, **settings):

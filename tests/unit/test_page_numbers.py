@@ -14,10 +14,10 @@ from statistics import fmean, median
 
 import pytest
 
-from paw.experiment.paper import PAPER
-from paw.experiment.stats import Interval, interval, paired
-from paw.experiment.tables import points
-from paw.show.overhead import memory_gib, overhead, pick
+from paw.tools.experiment.paper import PAPER
+from paw.tools.experiment.stats import Interval, interval, paired
+from paw.tools.experiment.tables import points
+from paw.tools.overhead import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"

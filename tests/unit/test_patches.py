@@ -10,10 +10,10 @@ import torch
 from joint import make_lm, make_rows, packed, relative, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from paw.algo.loss import Objective, score
 from paw.errors import UserError
-from paw.learner.model import Policy
-from paw.learner.patches import apply_liger, compile_layers, import_liger
-from paw.signal.loss import Objective, score
+from paw.model.patches import apply_liger, compile_layers, import_liger
+from paw.model.policy import Policy
 
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
 
@@ -56,7 +56,7 @@ from liger_kernel.ops import rms_norm
 rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is CUDA's
 sys.path.insert(0, sys.argv[1])
 from joint import make_rows, tiny_policy
-from paw.learner.patches import apply_liger
+from paw.model.patches import apply_liger
 from test_patches import assert_same
 
 plain, fast = (tiny_policy("qwen3", num_hidden_layers=1) for _ in range(2))

@@ -9,9 +9,9 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
-from paw.show.fit import LADDER, changed, check_fits, check_machine, fit, get
-from paw.show.plan import HEAD_BUFFER, plan
-from paw.show.shapes import SHAPES, from_config, shape_of
+from paw.tools.fit import LADDER, changed, check_fits, check_machine, fit, get
+from paw.tools.plan import HEAD_BUFFER, plan
+from paw.tools.shapes import SHAPES, from_config, shape_of
 
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from paw.envs.alfworld.generator import generate, write
 from paw.errors import UserError
-from paw.experience.envs.alfworld.generator import generate, write
-from paw.show import play
+from paw.tools import play
 
 HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")
 KEYS = ["feedback", "admissible", "won", "reward", "done"]
@@ -68,7 +68,7 @@ def test_json_ends_after_fifty_turns():
 def test_json_answers_each_line_before_the_next_is_written(tmp_path: Path):
     path = write(generate(7, difficulty="tiny"), tmp_path)
     program = (
-        "import argparse, sys; from paw.show import play; parser = argparse.ArgumentParser(); "
+        "import argparse, sys; from paw.tools import play; parser = argparse.ArgumentParser(); "
         "play.add_arguments(parser); sys.exit(play.run(parser.parse_args()))"
     )
     command = [sys.executable, "-c", program, "alfworld", "--json", "--game", str(path)]

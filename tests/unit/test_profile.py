@@ -17,18 +17,17 @@ from toyworld import ENV, make_tokenizer, practised_model
 
 from paw import cli
 from paw.errors import UserError
-from paw.experience.chat import Chat
-from paw.experience.rollout import Rollouts
-from paw.learner import quickstart
-from paw.learner.model import load_policy, load_tokenizer
-from paw.learner.sync import push_weights
+from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import dump, validate
+from paw.rollout.chat import Chat
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import push_weights
 from paw.run import open_run
-from paw.show import shapes
-from paw.show.overhead import STAGES, overhead, pick, table
-from paw.show.player import rollout_model
-from paw.show.profile import make_arms, measure, memory, one_pass, play, timed
-from paw.show.recorded import random_groups, random_model, read_groups
+from paw.tools import quickstart, shapes
+from paw.tools.overhead import STAGES, overhead, pick, table
+from paw.tools.player import rollout_model
+from paw.tools.profile import make_arms, measure, memory, one_pass, play, timed
+from paw.tools.recorded import random_groups, random_model, read_groups
 from paw.train import update, weigh
 
 

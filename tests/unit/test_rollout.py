@@ -9,10 +9,10 @@ import torch
 from toyworld import make_chat, make_engine, make_suite, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
+from paw.envs.worker import Worker
 from paw.errors import UserError
-from paw.experience.engines.base import Request
-from paw.experience.envs.worker import Worker
-from paw.experience.rollout import Rollouts, derive_seed
+from paw.rollout.engines.base import Request
+from paw.rollout.scheduler import Rollouts, derive_seed
 from paw.types import Outcome, Task
 
 CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))

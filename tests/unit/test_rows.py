@@ -1,6 +1,6 @@
 """Trajectories become rows: one a turn, in order, with the engine's own ids."""
 
-from paw.signal.rows import to_rows
+from paw.algo.samples import to_rows
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from toyworld import make_chat, make_engine, make_model, make_suite, practised_model
 
-from paw import cli, rwml
+from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
+from paw.envs.next_state import NextStateSuite, Triplet, _Together, answer, ask, predicted, read_triplets
+from paw.envs.search.embedding import PACKAGES, Embedding
 from paw.errors import UserError
-from paw.experience.embedding import PACKAGES, Embedding
-from paw.experience.envs.next_state import NextStateSuite, Triplet, _Together, answer, ask, predicted, read_triplets
-from paw.experience.rollout import Rollouts
-from paw.learner.model import Policy
+from paw.model.policy import Policy
 from paw.recipe import validate
+from paw.rollout.scheduler import Rollouts
+from paw.tools import rwml
 from paw.types import Task
 
 ENV = EnvConfig(name="next_state", eval_split="held_out", style="compact", reward=1.0, invalid_penalty=0.0)

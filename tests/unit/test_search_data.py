@@ -5,9 +5,9 @@ import json
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
+from paw.envs import make_suite
+from paw.envs.search import data
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.search import data
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'paw-trainer[search]'")
 pq = pytest.importorskip("pyarrow.parquet")

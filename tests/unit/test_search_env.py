@@ -8,15 +8,15 @@ import time
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
+from paw.envs import make_suite
+from paw.envs.search.data import Question
+from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
+from paw.envs.search.retrieval.base import Hit, make_retriever
+from paw.envs.search.reward import exact_match, normalize
+from paw.envs.search.suite import SearchEnv
+from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
+from paw.envs.worker import EnvironmentFailure
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.search.data import Question
-from paw.experience.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
-from paw.experience.envs.search.reward import exact_match, normalize
-from paw.experience.envs.search.suite import SearchEnv
-from paw.experience.envs.search.world import RELATIONS, World, digest, make_worlds, split
-from paw.experience.envs.worker import EnvironmentFailure
-from paw.experience.retrieval.base import Hit, make_retriever
 from paw.types import Task
 
 ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
@@ -410,7 +410,7 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
 def test_a_server_answers_then_goes_down(monkeypatch):
     """While it is there all is as in process; then an episode fails, and a new run is told its URL."""
     uvicorn = pytest.importorskip("uvicorn", reason="pip install 'paw-trainer[search]'")
-    from paw.experience.retrieval import remote, server
+    from paw.envs.search.retrieval import remote, server
 
     monkeypatch.setattr(remote, "PAUSE_S", 0.0)
     local = suite(entities=20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paw.signal.selection import select
+from paw.algo.world_model import select
 from paw.types import Row
 
 

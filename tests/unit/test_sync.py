@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paw.errors import UserError
-from paw.learner.sync import StaleWeightsError, full_parameters, push_weights, sampler_mismatch
+from paw.rollout.sync import StaleWeightsError, full_parameters, push_weights, sampler_mismatch
 
 
 def make_model(*, tied):
@@ -26,7 +26,7 @@ def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
 
 
 def test_push_weights_hands_over_the_version():
-    from paw.experience.engines.transformers import TransformersEngine
+    from paw.rollout.engines.transformers import TransformersEngine
 
     model = make_model(tied=True)
     engine = TransformersEngine(model, end_ids=[1])
@@ -57,7 +57,7 @@ def test_rows_must_match():
 
 
 def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
-    from paw.experience.engines.vllm import VllmEngine
+    from paw.rollout.engines.vllm import VllmEngine
 
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "0")  # restores what the import sets
@@ -67,5 +67,5 @@ def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
 
 
 def test_engines_are_imported_on_demand():
-    code = "import sys, paw.experience.engines; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
+    code = "import sys, paw.rollout.engines; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

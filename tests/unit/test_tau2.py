@@ -11,13 +11,13 @@ from toyworld import make_chat
 
 from paw import cli
 from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
+from paw.envs import make_suite
+from paw.envs.next_state import ask, read_triplets, write_triplets
+from paw.envs.worker import EnvironmentFailure
 from paw.errors import UserError
-from paw.experience.engines.base import Completion
-from paw.experience.envs import make_suite
-from paw.experience.envs.next_state import ask, read_triplets, write_triplets
-from paw.experience.envs.worker import EnvironmentFailure
-from paw.experience.rollout import Rollouts
-from paw.rwml import cut
+from paw.rollout.engines.base import Completion
+from paw.rollout.scheduler import Rollouts
+from paw.tools.rwml import cut
 
 STAND_IN = Path(__file__).with_name("tau2_stand_in")
 THOUGHT = "<think>Let me see.</think>"

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paw.errors import UserError
-from paw.experience.engines.base import Completion, Request
-from paw.experience.engines.transformers import TransformersEngine, sample, uniforms
+from paw.rollout.engines.base import Completion, Request
+from paw.rollout.engines.transformers import TransformersEngine, sample, uniforms
 
 VOCAB, END = 61, 3
 FAMILIES = {

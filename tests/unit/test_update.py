@@ -10,16 +10,16 @@ import pytest
 import torch
 from toyworld import ENV, make_suite, make_tokenizer, practised_model
 
+from paw.algo.packing import alike_batches
 from paw.config import Config
-from paw.experience.chat import Chat
-from paw.experience.engines.transformers import TransformersEngine
-from paw.experience.rollout import Rollouts
-from paw.learner import quickstart
-from paw.learner.model import load_policy, load_tokenizer
-from paw.learner.sync import StaleWeightsError, push_weights
+from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import validate
+from paw.rollout.chat import Chat
+from paw.rollout.engines.transformers import TransformersEngine
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
-from paw.signal.packing import alike_batches
+from paw.tools import quickstart
 from paw.train import learn, update, weigh
 from paw_kernels import LossRows, paw_loss, token_stats
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from paw.learner import watchdog
-from paw.learner.watchdog import Watchdog
+from paw.model import watchdog
+from paw.model.watchdog import Watchdog
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paw.config import WebshopConfig
+from paw.envs.webshop import files, generator
+from paw.envs.webshop.catalogue import Catalogue, generated, load
+from paw.envs.webshop.goals import synthetic_goals
+from paw.envs.webshop.reward import base_colour, reward
+from paw.envs.webshop.wares import OPTIONS, ROOTS, WARES
 from paw.errors import UserError
-from paw.experience.envs.webshop import files, generator
-from paw.experience.envs.webshop.catalogue import Catalogue, generated, load
-from paw.experience.envs.webshop.goals import synthetic_goals
-from paw.experience.envs.webshop.reward import base_colour, reward
-from paw.experience.envs.webshop.wares import OPTIONS, ROOTS, WARES
 
 ITEMS, ENTRIES, HUMAN = "items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json"
 RULES = WebshopConfig(nouns="rules")

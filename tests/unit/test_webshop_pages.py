@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from paw.experience.envs.webshop import pages
-from paw.experience.envs.webshop.catalogue import Catalogue
-from paw.experience.envs.webshop.prompt import CompactStyle, PaperStyle, make_style
-from paw.experience.envs.webshop.session import Session
-from paw.experience.envs.webshop.types import Goal, Product
+from paw.envs.webshop import pages
+from paw.envs.webshop.catalogue import Catalogue
+from paw.envs.webshop.prompt import CompactStyle, PaperStyle, make_style
+from paw.envs.webshop.session import Session
+from paw.envs.webshop.types import Goal, Product
 
 TASK = "Find me cotton men's shirts with color: red, and size: large, and price lower than 20.00 dollars"
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paw.envs.webshop import nouns, reward
+from paw.envs.webshop.reward import base_colour
+from paw.envs.webshop.types import Goal, Product
 from paw.errors import UserError
-from paw.experience.envs.webshop import nouns, reward
-from paw.experience.envs.webshop.reward import base_colour
-from paw.experience.envs.webshop.types import Goal, Product
 
 SHIRT = Product(
     asin="B000000001",

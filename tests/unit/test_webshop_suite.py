@@ -5,15 +5,15 @@ import random
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, WebshopConfig
+from paw.envs import make_suite
+from paw.envs.webshop import generator
+from paw.envs.webshop.buyer import next_action, wanted_options
+from paw.envs.webshop.prompt import PaperStyle
+from paw.envs.webshop.session import Session
+from paw.envs.webshop.suite import WebshopSuite
 from paw.errors import UserError
-from paw.experience.envs import make_suite
-from paw.experience.envs.webshop import generator
-from paw.experience.envs.webshop.buyer import next_action, wanted_options
-from paw.experience.envs.webshop.prompt import PaperStyle
-from paw.experience.envs.webshop.session import Session
-from paw.experience.envs.webshop.suite import WebshopSuite
 from paw.recipe import load
-from paw.show.evaluate import success_metrics
+from paw.rollout.success import success_metrics
 from paw.types import Group, Trajectory, Turn
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.experience.envs.worker import EnvironmentFailure, Worker
+from paw.envs.worker import EnvironmentFailure, Worker
 
 GAME = '''
 import os, sys, time
@@ -168,7 +168,7 @@ def test_a_killed_child_is_named(make):
 @pytest.mark.parametrize("stuck", [False, True])
 def test_no_orphan_when_the_parent_is_killed(make, tmp_path: Path, stuck: bool):
     program = f"""
-        from paw.experience.envs.worker import Worker
+        from paw.envs.worker import Worker
         worker = Worker("worker_game:Game", timeout_s=600)
         worker.start()
         print(worker.step("pid"), flush=True)

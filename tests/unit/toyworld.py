@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from paw.config import EnvConfig, WarmupConfig
-from paw.experience.chat import Chat
-from paw.experience.engines.transformers import TransformersEngine
-from paw.experience.envs.alfworld.suite import AlfworldSuite
-from paw.learner import quickstart
+from paw.envs.alfworld.suite import AlfworldSuite
+from paw.rollout.chat import Chat
+from paw.rollout.engines.transformers import TransformersEngine
+from paw.tools import quickstart
 
 ENV = EnvConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)
 MODEL = WarmupConfig(hidden_size=32, layers=2, intermediate_size=48, initializer_range=0.2)

@@ -1,0 +1,300 @@
+"""ALFWorld's text game in plain Python: one household, played one command at a time.
+
+Feedback, admissible commands and the win flag equal, string for string, those of the real engine (textworld's PddlEnv
+with alfworld's AlfredDemangler, alfworld 0.4.2) for the rules of `data/alfred.pddl` and `data/alfred.twl2`. These have
+quirks, and an agent trained here must meet the same ones:
+
+- Only the object in hand can be examined: a stray comma in the domain disables the branch for objects in sight.
+- `look` sees no receptacle before the first move, although the welcome text has just listed them all.
+- A lamp can be used again and again, and always says "You turn on".
+- "Next to it, you see a mug 1" appears after a mug was taken off one receptacle and put down on another at the same
+  location: it is where the agent is, and known not to be in the first. It appears once for each such receptacle.
+- `go to` a receptacle at the agent's own location is not admissible.
+- Cleaning, heating and cooling need no open door; slicing needs no sight of the object.
+"""
+
+from collections.abc import Iterable
+
+from paw.envs.alfworld.problem import REQUIRED_STATE, Game
+
+NOTHING_HAPPENS = "Nothing happens."
+# The grammar begins this text with an empty line, which the real engine drops.
+HELP = """\
+Available commands:
+  look:                             look around your current location
+  inventory:                        check your current inventory
+  go to (receptacle):               move to a receptacle
+  open (receptacle):                open a receptacle
+  close (receptacle):               close a receptacle
+  take (object) from (receptacle):  take an object from a receptacle
+  move (object) to (receptacle):  place an object in or on a receptacle
+  examine (something):              examine a receptacle or an object
+  use (object):                     use an object
+  heat (object) with (receptacle):  heat an object using a receptacle
+  clean (object) with (receptacle): clean an object using a receptacle
+  cool (object) with (receptacle):  cool an object using a receptacle
+  slice (object) with (object):     slice an object using a sharp object
+"""
+_KNIVES = ("knifetype", "butterknifetype")
+_NO_STATES: frozenset[str] = frozenset()
+# Rules of examineObject in the order of the grammar: the first whose states all hold is said.
+_ADJECTIVES = tuple(
+    (frozenset(states.split()), adjective)
+    for states, adjective in (
+        ("clean hot sliced", "hot and clean sliced"),
+        ("clean cool sliced", "cool and clean sliced"),
+        ("clean sliced", "clean sliced"),
+        ("hot sliced", "hot sliced"),
+        ("cool sliced", "cool sliced"),
+        ("clean hot", "hot and clean"),
+        ("clean cool", "cool and clean"),
+        ("hot", "hot"),
+        ("clean", "clean"),
+        ("cool", "cold"),
+    )
+)
+
+
+def _listing(names: Iterable[str]) -> str:
+    return _join([f"a {name}" for name in names]) or "nothing"
+
+
+def _join(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else "".join(names)
+
+
+class Household:
+    """One episode of `game`. Read the state freely, change it through `reset` and `step` alone."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self.reset()
+
+    def reset(self) -> str:
+        """Start again; returns the welcome text, the view of the room and the task."""
+        game = self.game
+        self.location = game.start
+        self.held: str | None = None
+        """Id of the object in hand."""
+        self.contents = dict(game.contents)
+        """Receptacle id -> sorted objects in it. The tuples are shared with the game, never changed in place."""
+        self.object_location = set(game.object_location)
+        self.taken_from: set[tuple[str, str]] = set()
+        """Pairs (object, receptacle) that an action made false: the only ones the grammar's not_inreceptacle knows."""
+        self.opened = set(game.opened)
+        self.states = dict(game.states)
+        self._changed()
+        view = self._facing() or self._in_the_middle(game.names[receptacle] for receptacle in game.location)
+        return f"-= Welcome to TextWorld, ALFRED! =-\n\n{view}\n\n{game.task}"
+
+    def step(self, command: str) -> str:
+        """Play `command`; returns the feedback. What is not admissible does nothing, and says so."""
+        play, *arguments = self._actions().get(command.strip(), (None,))
+        return NOTHING_HAPPENS if play is None else play(*arguments)
+
+    @property
+    def admissible(self) -> list[str]:
+        """The commands that do something now, sorted, `help` among them."""
+        return sorted(self._actions())
+
+    @property
+    def won(self) -> bool:
+        """Whether the goal holds now. It can cease to hold if play goes on."""
+        if self._won is None:
+            self._won = self._goal_holds()
+        return self._won
+
+    def state_of(self, thing: str) -> frozenset[str]:
+        """Those of clean, hot, cool, sliced, toggled that hold for an object id."""
+        return self.states.get(thing, _NO_STATES)
+
+    def can_hold(self, receptacle: str, thing: str) -> bool:
+        """Whether the domain allows the object in the receptacle, open or not."""
+        game = self.game
+        return (game.receptacle_type.get(receptacle), game.object_type.get(thing)) in game.can_contain
+
+    def is_shut(self, receptacle: str) -> bool:
+        return receptacle in self.game.openable and receptacle not in self.opened
+
+    def _changed(self) -> None:
+        self._won: bool | None = None
+        self._cached_actions: dict[str, tuple] | None = None
+
+    def _goal_holds(self) -> bool:
+        game, goal = self.game, self.game.goal
+        if goal.kind == "look":
+            return self.held in game.candidates and any(
+                lamp in game.targets and "toggled" in self.state_of(lamp)
+                for receptacle in game.at.get(self.location, ())
+                for lamp in self.contents[receptacle]
+            )
+        state, needed = REQUIRED_STATE.get(goal.kind), 2 if goal.kind == "two" else 1
+        for receptacle in game.targets:
+            found = 0
+            for thing in self.contents.get(receptacle, ()):
+                found += thing in game.candidates and (state is None or state in self.state_of(thing))
+            if found >= needed:
+                return True
+        return False
+
+    # ---- what can be done
+
+    def _actions(self) -> dict[str, tuple]:
+        """Admissible command -> the method that plays it and its arguments."""
+        if self._cached_actions is not None:
+            return self._cached_actions
+        game, names, location, held = self.game, self.game.names, self.game.location, self.held
+        actions: dict[str, tuple] = {
+            command: (self._go, receptacle)
+            for command, receptacle in game.destinations.items()
+            if location[receptacle] != self.location
+        }
+        actions["look"] = (self._look,)
+        actions["inventory"] = (self._inventory,)
+        actions["help"] = (self._help,)
+        for receptacle in game.at.get(self.location, ()):
+            name = names[receptacle]
+            actions[f"examine {name}"] = (self._examine_receptacle, receptacle)
+            shut = self.is_shut(receptacle)
+            if shut:
+                actions[f"open {name}"] = (self._open, receptacle)
+            elif receptacle in game.openable:
+                actions[f"close {name}"] = (self._close, receptacle)
+            for thing in self.contents[receptacle]:
+                if held is None and not shut and thing in game.pickupable:
+                    actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
+                if thing in game.toggleable:
+                    actions[f"use {names[thing]}"] = (self._use, thing)
+            if held is not None:
+                self._add_actions_with(held, receptacle, shut, actions)
+        if held is not None:
+            actions[f"examine {names[held]}"] = (self._examine_object, held)
+            if game.object_type.get(held) in _KNIVES:
+                for thing in game.sliceable:
+                    if (thing, self.location) in self.object_location:
+                        actions[f"slice {names[thing]} with {names[held]}"] = (self._slice, thing, held)
+        self._cached_actions = actions
+        return actions
+
+    def _add_actions_with(self, held: str, receptacle: str, shut: bool, actions: dict[str, tuple]) -> None:
+        """What the object in hand allows at a receptacle that is here."""
+        game = self.game
+        thing, name, kind = game.names[held], game.names[receptacle], game.receptacle_type.get(receptacle)
+        if not shut and self.can_hold(receptacle, held):
+            actions[f"move {thing} to {name}"] = (self._put, held, receptacle)
+        if kind in game.sink_types and held in game.cleanable:
+            actions[f"clean {thing} with {name}"] = (self._clean, held, receptacle)
+        elif kind == "microwavetype" and held in game.heatable:
+            actions[f"heat {thing} with {name}"] = (self._heat, held, receptacle)
+        elif kind == "fridgetype" and held in game.coolable:
+            actions[f"cool {thing} with {name}"] = (self._cool, held, receptacle)
+
+    # ---- what is only said
+
+    def _help(self) -> str:
+        return HELP
+
+    def _inventory(self) -> str:
+        return (
+            "You are not carrying anything." if self.held is None else f"You are carrying: a {self._name(self.held)}."
+        )
+
+    def _look(self) -> str:
+        return self._facing() or self._in_the_middle(())
+
+    def _facing(self) -> str:
+        """The view from in front of receptacles; empty where there are none."""
+        game, here = self.game, self.game.at.get(self.location, ())
+        if not here:
+            return ""
+        beside = []
+        if self.taken_from:
+            beside = [
+                game.names[thing]
+                for thing, place in sorted(self.object_location)
+                if place == self.location
+                for receptacle in here
+                if (thing, receptacle) in self.taken_from
+            ]
+        return f"You are facing the {_join([game.names[r] for r in here])}. Next to it, you see {_listing(beside)}."
+
+    def _in_the_middle(self, names: Iterable[str]) -> str:
+        return f"You are in the middle of a room. Looking quickly around you, you see {_listing(names)}."
+
+    def _examine_receptacle(self, receptacle: str) -> str:
+        name, shut = self._name(receptacle), self.is_shut(receptacle)
+        if shut:
+            return f"The {name} is closed."
+        seen = _listing([self.game.names[thing] for thing in self.contents[receptacle]])
+        if receptacle in self.game.openable:
+            return f"The {name} is open. In it, you see {seen}."
+        return f"On the {name}, you see {seen}."
+
+    def _examine_object(self, thing: str) -> str:
+        name, states, inner = self._name(thing), self.state_of(thing), self.game.inner
+        if thing in inner:
+            return f"This is a normal {name}. In it, you see {_listing([self.game.names[i] for i in inner[thing]])}."
+        for needed, adjective in _ADJECTIVES:
+            if needed <= states:
+                return f"This is a {adjective} {name}."
+        if "toggled" in states:
+            return f"This {name} is on."
+        return f"This is a sliced {name}." if "sliced" in states else f"There's nothing special about {name}."
+
+    def _name(self, thing: str) -> str:
+        return self.game.names[thing]
+
+    # ---- what changes the household
+
+    def _go(self, receptacle: str) -> str:
+        self.location = self.game.location[receptacle]
+        self._changed()
+        return f"You arrive at {self._name(receptacle)}. {self._examine_receptacle(receptacle)}"
+
+    def _open(self, receptacle: str) -> str:
+        self.opened.add(receptacle)
+        self._changed()
+        return f"You open the {self._name(receptacle)}. {self._examine_receptacle(receptacle)}"
+
+    def _close(self, receptacle: str) -> str:
+        self.opened.discard(receptacle)
+        self._changed()
+        return f"You close the {self._name(receptacle)}."
+
+    def _take(self, thing: str, receptacle: str) -> str:
+        self.contents[receptacle] = tuple(t for t in self.contents[receptacle] if t != thing)
+        self.taken_from.add((thing, receptacle))
+        self.object_location.discard((thing, self.location))
+        self.held = thing
+        self._changed()
+        return f"You pick up the {self._name(thing)} from the {self._name(receptacle)}."
+
+    def _put(self, thing: str, receptacle: str) -> str:
+        self.contents[receptacle] = tuple(sorted({*self.contents[receptacle], thing}))
+        self.taken_from.discard((thing, receptacle))
+        self.object_location.add((thing, self.location))
+        self.held = None
+        self._changed()
+        return f"You move the {self._name(thing)} to the {self._name(receptacle)}."
+
+    def _clean(self, thing: str, receptacle: str) -> str:
+        return self._treat(thing, "clean", f"You clean the {self._name(thing)} using the {self._name(receptacle)}.")
+
+    def _heat(self, thing: str, receptacle: str) -> str:
+        self.states[thing] = self.state_of(thing) - {"cool"}
+        return self._treat(thing, "hot", f"You heat the {self._name(thing)} using the {self._name(receptacle)}.")
+
+    def _cool(self, thing: str, receptacle: str) -> str:
+        self.states[thing] = self.state_of(thing) - {"hot"}
+        return self._treat(thing, "cool", f"You cool the {self._name(thing)} using the {self._name(receptacle)}.")
+
+    def _use(self, thing: str) -> str:
+        return self._treat(thing, "toggled", f"You turn on the {self._name(thing)}.")
+
+    def _slice(self, thing: str, knife: str) -> str:
+        return self._treat(thing, "sliced", f"You sliced the {self._name(thing)} with the {self._name(knife)}.")
+
+    def _treat(self, thing: str, state: str, said: str) -> str:
+        self.states[thing] = self.state_of(thing) | {state}
+        self._changed()
+        return said

@@ -1,0 +1,221 @@
+"""ALFWorld as a suite: which games are played in training, warm-up and evaluation, and one episode of them.
+
+With `env.data` the games are files; without it they are generated, endlessly many, and the generator keeps its splits
+apart. Training on files goes through the split in a seeded order, each game once an epoch. Evaluation on files draws
+with replacement, as the reference code's independently seeded environments do.
+"""
+
+import functools
+import hashlib
+import random
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from paw.config import EnvConfig
+from paw.envs.alfworld import generator, index
+from paw.envs.alfworld.difficulty import get_difficulty
+from paw.envs.alfworld.expert import expert
+from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.problem import KINDS, Game
+from paw.envs.alfworld.prompt import View, make_style, task_text
+from paw.envs.alfworld.textworld import require_textworld
+from paw.envs.base import shuffled
+from paw.envs.worker import Worker
+from paw.errors import UserError
+from paw.types import Outcome, Task
+
+HELD_OUT = "valid_unseen"
+"""The one split of generated games to evaluate on."""
+GENERATED_EVAL = 256
+"""Its size when all of it is asked for: it has no end."""
+KEPT_GAMES = 512
+"""Parsed games kept in memory; more than an evaluation's worth."""
+TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
+
+
+class AlfworldSuite:
+    """The games of one `EnvConfig`.
+
+    Raises:
+        UserError: env.data is no ALFWorld folder or lacks env.eval_split, a split or kind of game is not generated, or
+            the textworld back end is not installed.
+    """
+
+    name = "alfworld"
+
+    def __init__(self, config: EnvConfig) -> None:
+        if not config.kinds:
+            raise UserError(f"env.kinds is empty; name at least one of {', '.join(KINDS)}")
+        if config.backend == "textworld":
+            require_textworld()
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        self.may_block = config.backend == "textworld"
+        self._root = None if config.data is None else index.find_root(config.data)
+        self._split = functools.cache(self._load_split)
+        self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
+        self._generate = functools.lru_cache(KEPT_GAMES)(self._generate_game)
+        # All six kinds, the default, are those that the difficulty offers; a choice must be one it does offer.
+        self._kinds = None if set(config.kinds) == set(KINDS) else config.kinds
+        if self._root is not None:
+            self._split(config.eval_split)
+            return
+        if config.train_split != "train":
+            raise UserError(
+                f"env.train_split = '{config.train_split}' needs env.data: generated ones have 'train' only"
+            )
+        _check_held_out(config.eval_split)
+        self._generate("train", 0, 0)
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        """`count` games of env.train_split for update `step`; a function of the arguments and the games alone."""
+        first = step * count
+        if self._root is None:
+            return [self._generated("train", seed, i) for i in range(first, first + count)]
+        games = self._split(self.config.train_split)
+        return [self._from_file(*games[shuffled(seed, i, len(games))]) for i in range(first, first + count)]
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` independent draws from `split`; 0 is every game of it in order (of a generated one, the first 256).
+
+        Raises:
+            UserError: the split is unknown, missing or empty.
+        """
+        if self._root is None:
+            _check_held_out(split)
+            return [self._generated("unseen", seed, i) for i in range(count or GENERATED_EVAL)]
+        games = self._split(split)
+        return [self._from_file(*game) for game in (random.Random(seed).choices(games, k=count) if count else games)]
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        """Generated games `start`, `start + 1`, ..., whether or not training plays files: those stay unseen."""
+        return [self._generated("warmup", seed, i) for i in range(start, start + count)]
+
+    def make(self) -> "AlfworldEnv":
+        return AlfworldEnv(self.config)
+
+    def fingerprint(self) -> str:
+        """Where the games come from and a hash of them; the engine's version where it is not the native one."""
+        config = self.config
+        engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
+        kinds = ",".join(self._kinds or (config.kinds if self._root else get_difficulty(config.difficulty).kinds))
+        if self._root is None:
+            digest = hashlib.sha256()
+            for split in generator.SPLITS:
+                for i in range(8):
+                    digest.update(repr(self._generate(split, 0, i).scene).encode())
+            return f"{engine}generated {config.difficulty} {kinds} {digest.hexdigest()[:16]}"
+        splits = dict.fromkeys((config.train_split, config.eval_split))
+        hashes = [
+            f"{split} {index.load_split(self._root, split).digest[:16]}"
+            for split in splits
+            if (self._root / split).is_dir()
+        ]
+        return f"{engine}alfworld {' '.join(hashes)} {kinds}"
+
+    def _from_file(self, task_id: str, kind: str) -> Task:
+        assert self._root is not None
+        return Task(task_id, kind, self._read(index.game_path(self._root, task_id)))
+
+    def _generated(self, split: str, seed: int, i: int) -> Task:
+        game = self._generate(split, seed, i)
+        return Task(f"generated/{split}/{seed}/{i}", game.kind, game)
+
+    def _generate_game(self, split: str, seed: int, i: int) -> Game:
+        config = self.config
+        return next(generator.games(split, i, 1, seed=seed, difficulty=config.difficulty, kinds=self._kinds))
+
+    def _load_split(self, split: str) -> list[tuple[str, str]]:
+        assert self._root is not None
+        games = [game for game in index.load_split(self._root, split).games if game[1] in self.config.kinds]
+        if not games:
+            raise UserError(f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds")
+        return games
+
+
+class AlfworldEnv:
+    """One episode at a time, in this process (native) or in a child of its own (textworld)."""
+
+    task: str
+    admissible: list[str]
+    """The commands that do something now, sorted, "help" among them."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self.config = config
+        self.style = make_style(config.style, history=config.history, think=config.think)
+        self._worker = Worker(TEXTWORLD, timeout_s=config.step_timeout_s) if config.backend == "textworld" else None
+        self._household: Household | Worker | None = None
+
+    def reset(self, task: Task) -> str:
+        """Start `task`, whose payload is a parsed Game.
+
+        Raises:
+            EnvironmentFailure: the worker of the textworld back end died, hung or raised.
+        """
+        self._game: Game = task.payload
+        if self._worker is None:
+            self._household = Household(self._game)
+            self._text = self._household.reset()
+        else:
+            self._household = self._worker
+            self._text = self._start(self._worker)
+        self.task = task_text(self._text)
+        self._past: list[tuple[str, str]] = []
+        self.admissible = self._household.admissible
+        self._done = False
+        return self._text
+
+    def prompt(self) -> str:
+        return self.style.prompt(View(self.task, self._past, self._text, self.admissible))
+
+    def anchor(self) -> str:
+        return self._text
+
+    def step(self, response: str) -> Outcome:
+        """Play what `response` projects to; the episode ends when won or after env.max_turns turns."""
+        assert self._household is not None and not self._done, "step() before reset() or after the end"
+        action, valid = self.style.project(response, self.admissible)
+        feedback = self._household.step(action)
+        won = self._household.won
+        self._past.append((self._text, action))
+        self._text, self.admissible = feedback, self._household.admissible
+        self._done = won or len(self._past) >= self.config.max_turns
+        return Outcome(
+            observation=feedback,
+            reward=self.config.reward if won else 0.0,
+            done=self._done,
+            won=won,
+            action=action,
+            valid=valid,
+        )
+
+    def expert(self) -> str:
+        household = self._household
+        if not isinstance(household, Household):  # the oracle reads hidden state: replay the episode where it shows
+            household = Household(self._game)
+            for _, action in self._past:
+                household.step(action)
+        return self.style.answer(expert(household))
+
+    def choices(self) -> list[str]:
+        return [self.style.answer(action) for action in self.admissible if action != "help"]
+
+    def answer(self, action: str) -> str:
+        return self.style.answer(action)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _start(self, worker: Worker) -> str:
+        if self._game.scene is None:
+            return worker.start(path=self._game.name)  # a file's name is its path
+        with tempfile.TemporaryDirectory(prefix="paw-") as folder:
+            return worker.start(path=str(generator.write(self._game, Path(folder))))
+
+
+def _check_held_out(split: str) -> None:
+    if split != HELD_OUT:
+        raise UserError(f"generated games have no split '{split}' to evaluate on; use '{HELD_OUT}', or set env.data")

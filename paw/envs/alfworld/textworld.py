@@ -1,0 +1,52 @@
+"""The real engine behind the same interface as `Household`: textworld's PddlEnv with alfworld's names.
+
+Runs inside a worker process (`paw.envs.worker`): its planner library is global to a process and calls
+exit() on a problem it cannot read.
+"""
+
+import importlib.util
+
+from paw.errors import UserError
+
+
+class TextworldHousehold:
+    """One game file, played by the real engine. `reset` starts it; `admissible` and `won` follow each text.
+
+    Raises:
+        UserError: alfworld or textworld is not installed.
+    """
+
+    admissible: list[str]
+    won: bool
+
+    def __init__(self, path: str) -> None:
+        require_textworld()
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+        from textworld.core import EnvInfos
+        from textworld.envs import PddlEnv
+
+        wanted = EnvInfos(won=True, admissible_commands=True)
+        self._engine = AlfredDemangler(PddlEnv(wanted), shuffle=False)
+        self._engine.load(path)
+
+    def reset(self) -> str:
+        return self._read(self._engine.reset())
+
+    def step(self, command: str) -> str:
+        state, _, _ = self._engine.step(command)
+        return self._read(state)
+
+    def _read(self, state) -> str:
+        self.admissible = list(state["admissible_commands"])
+        self.won = bool(state["won"])
+        return state["feedback"]
+
+
+def require_textworld() -> None:
+    """UserError with the install command unless alfworld and textworld can be imported."""
+    for package in ("textworld", "alfworld"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"the textworld back end needs the package {package}: pip install 'paw-trainer[alfworld]' "
+                '(or set env.backend to "native", which needs nothing)'
+            )

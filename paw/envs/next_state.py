@@ -1,0 +1,259 @@
+"""Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
+
+A task is a triplet of an episode played before: what the agent was shown (its prompt, history included), the action,
+and what the environment answered, the next state. One turn: the agent predicts the next state. It is rewarded if the
+cosine distance between the embeddings of predicted and real state is below `rwml.threshold`; a malformed answer never
+is. One task in ten, by a hash of its id, is held out with all of its triplets: those are the evaluation.
+
+The wording of the paper's prompt is not public as far as we know: this one asks for the same in the same tags.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+
+from paw.config import EnvConfig, RwmlConfig
+from paw.envs.base import shuffled
+from paw.errors import UserError
+from paw.files import cause, write_file
+from paw.types import Outcome, Task
+
+HELD_OUT = "held_out"
+HELD_OUT_IN = 10
+"""One task in so many."""
+Similarity = Callable[[Sequence[tuple[str, str]]], list[float]]
+"""Cosine of each pair (predicted, real) of texts."""
+
+PAPER = """\
+You are the world model of an agent: you know what its environment does. Below is what the agent was shown, and the \
+action it took.
+
+[Shown to the agent]
+{prompt}
+
+[Action]
+{action}
+
+Predict the next state: the text with which the environment answers this action.
+{instruction}"""
+THINK = (
+    "First reason step by step about what the action changes, within <think> </think> tags. "
+    "Then give the next state, in the environment's own words, within <next_state> </next_state> tags."
+)
+NO_THINK = "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
+ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Triplet:
+    task: str
+    """Id of the game it was played in."""
+    kind: str
+    step: int
+    prompt: str
+    """What the agent was shown: h."""
+    response: str
+    action: str
+    """Projected from the response."""
+    next_state: str
+
+    @property
+    def held_out(self) -> bool:
+        digest = hashlib.blake2b(self.task.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % HELD_OUT_IN == 0
+
+
+def read_triplets(path: Path) -> list[Triplet]:
+    """The triplets of a file of JSON lines. UserError, naming file and line, where one is none, or there are none."""
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"rwml.triplets = '{path}': {reason}; make it with `paw rwml collect`") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            triplet = Triplet(**json.loads(line))
+            for name, value in vars(triplet).items():
+                if type(value) is not (int if name == "step" else str):
+                    raise ValueError(f"'{name}' is {value!r}")
+            if not triplet.next_state.strip():
+                raise ValueError("'next_state' is empty")
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = str(error).replace("Triplet.__init__() ", "")
+            raise UserError(f"rwml.triplets = '{path}': line {number} is no triplet: {reason}") from None
+        found.append(triplet)
+    if not found:
+        raise UserError(f"rwml.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
+    return found
+
+
+def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
+    try:
+        write_file(path, "".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {cause(error)}; set --out") from None
+
+
+def ask(triplet: Triplet, config: EnvConfig) -> str:
+    """The user message.
+
+    Compact style: the prompt and, on the line after a last "did:", the action; so a model that knows no instructions
+    can be taught the form in a few steps.
+    """
+    if config.style == "compact":
+        return f"{triplet.prompt}\ndid:\n{triplet.action}"
+    return PAPER.format(
+        prompt=triplet.prompt.strip(), action=triplet.action, instruction=THINK if config.think else NO_THINK
+    )
+
+
+def answer(next_state: str, config: EnvConfig) -> str:
+    """A well-formed response (without a thought) that predicts `next_state`: what fine-tuning imitates."""
+    return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
+
+
+def predicted(response: str, config: EnvConfig) -> str | None:
+    """The next state that a response predicts, None where it is malformed or empty."""
+    if config.style == "compact":
+        return response.strip() or None
+    thought, closed, rest = response.rpartition("</think>")
+    found = ANSWER.fullmatch(rest)
+    if found is None or (config.think and not (closed and "<think>" in thought)):
+        return None
+    return found[1].strip() or None
+
+
+class NextStateSuite:
+    """The triplets of `rwml.triplets`.
+
+    `similarity` is what rewards are made of (default: the encoder `rwml.embedding`, loaded now).
+
+    Raises:
+        UserError: the file is missing or damaged, one of the two splits is empty, the split to evaluate on is another,
+            or the encoder is not there.
+    """
+
+    name = "next_state"
+    may_block = True  # environments wait for one another, so that the encoder gets batches
+
+    def __init__(self, config: EnvConfig, rwml: RwmlConfig, similarity: Similarity | None = None) -> None:
+        if rwml.triplets is None:
+            raise UserError("rwml.triplets is not set; make a file with `paw rwml collect`, then --rwml.triplets FILE")
+        if config.eval_split != HELD_OUT:
+            raise UserError(f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only")
+        self.config, self.rwml = config, rwml
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        self.triplets = read_triplets(rwml.triplets)
+        tasks = [Task(f"{t.task}#{i}", t.kind, t) for i, t in enumerate(self.triplets)]
+        self.training = [task for task in tasks if not task.payload.held_out]
+        self.held_out = [task for task in tasks if task.payload.held_out]
+        if not (self.training and self.held_out):
+            games = len({triplet.task for triplet in self.triplets})
+            lacking = "to evaluate on" if self.training else "to train on"
+            raise UserError(
+                f"rwml.triplets = '{rwml.triplets}': none of its {games} games is one {lacking} (one game in"
+                f" {HELD_OUT_IN} is held out); collect from more"
+            )
+        if similarity is None:
+            from paw.envs.search.embedding import Embedding
+
+            similarity = Embedding(rwml.embedding).similarity
+        self._similarity = _Together(similarity)
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        n = len(self.training)
+        return [self.training[shuffled(seed, i, n)] for i in range(step * count, (step + 1) * count)]
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` different held-out triplets, all of them where there are fewer, or for 0."""
+        order = [self.held_out[shuffled(seed, i, len(self.held_out))] for i in range(len(self.held_out))]
+        return order[:count] if count else self.held_out
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        raise UserError(
+            "model.path = 'quickstart' is warmed up on games, not on triplets: make it with `paw warmup quickstart`"
+            " and give the folder"
+        )
+
+    def make(self) -> "NextStateEnv":
+        return NextStateEnv(self.config, self.rwml.threshold, self._similarity)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(self.triplets).encode()).hexdigest()[:16]
+        return f"{len(self.triplets)} triplets {digest}, {self.rwml.embedding} < {self.rwml.threshold:g}"
+
+
+class NextStateEnv:
+    """One prediction."""
+
+    def __init__(self, config: EnvConfig, threshold: float, similarity: Callable[[str, str], float]) -> None:
+        self.config, self.threshold, self.similarity = config, threshold, similarity
+
+    def reset(self, task: Task) -> str:
+        self._triplet: Triplet = task.payload
+        return self._triplet.prompt
+
+    def prompt(self) -> str:
+        return ask(self._triplet, self.config)
+
+    def anchor(self) -> str:
+        return self._triplet.prompt
+
+    def step(self, response: str) -> Outcome:
+        """The outcome's observation is the real next state, its action the predicted one."""
+        guess, real = predicted(response, self.config), self._triplet.next_state
+        right = guess is not None and 1.0 - self.similarity(guess, real.strip()) < self.threshold
+        return Outcome(
+            observation=real,
+            reward=self.config.reward if right else 0.0,
+            done=True,
+            won=right,
+            action=guess or "",
+            valid=guess is not None,
+        )
+
+    def expert(self) -> str:
+        return answer(self._triplet.next_state, self.config)
+
+    def choices(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _Together:
+    """A batched function, called by many threads with one pair each: whoever finds it idle computes for all in wait."""
+
+    def __init__(self, similarity: Similarity) -> None:
+        self._similarity = similarity
+        self._waiting: SimpleQueue[tuple[tuple[str, str], Future[float]]] = SimpleQueue()
+        self._busy = Lock()
+
+    def __call__(self, guess: str, real: str) -> float:
+        mine: Future[float] = Future()
+        self._waiting.put(((guess, real), mine))
+        with self._busy:
+            batch = []
+            while not (mine.done() or self._waiting.empty()):
+                batch.append(self._waiting.get())
+            if batch:
+                try:
+                    values = self._similarity([pair for pair, _ in batch])
+                except BaseException as error:
+                    for _, future in batch:
+                        future.set_exception(error)
+                    raise
+                for (_, future), value in zip(batch, values, strict=True):
+                    future.set_result(value)
+        return mine.result()

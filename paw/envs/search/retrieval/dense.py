@@ -1,0 +1,115 @@
+"""Dense retrieval: a sentence encoder, and the inner product of its unit vectors over all documents (faiss).
+
+An encoder whose name contains "e5" gets "query: " and "passage: " before the texts, as it was trained; any other gets
+the texts as they are. It sees 256 tokens of each (Search-R1's settings).
+
+The vectors are a plain float32 file in the cache, memory-mapped. It is written row by row: after an interruption the
+next start goes on where it ended. Where Search-R1's index_builder wrote NAME_Flat.index beside the corpus (NAME being
+part of the encoder's name, as in e5_Flat.index for intfloat/e5-base-v2), that is read instead.
+"""
+
+import fcntl
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paw.cache import cache_dir, stamp
+from paw.envs.search.embedding import Embedding
+from paw.envs.search.retrieval.base import Documents, Hit
+from paw.envs.search.retrieval.corpus import Corpus, progress
+from paw.errors import UserError
+
+TOKENS = 256
+CHUNK = 1024
+"""Documents written at a time."""
+SAME = 0.99
+"""Cosine, at least, of a document's vector with the one kept of it. Other texts under E5 come to 0.7 to 0.95."""
+
+
+class DenseRetriever:
+    """Over `documents` by the encoder `encoder` (see `Embedding`), on a GPU if there is one; the search is on the CPU.
+
+    UserError if faiss or the encoder is missing, or if the vectors kept are not those of these documents.
+    """
+
+    def __init__(self, documents: Documents, encoder: str):
+        try:
+            import faiss
+        except ImportError:
+            raise UserError("dense retrieval needs faiss: pip install 'paw-trainer[search]'") from None
+        self._faiss: Any = faiss
+        self._documents, self._lock = documents, threading.Lock()
+        self._encoder = Embedding(encoder, key="search.encoder", tokens=TOKENS)
+        self._query, self._passage = ("query: ", "passage: ") if "e5" in _name(encoder) else ("", "")
+        first = self._passages(slice(0, 1))[0]
+        if found := _flat_index(documents, encoder):
+            self._index = self._faiss.read_index(str(found), self._faiss.IO_FLAG_MMAP_IFC)
+            shape = self._index.ntotal, self._index.d
+            self._vectors_ND = self._faiss.rev_swig_ptr(self._index.get_xb(), shape[0] * shape[1]).reshape(shape)
+        else:
+            found = cache_dir() / f"dense-{_digest(documents, encoder)}.f32"
+            if not found.is_file():
+                self._write(found, width=len(first))
+            self._vectors_ND = np.memmap(found, np.float32, "r").reshape(-1, len(first))
+        shape = len(documents), len(first)
+        if self._vectors_ND.shape != shape or self._vectors_ND[0] @ first < SAME:
+            raise UserError(
+                f"{found}: {' x '.join(map(str, self._vectors_ND.shape))} vectors that are not those of '{encoder}' for"
+                f" these {len(documents):,} documents; move the file away"
+            )
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Hits by cosine, in [-1, 1]."""
+        if not queries:
+            return []
+        with self._lock:  # a tokenizer may not be shared
+            queries_QD = self._encoder.encode([self._query + query for query in queries]).numpy()
+        k = min(topk, len(self._documents))
+        scores_QK, places_QK = self._faiss.knn(queries_QD, self._vectors_ND, k, self._faiss.METRIC_INNER_PRODUCT)
+        return [
+            [Hit(*self._documents[int(at)], float(score)) for at, score in zip(places_K, scores_K, strict=True)]
+            for places_K, scores_K in zip(places_QK, scores_QK, strict=True)
+        ]
+
+    def _passages(self, part: slice) -> np.ndarray:
+        return self._encoder.encode([self._passage + contents for _, contents in self._documents[part]]).numpy()
+
+    def _write(self, path: Path, *, width: int) -> None:
+        partial = path.with_suffix(".part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # one process writes, the others wait for it
+                if path.is_file():
+                    return
+                done = file.tell() // (4 * width * CHUNK) * CHUNK
+                file.truncate(4 * width * done)
+                starts = range(done, len(self._documents), CHUNK)
+                for start in progress(starts, len(starts), f"dense index, {CHUNK:,} documents a step"):
+                    file.write(self._passages(slice(start, start + CHUNK)).tobytes())
+                    file.flush()
+                partial.rename(path)
+        except OSError as error:
+            raise UserError(f"cannot write {partial}: {error.strerror}; set PAW_CACHE") from None
+
+
+def _name(encoder: str) -> str:
+    return Path(encoder).name.lower()
+
+
+def _digest(documents: Documents, encoder: str) -> str:
+    corpus = isinstance(documents, Corpus)
+    source = stamp(documents.path) if corpus else "\0".join(contents for _, contents in documents)
+    return hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
+
+
+def _flat_index(documents: Documents, encoder: str) -> Path | None:
+    """The index of Search-R1's making beside the corpus, if there is one for this encoder."""
+    if not isinstance(documents, Corpus):
+        return None
+    beside = sorted(documents.path.parent.glob("*_Flat.index"))
+    return next((path for path in beside if path.name.removesuffix("_Flat.index").lower() in _name(encoder)), None)

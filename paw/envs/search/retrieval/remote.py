@@ -1,0 +1,89 @@
+"""A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another of the same form."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paw.envs.http import BadAnswer, Loop, bounded
+from paw.envs.search.retrieval.base import Hit
+from paw.errors import UserError, clean
+
+TRIES, PATIENT_TRIES = 3, 10
+"""Of a request: the first one, and later ones while the server is away. The latter outlast a restart of two minutes."""
+PAUSE_S = 0.5
+"""Before the second try; then twice as long each time, 60 times that at most."""
+AWAY = (502, 503, 504)
+
+
+class RemoteRetriever:
+    """The server at `url`, with or without /retrieve at its end. Connections are kept open.
+
+    UserError, naming the URL, if it cannot be reached, now or later, takes longer than `timeout_s` for its whole answer
+    or answers anything but hits. A refused or lost connection and an answer 5xx are tried again; once the server has
+    answered, for two minutes (500: three times).
+    """
+
+    def __init__(self, url: str, *, timeout_s: float):
+        try:
+            import httpx
+        except ImportError:
+            raise UserError(
+                f"search.retriever = '{url}': asking a server needs httpx: pip install 'paw-trainer[search]'"
+            ) from None
+        self._httpx = httpx
+        self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self._timeout_s, self._tries = timeout_s, TRIES
+        # As many connections as callers, and no proxy: an address of the cluster is not to be asked of one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._loop = Loop()
+        self._client = bounded(httpx.AsyncClient)(timeout=timeout_s, limits=limits, trust_env=False)
+        self.search(["retriever"], 1)
+        self._tries = PATIENT_TRIES
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        if not queries:
+            return []
+        text = self._ask({"queries": list(queries), "topk": topk, "return_scores": True})
+        try:
+            result = json.loads(text)["result"]
+            if len(result) != len(queries):
+                raise ValueError(f"{len(result)} lists of hits for {len(queries)} queries")
+            return [[_hit(item) for item in items][:topk] for items in result]
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            reason = f"it does not answer as a retriever ({clean(repr(error))})"
+            raise UserError(f"{self._url}: {reason}: {clean(text, 200)}") from None
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        """The body of the answer 200."""
+        reason = ""
+        for tried in range(self._tries):
+            time.sleep(PAUSE_S * min(60, 2 ** (tried - 1)) if tried else 0)
+            try:
+                answer = self._loop.run(self._client.post(self._url, json=request), self._timeout_s)
+            except (TimeoutError, self._httpx.TimeoutException):
+                reason = f"no answer within search.timeout_s = {self._timeout_s:g}"
+                break
+            except BadAnswer as error:
+                reason = str(error)
+                break
+            except Exception as error:  # no connection, a broken one, no address at all
+                reason = clean(error) or type(error).__name__
+                continue
+            if answer.status_code == 200:
+                return answer.text
+            reason = f"status {answer.status_code}: {clean(answer.text, 200)}"
+            if answer.status_code < 500 or (answer.status_code not in AWAY and tried + 1 >= TRIES):
+                break
+        raise UserError(f"search.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")
+
+
+def _hit(item: Any) -> Hit:
+    """From {"document": {...}, "score"}, or from the bare document, which has no score."""
+    document, score = item.get("document", item), float(item.get("score", 0.0))
+    if not isinstance(document["contents"], str):
+        raise TypeError("contents are not text")
+    if not math.isfinite(score):
+        raise ValueError(f"the score is {score}")
+    return Hit(str(document.get("id", "")), document["contents"], score)

@@ -1,0 +1,248 @@
+"""`paw serve retriever`: a retriever behind HTTP, as clients of Search-R1, verl-agent and `RemoteRetriever` expect it.
+
+    POST /retrieve  {"queries": [...] or "query": "...", "topk": 3, "return_scores": true}
+                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query
+                    without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
+    GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
+
+Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where the server has too much to do.
+"""
+
+import asyncio
+import json
+import resource
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paw.config import Config, SearchConfig
+from paw.envs.search.retrieval.base import Documents, Hit, Retriever, make_retriever
+from paw.envs.search.retrieval.corpus import Corpus
+from paw.errors import UserError, to_stderr
+
+MAX_QUERIES = 1024
+"""Of one request."""
+MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
+"""Of a request's body, and of its head."""
+HEAD_S = 10
+"""For a request's head, from its first byte or the connection's start."""
+MAX_CONNECTIONS = 2048
+"""Open at once. Of more, the one that has been without a request for longest is closed."""
+SPARE_FILES = 64
+"""File descriptors left for everything else."""
+WORKERS = 4
+"""Requests searched for at once."""
+MAX_WAITING = 512
+"""Requests being searched for or waiting to be; more are turned away."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep a connection unused, so that they are the ones to close it."""
+SHUTDOWN_S = 5
+"""For the requests in work when the server is told to end."""
+
+
+class Query(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    query: str | None = None
+    queries: Annotated[list[str], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
+    topk: Annotated[int, Field(ge=1, le=100)] | None = None
+    """None: the server's own search.topk."""
+    return_scores: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "Query":
+        if (self.query is None) == (self.queries is None):
+            raise ValueError('give either "queries", a list, or "query", one text')
+        return self
+
+
+def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
+    """The FastAPI application. A request is one batch in a thread; it may take `config.timeout_s`, as may its body."""
+    from fastapi import FastAPI, HTTPException, Request, Response
+    from starlette.exceptions import HTTPException as AnyHTTPException
+    from starlette.requests import ClientDisconnect
+
+    app = FastAPI(openapi_url=None)
+    pool = ThreadPoolExecutor(WORKERS, "search")
+    waiting: set[asyncio.Future[Any]] = set()
+
+    def answer(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+        return Response(json.dumps(content), status, headers, "application/json")
+
+    async def body(request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "the body is to be JSON: send the header Content-Type: application/json")
+        parts = bytearray()
+        async for part in request.stream():
+            parts += part
+            if len(parts) > MAX_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BYTES:,} bytes")
+        return bytes(parts)
+
+    async def search(queries: list[str], topk: int) -> list[list[Hit]]:
+        if len(waiting) >= MAX_WAITING:
+            raise HTTPException(503, f"{MAX_WAITING} requests are waiting already; try again")
+        found = asyncio.get_running_loop().run_in_executor(pool, retriever.search, queries, topk)
+        waiting.add(found)
+        found.add_done_callback(waiting.discard)
+        try:
+            return await asyncio.wait_for(found, config.timeout_s)
+        except TimeoutError:
+            raise HTTPException(503, f"not done within {config.timeout_s:g} s; try again with fewer queries") from None
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> Response:
+        try:
+            asked = Query.model_validate_json(await asyncio.wait_for(body(request), config.timeout_s))
+        except TimeoutError:
+            detail = f"the body did not come within {config.timeout_s:g} s"
+            raise HTTPException(408, detail, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the connection ended before the body did") from None
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = "".join(f"{part}: " for part in problem["loc"])
+            raise HTTPException(400, where + problem["msg"].removeprefix("Value error, ")) from None
+        hits = await search(asked.queries or [asked.query or ""], asked.topk or config.topk)
+        return answer({"result": [[_result(hit, scored=asked.return_scores) for hit in row] for row in hits]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return answer({"status": "ok", "documents": documents, "retriever": config.retriever})
+
+    @app.exception_handler(AnyHTTPException)
+    async def failed(request: Request, error: AnyHTTPException) -> Response:
+        detail = error.detail
+        if error.status_code in (404, 405):
+            detail = f"no {request.method} {request.url.path} here: there are POST /retrieve and GET /health"
+        return answer({"error": detail}, error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return answer({"error": f"the search failed: {error}"}, 500)
+
+    return app
+
+
+def make_server(app: Any, config: SearchConfig) -> Any:
+    """The uvicorn server of an application, in which every connection has a clock and can be closed for a new one.
+
+    The clock gives HEAD_S for a request's head, then time for the rest and for the answer to be sent.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    most = _connections()
+    request_s = 3 * config.timeout_s + HEAD_S  # body, search, answer
+    idle: dict[H11Protocol, None] = {}  # without a whole head, the longest first
+
+    class Protocol(H11Protocol):
+        clock: asyncio.TimerHandle | None = None
+        has_begun = False
+        """Whether bytes of a head have come."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            idle[self] = None
+            self.has_begun = True
+            self.wind(HEAD_S)
+            if len(self.connections) > most:
+                next(iter(idle)).transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                idle.pop(self, None)
+                self.wind(request_s)
+            elif self in idle and not self.has_begun:
+                self.has_begun = True
+                self.wind(HEAD_S)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # else the next request was there already
+                idle[self] = None
+                self.has_begun = False
+            self.wind(KEEP_ALIVE_S + request_s)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            idle.pop(self, None)
+            if self.clock:
+                self.clock.cancel()
+
+        def wind(self, seconds: float) -> None:
+            if self.clock:
+                self.clock.cancel()
+            self.clock = self.loop.call_later(seconds, self.transport.abort)
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Protocol,
+            h11_max_incomplete_event_size=MAX_HEAD,
+            backlog=MAX_CONNECTIONS // 2,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            log_level="error",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+        )
+    )
+
+
+def _connections() -> int:
+    """How many may be open at once: MAX_CONNECTIONS, where the limit of open files lets itself be raised so far."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+
+
+def _result(hit: Hit, *, scored: bool) -> dict[str, Any]:
+    document = {"id": hit.id, "contents": hit.contents}
+    return {"document": document, "score": hit.score} if scored else document
+
+
+def serve(config: Config, *, host: str, port: int) -> int:
+    """Serve `search.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0.
+
+    UserError for a port in use, a corpus that cannot be read or a missing package.
+    """
+    try:
+        search = config.search
+        if search.retriever not in ("bm25", "dense"):
+            raise UserError(
+                f"paw serve retriever: '{search.retriever}' is no index; there are --retriever bm25 and dense"
+            )
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family, backlog=2048)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"paw serve retriever: --host {host} --port {port}: {error}") from None
+        documents = Corpus(search.corpus) if search.corpus else _world(config)
+        retriever = make_retriever(search.model_copy(update={"corpus": None}), documents)
+        app = make_app(retriever, search, documents=len(documents))
+    except ImportError as error:
+        raise UserError(f"a server needs {error.name}: pip install 'paw-trainer[search]'") from None
+    server = make_server(app, search)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends at one of them, and then raises it once more
+        signal.signal(number, signal.SIG_IGN)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    to_stderr(f"{url}: {len(documents):,} documents of {search.corpus or 'the generated world'}, {search.retriever}")
+    server.run(sockets=[listener])
+    return 0
+
+
+def _world(config: Config) -> Documents:
+    from paw.envs.search.world import World
+
+    return World(config.search.entities, numbered=config.env.style == "compact").documents

@@ -1,0 +1,224 @@
+"""Search-augmented question answering as a suite: which questions are asked, and one episode of a question.
+
+With `env.data` the questions are files and the documents a corpus or a server's; without it both are a generated
+world. Training goes through the questions in a seeded order, each once an epoch; evaluation draws different ones, or
+plays them all.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paw.config import Config, EnvConfig
+from paw.envs.base import shuffled
+from paw.envs.search import data, world
+from paw.envs.search.data import Question
+from paw.envs.search.prompt import Action, Style, make_style, title
+from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
+from paw.envs.search.reward import exact_match
+from paw.envs.worker import EnvironmentFailure
+from paw.errors import UserError, describe
+from paw.types import Outcome, Task
+
+Search = Callable[[Question, str], list[Hit]]
+"""What a query, asked because of a question, finds."""
+WORLDS = 100
+"""Generated ones, in compact style."""
+
+
+class SearchSuite:
+    """The questions of one configuration and the retriever that answers searches.
+
+    Raises:
+        UserError: env.data or search.corpus is missing, damaged, or without the other; a split is not there; a package
+            is not installed; or the server does not answer.
+    """
+
+    name = "search"
+
+    def __init__(self, config: Config) -> None:
+        env, search = config.env, config.search
+        self.config, self.search = env, search
+        self.reward_max = env.reward
+        self.invalid_penalty = env.invalid_penalty
+        self.may_block = search.retriever == "zerosearch" or search.retriever.startswith("http")
+        # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
+        numbered = env.style == "compact"
+        count = WORLDS if numbered and not self.may_block else 1
+        self._worlds = [] if env.data else world.make_worlds(search.entities, numbered=numbered, count=count)
+        if env.data and not (self.may_block or search.corpus):
+            raise UserError(
+                f"env.data = '{env.data}' needs documents: set search.corpus to a JSONL file, or search.retriever to "
+                "the URL of a server (`paw serve retriever`)"
+            )
+        if search.corpus and not env.data:
+            raise UserError(
+                f"search.corpus = '{search.corpus}' needs env.data: generated questions are about the generated world"
+            )
+        self._load = functools.cache(data.load)
+        self._generated = {
+            split: [Task(f"generated/{split}/{i}", *question) for i, question in enumerate(questions)]
+            for split, questions in (world.split(self._worlds) if self._worlds else {}).items()
+        }
+        self._split(env.eval_split)
+        if env.data is None or data.candidates(env.data, env.train_split):
+            self._split(env.train_split)  # damaged files are told of before a model is loaded
+        self._simulator = None
+        self._retriever = functools.cache(self._make_retriever)
+        if search.retriever == "zerosearch":
+            from paw.agents.zerosearch import make_simulator
+
+            self._simulator = make_simulator(config)
+        else:
+            self._retriever(0)  # what is missing is told of now
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        """`count` questions of env.train_split for update `step`; a function of the arguments and the files alone."""
+        tasks = self._split(self.config.train_split)
+        chosen = (tasks[shuffled(seed, i, len(tasks))] for i in range(step * count, (step + 1) * count))
+        return [replace(task, payload=replace(task.payload, step=step)) for task in chosen]
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` different questions of `split`, all of them where there are fewer, or for 0.
+
+        Raises:
+            UserError: the split is unknown, missing, damaged or empty.
+        """
+        tasks = self._split(split)
+        return random.Random(seed).sample(tasks, count) if 0 < count < len(tasks) else tasks
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        """Generated questions of a split of their own, over and over.
+
+        Raises:
+            UserError: questions come from files: nobody shows how to answer those.
+        """
+        if self.config.data:
+            raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
+        tasks = self._split("warmup")
+        return [tasks[shuffled(seed, i, len(tasks))] for i in range(start, start + count)]
+
+    def make(self) -> "SearchEnv":
+        numbered = self._worlds[:1] if self.config.style == "compact" else []
+        names = [entity.names[0] for one in numbered for entity in one.entities]
+        return SearchEnv(self.config, self._search, names)
+
+    def fingerprint(self) -> str:
+        """Hash of the questions, and of the documents where they are generated; what searches them."""
+        search, env = self.search, self.config
+        engine = f"{search.retriever}{f' {search.corpus.name}' if search.corpus else ''} top {search.topk}"
+        if self._worlds:
+            return f"generated {search.entities} {world.digest(self._worlds)}, {engine}"
+        assert env.data is not None
+        files = [path for split in (env.train_split, env.eval_split) for path in data.candidates(env.data, split)]
+        return f"{' '.join(f'{path.stem} {data.digest(path)}' for path in dict.fromkeys(files))}, {engine}"
+
+    def _split(self, split: str) -> list[Task]:
+        if self.config.data:
+            return self._load(data.find_file(self.config.data, split))
+        if split not in self._generated:
+            splits = ", ".join(self._generated)
+            raise UserError(f"generated questions have no split '{split}', only {splits}; name one, or set env.data")
+        return self._generated[split]
+
+    def _make_retriever(self, i: int) -> Retriever:
+        """Of generated world `i`, or of all questions."""
+        return make_retriever(self.search, self._worlds[i].documents if self._worlds else None)
+
+    def _search(self, question: Question, query: str) -> list[Hit]:
+        if self._simulator:
+            return self._simulator.search([query], self.search.topk, self._simulator.share(question.step))[0]
+        return self._retriever(question.world).search([query], self.search.topk)[0]
+
+
+class SearchEnv:
+    """One question at a time."""
+
+    task: str
+    admissible: list[str]
+    """Empty: any query and any answer may be given."""
+
+    def __init__(self, config: EnvConfig, search: Search, names: Sequence[str] = ()) -> None:
+        self.config = config
+        self.style: Style = make_style(config.style, history=config.history, think=config.think)
+        self.admissible = []
+        self._retrieve = search
+        self._choices = [self.style.answer(Action(verb, name)) for verb in ("search", "answer") for name in names]
+        self._done = True
+
+    def reset(self, task: Task) -> str:
+        """Start `task`, whose payload is a Question; the first observation is its text."""
+        self._question: Question = task.payload
+        self.task = self._question.text
+        self._past: list[tuple[Action, str]] = []
+        self._titles: list[set[str]] = []
+        self._done = False
+        return self.task
+
+    def prompt(self) -> str:
+        return self.style.prompt(self.task, self._past)
+
+    def anchor(self) -> str:
+        """What the last action returned; before the first, the question."""
+        return self._past[-1][1] if self._past else self.task
+
+    def step(self, response: str) -> Outcome:
+        """Search or answer, as `response` projects to; the episode ends with an answer or after env.max_turns turns.
+
+        Nothing is observed after the last turn.
+
+        Raises:
+            EnvironmentFailure: the search failed.
+        """
+        assert not self._done, "step() before reset() or after the end"
+        action, valid = self.style.project(response)
+        self._done = action.verb == "answer" or len(self._past) + 1 >= self.config.max_turns
+        hits = self._search(action.text) if action.verb == "search" and not self._done else None
+        observation = "" if hits is None else self.style.observation([hit.contents for hit in hits])
+        won = action.verb == "answer" and exact_match(action.text, self._question.answers)
+        self._past.append((action, observation))
+        self._titles.append({title(hit.contents) for hit in hits or ()})
+        return Outcome(
+            observation=observation,
+            reward=self.config.reward if won else 0.0,
+            done=self._done,
+            won=won,
+            action=str(action),
+            valid=valid,
+        )
+
+    def expert(self) -> str:
+        """Search for the first document that is not in the prompt yet, of those that lead to the answer; then answer.
+
+        Raises:
+            NotImplementedError: the question comes from a file.
+        """
+        hops = self._question.hops
+        if not hops:
+            raise NotImplementedError("only generated questions tell how they are answered")
+        shown = set().union(*self._titles[max(0, len(self._titles) - self.style.shown) :])
+        found = [i for i, title in enumerate(hops) if title in shown]
+        if found and found[-1] == len(hops) - 1:
+            return self.style.answer(Action("answer", self._question.answers[0]))
+        return self.style.answer(Action("search", hops[found[-1] + 1 if found else 0]))
+
+    def choices(self) -> list[str]:
+        """Compact style, generated questions: to search for each entity, and to answer with it. Else []."""
+        return self._choices
+
+    def answer(self, action: str) -> str:
+        """`action` is "search[query]" or "answer[text]"; anything else is played as an invalid response."""
+        played = Action.parse(action)
+        return self.style.answer(played) if played.verb else action
+
+    def close(self) -> None:
+        pass
+
+    def _search(self, query: str) -> list[Hit]:
+        if not query:  # nothing to ask for, and no server is bound to like it
+            return []
+        try:
+            return self._retrieve(self._question, query)
+        except Exception as error:  # a UserError too: it would end the whole run
+            raise EnvironmentFailure(f"search failed: {describe(error)}") from error

@@ -1,0 +1,269 @@
+"""tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface, `tau2.gym.gym_agent.AgentGymEnv`.
+
+The agent serves a customer whom an LLM plays: it calls tools or writes to the customer, and a policy says what it may
+do. Written against tau2-bench 1.0.1, which installs from its repository only (Python 3.12 or 3.13). Which tasks there
+are and how they are split is the domain's own (`train`, `test`, both together `base`).
+
+An answer of the user or a tool is the world-model target. Reward: env.reward times that of tau2-bench, which comes with
+the end. What breaks there (the user's LLM is down, no answer in time) costs the episode, never the run.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paw.config import EnvConfig, Tau2Config
+from paw.envs.base import shuffled
+from paw.envs.worker import EnvironmentFailure
+from paw.errors import OURS, UserError, describe, quietly
+from paw.rollout.threads import Threads
+from paw.types import Outcome, Task
+
+INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
+BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
+"""Ends of a simulation that are no fault of the agent."""
+DONE = '{"name": "done", "arguments": {}}'
+"""The tool call that ends a conversation."""
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+PROMPT = """
+You are a customer service agent. You help the user by the policy below, with tools, and with nothing else.
+
+# Policy
+{policy}
+
+# Tools
+{tools}
+
+# Conversation
+{conversation}
+
+Now it's your turn. {think}
+Give one action within <action> </action> tags: either a tool call, as JSON {{"name": ..., "arguments": {{...}}}}, or a
+message to the user, as plain text. Never both. When nothing is left to do, call the tool "done".
+"""
+THINK = "You should first reason step-by-step within <think> </think> tags."
+
+
+class Tau2Suite:
+    """The tasks of one domain.
+
+    Raises:
+        UserError: tau2-bench is not installed or something else of its name is, or it has no such domain or split.
+    """
+
+    name = "tau2"
+    may_block = True
+
+    def __init__(self, config: EnvConfig, tau2: Tau2Config) -> None:
+        self.config, self.tau2 = config, tau2
+        self.reward_max, self.invalid_penalty = config.reward, config.invalid_penalty
+        self._gym, registry = _import()
+        domains = sorted({*registry.get_domains()} & {*registry.get_task_sets()})
+        if tau2.domain not in domains:
+            raise UserError(f"tau2.domain = '{tau2.domain}': tau2-bench has {', '.join(domains)}")
+        load_splits = registry.get_task_splits_loader(tau2.domain)
+        try:
+            self._tasks = {task.id: task for task in registry.get_tasks_loader(tau2.domain)()}
+            self._splits: dict[str, list[str]] = load_splits() if load_splits else {"base": list(self._tasks)}
+        except OSError as error:
+            raise UserError(
+                f"tau2.domain = '{tau2.domain}': {error}; set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
+            ) from None
+        for split in (config.train_split, config.eval_split):
+            self._ids(split)
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        ids = self._ids(self.config.train_split)
+        first = step * count
+        return [self._task(ids[shuffled(seed, i, len(ids))]) for i in range(first, first + count)]
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        ids = self._ids(split)
+        return [self._task(i) for i in (random.Random(seed).choices(ids, k=count) if count else ids)]
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        raise UserError("model.path = 'quickstart': tau2 has no expert to warm it up on; take an instruct model")
+
+    def make(self) -> "Tau2Env":
+        return Tau2Env(self._gym, self.config, self.tau2)
+
+    def fingerprint(self) -> str:
+        splits = (self.config.train_split, self.config.eval_split)
+        tasks = [self._tasks[i].model_dump_json() for split in splits for i in self._ids(split)]
+        digest = hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16]
+        return f"tau2 {metadata.version('tau2')} {self.tau2.domain} {digest}, user {self.tau2.user_model}"
+
+    def _ids(self, split: str) -> list[str]:
+        """Task ids of a split; UserError where there is none that the gymnasium interface can start."""
+        playable = {name: ids for name, ids in self._splits.items() if ids and self._tasks.keys() >= {*ids}}
+        if split not in playable:
+            raise UserError(
+                f"tau2.domain = '{self.tau2.domain}' has no split '{split}' to play; env.train_split and "
+                f"env.eval_split can be {', '.join(playable)}"
+            )
+        return playable[split]
+
+    def _task(self, tau2_id: str) -> Task:
+        return Task(f"{self.tau2.domain}/{tau2_id}", self.tau2.domain, tau2_id)
+
+
+class Tau2Env:
+    """One conversation at a time. An instance of AgentGymEnv is one task, so each episode has its own."""
+
+    task: str
+    """What the customer said first."""
+
+    def __init__(self, make: Callable[..., Any], config: EnvConfig, tau2: Tau2Config) -> None:
+        self._make, self.config, self.tau2 = make, config, tau2
+        self.admissible: list[str] = []
+        self._gym: Any = None
+        self._threads = Threads(1, config.step_timeout_s)
+
+    def reset(self, task: Task) -> str:
+        """Start a conversation. Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s."""
+        self.close()
+        options = {"user_llm": self.tau2.user_model, "max_steps": 4 * self.config.max_turns}
+        gym = self._within(functools.partial(self._make, self.tau2.domain, task.payload, **options))
+        text, info = self._within(gym.reset)
+        if not text:
+            raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
+        self._gym, self._text, self.task = gym, text, text
+        self._tools = {tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]}
+        self._policy: str = info["policy"]
+        self._said = [text]
+        self._turns = 0
+        return text
+
+    def prompt(self) -> str:
+        return PROMPT.format(
+            policy=self._policy.strip(),
+            tools="\n".join(self._tools.values()),
+            conversation="\n".join(self._said),
+            think=THINK if self.config.think else "",
+        )
+
+    def anchor(self) -> str:
+        return self._text
+
+    def step(self, response: str) -> Outcome:
+        """Play an action. An invalid one goes neither to the tools nor to the user.
+
+        Raises:
+            EnvironmentFailure: tau2-bench broke or took longer than env.step_timeout_s.
+        """
+        assert self._gym is not None, "step() before reset() or after the end"
+        action, problem = self._project(response)
+        self._turns += 1
+        reward, done = 0.0, False
+        if problem:
+            self._text = f"Invalid action: {problem}."
+        else:
+            self._text, reward, done, _, info = self._within(self._gym.step, action)
+            if done:
+                self._gym = None
+                run = json.loads(info["simulation_run"])
+                if not run or run.get("termination_reason") in BROKEN:
+                    raise EnvironmentFailure(f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}")
+        self._said += [f"assistant: {action}", self._text]
+        if not done and self._turns >= self.config.max_turns:
+            done = True
+            self.close()
+        return Outcome(
+            observation=self._text,
+            reward=self.config.reward * float(reward),
+            done=done,
+            won=reward >= 1.0,
+            action=action,
+            valid=not problem,
+            score=float(reward),
+        )
+
+    def expert(self) -> str:
+        raise NotImplementedError("tau2-bench has no expert")
+
+    def choices(self) -> list[str]:
+        return []
+
+    def answer(self, action: str) -> str:
+        thought = "<think>I know what to do.</think>" if self.config.think else ""
+        return f"{thought}<action>{action}</action>"
+
+    def close(self) -> None:
+        """End what still runs: AgentGymEnv has no close, and its simulation waits in a thread for the next action."""
+        self._threads.close()
+        if self._gym is not None:
+            gym, self._gym = self._gym, None
+            threading.Thread(target=_end, args=(gym,), daemon=True).start()
+
+    def _project(self, response: str) -> tuple[str, str]:
+        """(action, what is wrong with the response or ""). Of a tool call the name and arguments alone are kept: a
+        call in the name of the user is not the agent's to make.
+        """
+        found = ACTION.search(response)
+        action = found[1].strip() if found else ""
+        if not action:
+            return action, "write it within <action> </action> tags"
+        if self.config.think and not ("<think>" in response and "</think>" in response):
+            return action, "reason within <think> </think> tags first"
+        if not action.startswith("{"):
+            return action, ""
+        try:
+            call = json.loads(action)
+        except (ValueError, RecursionError):
+            return action, "what begins with { must be a tool call in JSON"
+        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+            return action, 'a tool call has a "name" and "arguments"'
+        if call["name"] not in self._tools:
+            return action, f"there is no tool '{call['name']}'"
+        return json.dumps({"name": call["name"], "arguments": call["arguments"]}), ""
+
+    def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What function(*arguments) returns; EnvironmentFailure if it raises, or hangs for env.step_timeout_s."""
+        try:
+            return self._threads.call(function, *arguments)
+        except OURS:
+            raise
+        except BaseException as error:
+            self._gym = None
+            raise EnvironmentFailure(f"tau2 {self.tau2.domain}: {describe(error)}") from error
+
+
+def _end(gym: Any) -> None:
+    with quietly():
+        gym.step(DONE)
+
+
+def _import() -> tuple[Callable[..., Any], Any]:
+    """(AgentGymEnv, the registry of domains and tasks); UserError where they cannot be had."""
+    spec = importlib.util.find_spec("tau2")
+    if spec is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        old = f"; it needs Python 3.12 or 3.13, this is {version}" if sys.version_info < (3, 12) else ""
+        raise UserError(f"env.name = 'tau2' needs tau2-bench of Sierra Research{old}: {INSTALL}")
+    if not any((Path(folder) / "gym").is_dir() for folder in spec.submodule_search_locations or ()):
+        raise UserError(
+            "env.name = 'tau2': the installed package 'tau2' has no tau2.gym: on PyPI that name is an unrelated "
+            f"chemistry program. pip uninstall tau2, then {INSTALL}"
+        )
+    with suppress(ImportError):
+        from loguru import logger  # what tau2-bench logs with, line by line of every conversation
+
+        logger.remove()
+        logger.add(sys.stderr, level="ERROR", filter="tau2.gym")  # why a simulation broke is said nowhere else
+    try:
+        from tau2.gym.gym_agent import AgentGymEnv
+        from tau2.registry import registry
+    except ImportError as error:
+        raise UserError(f"env.name = 'tau2': tau2-bench cannot be imported: {error}; {INSTALL}") from None
+    return AgentGymEnv, registry

@@ -1,0 +1,225 @@
+"""What a customer reads and how the answer becomes an action.
+
+`PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent) sends it: the blanks
+at two line ends and the non-breaking hyphen of "e-commerce" included. `CompactStyle` is for a tiny model whose
+vocabulary is whole phrases: it tells the goal in the catalogue's words, and offers the product types as searches.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from string import ascii_lowercase as LETTERS
+from typing import Protocol
+
+from paw.envs.tags import history_text, tagged_action, tagged_answer
+from paw.envs.webshop.catalogue import Catalogue
+from paw.envs.webshop.pages import SEPARATOR
+from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
+from paw.envs.webshop.types import Goal, Product
+from paw.envs.webshop.wares import WARES
+
+# The blanks at line ends are the reference's: after "environment." (first turn alone), "are:" and "tags.".
+FIRST_TURN = """
+You are an expert autonomous agent operating in the WebShop e\u2011commerce environment.\x20
+Your task is to: {task}.
+Your current observation is: {observation}.
+Your admissible actions of the current situation are:\x20
+[
+{actions}
+].
+
+Now it's your turn to take one action for the current step.
+{instruction}
+"""
+
+LATER_TURN = """
+You are an expert autonomous agent operating in the WebShop e\u2011commerce environment.
+Your task is to: {task}.
+Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} observations and the \
+corresponding actions you took: {history}
+You are now at step {step} and your current observation is: {observation}.
+Your admissible actions of the current situation are:\x20
+[
+{actions}
+].
+
+Now it's your turn to take one action for the current step.
+{instruction}
+"""
+
+THINK = (
+    "You should first reason step-by-step about the current situation, then think carefully which admissible action "
+    "best advances the shopping goal. This reasoning process MUST be enclosed within <think> </think> tags. \n"
+    "Once you've finished your reasoning, you should choose an admissible action for current step and present it "
+    "within <action> </action> tags."
+)
+NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
+
+UNPARSED = 20
+"""Characters from the end of an answer without action tags that are played in its place."""
+LONGEST = 13_000
+"""Characters of a prompt above which the first turn's template, which has no history, takes its place."""
+
+Past = Sequence[tuple[str, str]]
+"""(observation, action played on it) of every earlier turn, oldest first."""
+
+
+class Style(Protocol):
+    def observation(self, session: Session) -> str:
+        """The page, without the instruction."""
+        ...
+
+    def actions(self, session: Session) -> dict[str, str]:
+        """What can be answered now, by name, and the action of the session it plays; queries in words of one's own are
+        not listed.
+        """
+        ...
+
+    def prompt(self, session: Session, past: Past) -> str:
+        """The user message of a turn."""
+        ...
+
+    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+        """(name of the action to play, whether the response was well-formed)."""
+        ...
+
+    def answer(self, action: str) -> str:
+        """A well-formed response that plays the action of that name."""
+        ...
+
+    def queries(self, session: Session) -> list[str]:
+        """What a buyer who knows the goal searches for, the shortest first."""
+        ...
+
+
+class PaperStyle:
+    """Figure 8 of the paper. Without `history`, or where it is too long, every turn has the template of the first."""
+
+    def __init__(self, *, history: int = 2, think: bool = True) -> None:
+        self.history, self.think = history, think
+
+    def observation(self, session: Session) -> str:
+        after = session.parts.index(session.goal.instruction.strip()) + 1
+        return SEPARATOR.join(f"'{part}'" for part in session.parts[after:])
+
+    def actions(self, session: Session) -> dict[str, str]:
+        return {action: action for text in session.clickables if (action := f"click[{text}]") != "click[search]"}
+
+    def prompt(self, session: Session, past: Past) -> str:
+        values = {
+            "task": session.goal.instruction.strip(),
+            "observation": self.observation(session),
+            "actions": "\n".join(f"'{action}'," for action in session.available()),
+            "instruction": THINK if self.think else NO_THINK,
+        }
+        taken = len(past)
+        shown = min(self.history, taken)
+        if shown:
+            history = history_text(past, shown)
+            text = LATER_TURN.format(**values, taken=taken, shown=shown, history=history, step=taken + 1)
+            if len(text) <= LONGEST:
+                return text
+        return FIRST_TURN.format(**values)
+
+    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+        """See `tagged_action`; whether the action is admissible does not matter for validity."""
+        return tagged_action(response, think=self.think, unparsed=UNPARSED)
+
+    def answer(self, action: str) -> str:
+        return tagged_answer(action, think=self.think)
+
+    def queries(self, session: Session) -> list[str]:
+        goal = session.goal
+        return [goal.query, " ".join([goal.query, *goal.attributes, *goal.options.values()]), goal.name.lower()]
+
+
+class CompactStyle:
+    """The goal as a list, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can
+    make it one token wherever it stands, in the goal too. Names of several words are written as one ("easyAssemble").
+    The products of a page are lettered; of each its attributes are told, and whether it is too dear.
+    """
+
+    def __init__(self, *, history: int = 2) -> None:
+        self.history = history
+
+    def observation(self, session: Session) -> str:
+        product = session.product
+        if product is not None:
+            options = [f"{_one_word(name)}: {_words(values)}" for name, values in product.options.items()]
+            chosen = [f"chosen: {_words(session.options.values())}"] if session.options else []
+            return "\n".join([f"product: {_brief(product, session.goal)}", *options, *chosen])
+        if session.searching:
+            return "shop"
+        listed = zip(LETTERS, session.listed, strict=False)
+        return "\n".join([f"page {session.page}", *(f"{i}: {_brief(product, session.goal)}" for i, product in listed)])
+
+    def actions(self, session: Session) -> dict[str, str]:
+        if session.searching:
+            return {f"search {name}": f"search[{words}]" for name, words in _searches(session.catalogue).items()}
+        if session.product is None:
+            listed = zip(LETTERS, session.listed, strict=False)
+            named = {f"open {i}": product.asin.lower() for i, product in listed} | {"next": NEXT, "previous": PREVIOUS}
+        else:
+            values = [value for values in session.product.options.values() for value in values]
+            named = {**{f"pick {_one_word(value)}": value for value in values}, "buy": BUY, "previous": PREVIOUS}
+        named["leave"] = BACK
+        return {name: f"click[{text}]" for name, text in named.items() if text in session.clickables}
+
+    def prompt(self, session: Session, past: Past) -> str:
+        goal, shown = session.goal, min(self.history, len(past))
+        return "\n".join(
+            [
+                "task:",
+                f"search {_one_word(goal.query)}",
+                f"with {_words(goal.attributes)}",
+                *(f"pick {_one_word(value)}" for value in goal.options.values()),
+                *(["did:"] if shown else []),
+                *(action for _, action in past[len(past) - shown :]),
+                "see:",
+                self.observation(session),
+                "can:",
+                *self.actions(session),
+            ]
+        )
+
+    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+        """The whole response, stripped; valid only if it is one of the actions shown."""
+        action = response.strip()
+        return action, action in actions
+
+    def answer(self, action: str) -> str:
+        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        return f"\n{action}"
+
+    def queries(self, session: Session) -> list[str]:
+        return [_searches(session.catalogue)[_one_word(session.goal.query)]]
+
+
+def make_style(style: str, *, history: int, think: bool) -> Style:
+    """The style named by `env.style`: "paper" or "compact" (`think` is the paper style's)."""
+    if style == "paper":
+        return PaperStyle(history=history, think=think)
+    if style == "compact":
+        return CompactStyle(history=history)
+    raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
+
+
+@functools.lru_cache(8)
+def _searches(catalogue: Catalogue) -> dict[str, str]:
+    """The types of product that a shop has, as one word each, and the words that find all of one."""
+    known = {ware.query: ware.nouns for ware in WARES}  # titles call a thing by one of these names
+    types = sorted({product.query for product in catalogue.products})
+    return {_one_word(name): " ".join([name, *known.get(name, ())]) for name in types}
+
+
+def _brief(product: Product, goal: Goal) -> str:
+    return _words(product.attributes) + (" dear" if product.price > goal.price_upper else "")
+
+
+def _words(names: Iterable[str]) -> str:
+    return " ".join(map(_one_word, names))
+
+
+def _one_word(name: str) -> str:
+    """ "easy assemble" -> "easyAssemble"."""
+    first, *others = name.split()
+    return first + "".join(word[0].upper() + word[1:] for word in others)

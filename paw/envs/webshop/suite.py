@@ -1,0 +1,154 @@
+"""WebShop as a suite: which goals are played in training, warm-up and evaluation, and one session of them.
+
+With `env.data` the catalogue is the user's copy of the original files; without it, it is generated. The first goals are
+for evaluation, drawn with replacement as the reference code's independently seeded environments do; training goes
+through the others in a seeded order. The warm-up visits other shops, generated, endlessly many.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from paw.config import EnvConfig, WebshopConfig
+from paw.envs.base import shuffled
+from paw.envs.webshop import catalogue
+from paw.envs.webshop.buyer import next_action
+from paw.envs.webshop.prompt import make_style
+from paw.envs.webshop.session import Session
+from paw.envs.webshop.types import Goal
+from paw.errors import UserError
+from paw.types import Outcome, Task
+
+HELD_OUT = "test"
+WARMUP_VISITS = 64
+"""To each shop of the warm-up."""
+
+
+class Visit(NamedTuple):
+    """A task's payload."""
+
+    shop: int
+    """0 is the suite's own catalogue; others are seeds of generated ones."""
+    goal: Goal
+
+
+class WebshopSuite:
+    """The goals of one catalogue.
+
+    Raises:
+        UserError: env.data lacks a file or one is damaged, a package is missing, or there is no such split.
+    """
+
+    name = "webshop"
+    may_block = False
+
+    def __init__(self, config: EnvConfig, webshop: WebshopConfig) -> None:
+        if config.train_split != "train":
+            raise UserError(f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'")
+        _check_held_out(config.eval_split)
+        self.config, self.webshop = config, webshop
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        made = catalogue.load(config.data.expanduser(), webshop) if config.data else catalogue.generated(webshop)
+        self.catalogue = made
+        tasks = [Task(f"goal/{i}", goal.category, Visit(0, goal)) for i, goal in enumerate(made.goals)]
+        self._test, self._train = tasks[: made.n_test], tasks[made.n_test :]
+
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        n = len(self._train)
+        return [self._train[shuffled(seed, i, n)] for i in range(step * count, (step + 1) * count)]
+
+    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` independent draws of the test goals; 0 is each of them. UserError for another split."""
+        _check_held_out(split)
+        return random.Random(seed).choices(self._test, k=count) if count else self._test
+
+    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
+        return [self._warmup_task(i, seed) for i in range(start, start + count)]
+
+    def make(self) -> "WebshopEnv":
+        return WebshopEnv(self.config, self._shop)
+
+    def fingerprint(self) -> str:
+        """The catalogue's hash, and what goals and rewards are made with."""
+        made, shop = self.catalogue, self.webshop
+        kind = shop.catalogue if self.config.data else "generated"
+        return f"webshop {kind}, {len(made.goals)} {shop.goals} goals, nouns {made.nouns}, {made.digest[:16]}"
+
+    def _warmup_task(self, i: int, seed: int) -> Task:
+        number, place = divmod(i, WARMUP_VISITS)
+        shop = 1 + number + seed * 1_000_000
+        goals = self._shop(shop).goals
+        goal = goals[place % len(goals)]
+        return Task(f"warmup/{shop}/{place}", goal.category, Visit(shop, goal))
+
+    def _shop(self, number: int) -> catalogue.Catalogue:
+        return catalogue.generated(self.webshop, number) if number else self.catalogue
+
+
+class WebshopEnv:
+    """One session at a time."""
+
+    task: str
+    admissible: list[str]
+    """`click[...]` of all that does something now; queries in words of one's own do so too, on every page."""
+
+    def __init__(self, config: EnvConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
+        self.config, self._shop = config, shop
+        self.style = make_style(config.style, history=config.history, think=config.think)
+
+    def reset(self, task: Task) -> str:
+        """Start `task`, whose payload is a Visit."""
+        visit: Visit = task.payload
+        self.session = Session(self._shop(visit.shop), visit.goal)
+        self.task = visit.goal.instruction
+        self._past: list[tuple[str, str]] = []
+        self._look()
+        return self._text
+
+    def prompt(self) -> str:
+        return self.style.prompt(self.session, self._past)
+
+    def anchor(self) -> str:
+        return self._text
+
+    def step(self, response: str) -> Outcome:
+        """Play what `response` projects to; the session ends with a purchase or after env.max_turns turns."""
+        name, valid = self.style.project(response, self._actions)
+        self.session.step(self._actions.get(name, name))
+        self._past.append((self._text, name))
+        bought = self.session.reward
+        if bought is None:
+            self._look()
+        won = bought == 1
+        return Outcome(
+            observation=self._text if bought is None else "",  # the last page tells the reward
+            reward=self.config.reward if won else 0.0,
+            done=bought is not None or len(self._past) >= self.config.max_turns,
+            won=won,
+            action=name,
+            valid=valid,
+            score=bought or 0.0,
+        )
+
+    def expert(self) -> str:
+        return self.answer(next_action(self.session, self.style.queries(self.session)))
+
+    def choices(self) -> list[str]:
+        return [self.style.answer(name) for name in self._actions]
+
+    def answer(self, action: str) -> str:
+        name = next((name for name, played in self._actions.items() if played == action), action)
+        return self.style.answer(name)
+
+    def close(self) -> None:
+        pass
+
+    def _look(self) -> None:
+        self._text, self._actions = self.style.observation(self.session), self.style.actions(self.session)
+        self.admissible = list(self._actions.values())
+
+
+def _check_held_out(split: str) -> None:
+    if split != HELD_OUT:
+        raise UserError(f"env.eval_split = '{split}': WebShop's goals to evaluate on are '{HELD_OUT}'")

@@ -1,0 +1,148 @@
+"""Whether the trainer computes a model's own log-probs: packed rows through its hidden states and head, against the
+model on each row alone.
+
+What this finds: layers that let packed rows see each other, heads that do more to their logits than we know, attention
+with terms that our kernels leave out.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GradientCheckpointingLayer, PreTrainedModel
+
+from paw.errors import UserError
+from paw.model.attention import token_mixers
+from paw.model.precision import running_in
+from paw.rollout.engines.base import Request
+from paw.rollout.engines.transformers import TransformersEngine
+from paw.state.guards import out_of_memory
+from paw_kernels import best_backend, token_stats
+
+if TYPE_CHECKING:
+    from paw.model.policy import Policy
+
+LENGTHS = (13, 19)
+"""Tokens of the two rows."""
+EXACT, ROUNDED = 1e-3, 0.25
+"""Nats that log-probs may differ by: in float32 the largest (1e-6 on small models), in bfloat16 the mean (a model's own
+logits of 32 are rounded to multiples of 0.25 there)."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_model(policy: "Policy", path: str) -> float:
+    """The largest difference in nats, in float32 whatever the weights are stored in; before `policy` is sharded.
+
+    Raises UserError, naming the model's type and the difference, for a model that cannot be trained as it is.
+    """
+    check_layers(policy.lm, path)
+    exact = copy.copy(policy)
+    exact.dtype, exact.attention, exact.offload_activations = torch.float32, "sdpa", False
+    exact.device = exact.lm.device  # not yet where it will compute
+    exact.head_backend = best_backend(exact.device, torch.float32)
+    try:
+        with running_in(torch.float32, policy.lm):
+            return check_path(exact, path)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        raise UserError(
+            f"model.path = '{path}': model type '{policy.lm.config.model_type}' cannot be trained here: packed rows do"
+            f" not go through it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        ) from error
+
+
+def check_path(policy: "Policy", path: str) -> float:
+    """The same through the policy's own kernels and dtype; with several ranks a call of all of them."""
+    kind, difference = policy.lm.config.model_type, logp_difference(policy)
+    largest, mean = float(difference.max()), float(difference.mean())
+    exact = policy.dtype == torch.float32
+    found, bound = (_typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
+    if not found <= bound:  # NaN as well
+        raise UserError(
+            f"model.path = '{path}': model type '{kind}' cannot be trained here: log-probs of packed rows are off by"
+            f" {largest:.2g} nats (mean {mean:.2g}) from the model's own, beyond rounding ({bound:g}); a layer or the"
+            " head does something that the trainer does not know"
+        )
+    return largest
+
+
+def check_sampling(lm: PreTrainedModel) -> float:
+    """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
+    lengths in a batch. UserError where they are not the model's own."""
+    vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
+    engine = TransformersEngine(lm, end_ids=[])
+    for key, length in enumerate(LENGTHS):
+        prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
+        engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
+    with running_in(torch.float32, lm):
+        for done in engine.step():
+            row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
+            found.append((_own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
+    difference = torch.cat(found)
+    largest = float(difference.max())
+    if not _typical(difference, lm) <= EXACT:
+        raise UserError(
+            f"rollout.engine = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
+            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --rollout.engine vllm"
+        )
+    return largest
+
+
+def number_of_experts(config: Any) -> int:
+    """Of each layer; 0 for dense models."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for name in names if (n := getattr(config.get_text_config(), name, None))), 0)
+
+
+def _typical(difference: Tensor, lm: PreTrainedModel) -> float:
+    """The largest; with experts the median, because rounding sends the odd token to another expert."""
+    return float(difference.median() if number_of_experts(lm.config) else difference.max())
+
+
+def check_layers(lm: PreTrainedModel, path: str) -> None:
+    """UserError for layers that mix tokens in another way, which so few tokens need not show, and odd heads."""
+    config: Any = lm.config.get_text_config()
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    kinds = zip(getattr(config, "layer_types", None) or [], layers, strict=False)
+    unknown = sorted({kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)})
+    if unknown:
+        raise UserError(
+            f"model.path = '{path}': model type '{config.model_type}' has layers of type {', '.join(unknown)}, which"
+            " cannot be trained on packed rows"
+        )
+    if not isinstance(lm.get_output_embeddings(), nn.Linear):
+        raise UserError(f"model.path = '{path}': model type '{config.model_type}' has no linear head")
+
+
+@torch.no_grad()
+def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tensor:
+    """|ours - the model's own| log-prob of each token but the first of each row, [sum(lengths) - rows] float32."""
+    vocabulary = policy.lm.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(policy.device)
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    position = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(starts)]).to(policy.device)
+
+    def ours() -> Tensor:
+        hidden = policy.hidden(ids, lengths)[position]
+        return token_stats(hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)).logp
+
+    found = policy(ours)
+    expected = torch.cat([policy(partial(_own_logp, policy.lm, row)) for row in ids.split(list(lengths))])
+    return (found - expected).abs()
+
+
+@torch.no_grad()
+def _own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
+    """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
+    attention: Any = lm.config._attn_implementation
+    lm.set_attn_implementation("eager")  # computes all that the model asks for
+    try:
+        logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    finally:
+        lm.set_attn_implementation(attention)
+    return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]

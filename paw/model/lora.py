@@ -1,0 +1,90 @@
+"""LoRA (Hu et al., arXiv 2106.09685): low-rank adapters beside frozen weights, made by peft.
+
+    W' = W + alpha / rank * B A        W [out, in], A [rank, in] random and B [out, rank] zero at the start
+
+peft puts its layers into the model in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Engine and export see W' under the old names alone.
+The frozen weights stay in the dtype of the forward pass, the adapters in float32.
+"""
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paw.config import LoraConfig
+from paw.errors import UserError
+from paw.model.parallel import whole
+
+BASE, ADAPTER = ".base_layer.", ".lora_"
+"""Parts of peft's parameter names."""
+
+
+def import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"lora.rank needs peft ({error}); run: pip install 'paw-trainer[lora]'") from None
+    return peft
+
+
+def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
+    """UserError for a target that names no linear layer of the decoder."""
+    modules = lm.get_decoder().named_modules()
+    known = sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)})
+    for target in config.targets:
+        if target not in known:
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(known) or 'none'}"
+            raise UserError(f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}")
+
+
+def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """Freeze `lm` and add trainable float32 adapters, the same ones for the same seed; log-probs stay what they were.
+
+    Raises UserError without peft.
+    """
+    peft = import_peft()
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, lm)
+    for parameter in lm.parameters():
+        if parameter.requires_grad:  # peft gives them the dtype of the weights
+            parameter.data = parameter.data.float()
+    for layer in _layers(lm):
+        layer.cast_input_dtype_enabled = False  # to the adapters' stored float32; they are seen in the input's dtype
+
+
+@contextmanager
+def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
+    """The model without its adapters, if it has any: the reference policy.
+
+    Not by peft's `enable_adapters`, which makes parameters trainable or not: FSDP takes that over from them only once.
+    """
+    for layer in _layers(lm):
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in _layers(lm):
+            layer._disable_adapters = False
+
+
+def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """`weight`, the whole parameter `name` of `model`, with its adapter added if it has one; a new tensor then."""
+    if not name.endswith(f"{BASE}weight"):
+        return weight
+    layer: Any = model.get_submodule(name.removesuffix(f"{BASE}weight"))
+    (key,) = layer.scaling
+    a, b = (whole(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    return torch.addmm(weight.float(), b, a, alpha=layer.scaling[key]).to(weight.dtype)
+
+
+def _layers(lm: nn.Module) -> list[Any]:
+    """peft's layers."""
+    return [module for module in lm.modules() if hasattr(module, "lora_A")]

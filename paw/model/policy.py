@@ -1,0 +1,250 @@
+"""The policy: a Hugging Face causal LM seen as a body that gives hidden states and a head that the kernels read.
+
+Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from paw.config import Config
+from paw.errors import UserError
+from paw.model.attention import ATTENTION, pack_rows, separate_rows
+from paw.model.check import check_model
+from paw.model.logits import LogitTransform
+from paw.model.parallel import sharded_like
+from paw.model.precision import run_in
+from paw_kernels import best_backend, why_not_backend
+
+transformers_logging.disable_progress_bar()  # they would cut through the live view
+transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy(nn.Module):
+    """A causal LM whose body runs in `dtype`: its parameters have that dtype, or are seen so (`precision`).
+
+    bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits (flash-adamw). Dropout
+    stays off, so that scoring and update see the same log-probs. `attention` is a kernel of `attention.pick_attention`.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        *,
+        dtype: str = "float32",
+        checkpointing: str = "none",
+        offload_activations: bool = False,
+        attention: str = "sdpa",
+        head_backend: str = "auto",
+    ):
+        super().__init__()
+        self.lm = lm
+        self.dtype = DTYPES[dtype]
+        self.offload_activations = offload_activations
+        self.attention = attention
+        self.head_backend = head_backend
+        self.device = lm.device
+        """Where it computes; parameters may lie elsewhere."""
+        lm.config.use_cache = False
+        lm.set_attn_implementation(ATTENTION)
+        lm.eval()
+        self.transform = LogitTransform.of(lm.config)
+        self._padded = separate_rows(lm)
+        shape: Any = lm.config.get_text_config()
+        head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
+        width = shape.num_hidden_layers * shape.num_attention_heads * head_size
+        self.quadratic = None if attention == "sdpa" or self._padded else width / body
+        """2 n^2 width causal attention FLOPs over 2 n body FLOPs."""
+        if self.dtype != torch.float32:
+            run_in(self.dtype, lm, decoder_layers(lm))
+        self._checkpointed: list[nn.Module] = []
+        if checkpointing != "none":
+            options: dict[str, Any] = {"use_reentrant": False}
+            if checkpointing == "selective":
+                options["context_fn"] = _selective_contexts
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            self._checkpointed = decoder_layers(lm)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D] in `dtype`, tied to the embedding or not."""
+        return self._head.weight.to(self.dtype)
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        bias = self._head.bias
+        return None if bias is None else bias.to(self.dtype)
+
+    def head_options(self, temperature: float) -> dict[str, Any]:
+        """Keywords of the kernels beside hidden states, weight and targets: the model's own logits at a temperature."""
+        return {"bias": self.head_bias, "backend": self.head_backend, **self.transform.options(temperature)}
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self.lm.get_output_embeddings()  # type: ignore[return-value]
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """compute(), with whole weights: a sharded model has them only inside calls of itself.
+
+        Results with a gradient must be tensors, or tuples of them: FSDP looks there for where backward will start.
+        """
+        return compute()
+
+    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[T] int64, rows of the given lengths one after another -> [T, D] in `dtype`; no row sees another."""
+        packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device, padded=self._padded)
+        for layer in self._checkpointed:
+            layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
+        with self._saved_tensors():
+            out = self.lm.get_decoder()(
+                input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
+            )
+        return out.last_hidden_state[0].to(self.dtype)
+
+    def _saved_tensors(self) -> Any:
+        return save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
+
+    def named_parameters_once(self) -> dict[str, nn.Parameter]:
+        """What is trained by name (Hugging Face's, or of LoRA adapters), a tied head under its embedding alone."""
+        return {name: parameter for name, parameter in self.lm.named_parameters() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
+        for name, parameter in self.named_parameters_once().items():
+            parameter.copy_(sharded_like(parameter, tensors[name]))
+
+
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers that are checkpointed, sharded and compiled one by one."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """Keep the outputs of attention and of every second matrix product; recompute the rest (as torchtitan does)."""
+    products = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            phase = "recompute" if context.is_recompute else "forward"
+            products[phase] += 1
+            keep = products[phase] % 2 == 1
+        else:
+            keep = "attention" in str(op) or "attn" in str(op)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def weights_dtype(config: Config) -> torch.dtype:
+    """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
+    return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def pick_backend(wanted: str, device: torch.device, dtype: str) -> str:
+    """The name of the head's implementation; UserError when the wanted one cannot run there."""
+    if wanted == "auto":
+        return best_backend(device, DTYPES[dtype])
+    if reason := why_not_backend(wanted, device, DTYPES[dtype]):
+        raise UserError(f"model.head_backend = '{wanted}': {reason}; or use --model.head_backend auto")
+    return wanted
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
+    _check_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # broken files raise whatever they meet first
+        raise UserError(f"model.path = '{path}': no tokenizer found ({_reason(error)})") from None
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    weights: torch.dtype = torch.float32,
+    place: bool = True,
+    empty: bool = False,
+    check: bool = True,
+    **options: Any,
+) -> Policy:
+    """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do not fit its config, or
+    the trainer does not compute its log-probs (`learner.check`; not without `check`).
+
+    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
+    any value, for a rank that will be sent its own. `options` are those of Policy.
+    """
+    _check_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if empty:
+            with no_init_weights():
+                lm = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
+            lm.tie_weights()  # left out along with the values
+            return _placed(Policy(lm, **options), device, place)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            trust_remote_code=False,  # unless it is said, transformers asks on standard input
+            dtype=weights,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            use_safetensors=True,  # never a pickle
+            ignore_mismatched_sizes=True,  # named below
+        )
+    except Exception as error:  # broken files and settings raise whatever they meet first
+        raise UserError(f"model.path = '{path}': cannot be loaded: {_reason(error)}") from None
+    lm, info = loaded
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"model.path = '{path}': '{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json"
+        )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")
+    for name, parameter in lm.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
+    policy = _placed(Policy(lm, **options), device, place)
+    if check:
+        check_model(policy, str(path))
+    return policy
+
+
+def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
+    policy.device = torch.device(device)
+    return policy.to(device) if place else policy
+
+
+def _check_folder(path: str | Path) -> None:
+    if not Path(path).exists() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
+        raise UserError(f"model.path = '{path}': there is no such folder")
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise UserError(f"model.path = '{path}': there is no config.json in it, so it is not a Hugging Face model")
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "its files name code of their own (auto_map), which is never run"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

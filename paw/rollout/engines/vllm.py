@@ -1,0 +1,252 @@
+"""vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
+
+Written for vLLM 0.32; everything that knows its internals is in this file. What is not obvious:
+- `add_request` returns an internal id, outputs carry ours; duplicate ids are accepted silently: numbered here.
+- The default output kind is cumulative with an aliased list: FINAL_ONLY.
+- A prompt and max_tokens beyond the limit are clipped silently: refused here.
+- Per-request seeds with chunked prefill crash the CPU engine: off there.
+- Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
+  them away from the policy and are never set; neither is generation_config.json read.
+- Construction reseeds every global random generator and, on CPU, replaces `torch.set_num_threads` by a no-op: both are
+  put back. On a GPU it would set torch to one thread, which Dynamo's guards then hold its compiled graphs to, unless
+  OMP_NUM_THREADS is set: it is meanwhile, to the trainer's number.
+- What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
+"""
+
+import itertools
+import os
+import random
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paw.errors import UserError, describe
+from paw.model.parallel import lost_peer
+from paw.rollout.engines.base import Completion, Request
+from paw.state.guards import out_of_memory
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class EngineDiedError(UserError):
+    """vLLM cannot go on, whatever is asked of it next."""
+
+    exit_code = 1
+
+
+class VllmEngine:
+    """One vLLM engine; under torchrun one in each rank.
+
+    `model_dir` needs only the architecture (config.json): weights are random until the first `sync`. Raises UserError
+    when vLLM is missing or cannot serve the model.
+    """
+
+    continuous = checkpoint_names = True
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        end_ids: Collection[int],
+        max_model_len: int,
+        dtype: str = "bfloat16",
+        gpu_memory_utilization: float = 0.5,
+        sleep_level: int = 2,
+    ):
+        vllm = _import_vllm()
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        arguments: dict[str, Any] = dict(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=256,
+            max_num_batched_tokens=max(8192, max_model_len),
+            gpu_memory_utilization=gpu_memory_utilization,
+            load_format="dummy",
+            trust_remote_code=False,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=0,
+        )
+        if on_cpu:
+            arguments |= dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
+        else:
+            arguments |= dict(enable_sleep_mode=True)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            arguments |= dict(distributed_executor_backend="external_launcher")
+        try:
+            with _global_state_kept():
+                self._llm: Any = vllm.LLM(str(model_dir), **arguments)
+                self._llm.generate(
+                    [vllm.TokensPrompt(prompt_token_ids=[0])],
+                    vllm.SamplingParams(max_tokens=1, seed=0, logprobs=0, detokenize=False),
+                    use_tqdm=False,
+                )
+        except (ValueError, RuntimeError, OSError) as error:
+            if out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[:300] or type(error).__name__  # one line of what may be a page
+            raise UserError(
+                f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
+                f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
+            ) from error
+        self.version = -1
+        """-1 until the first `sync`."""
+        self._vllm, self._on_cpu = vllm, on_cpu
+        self._sleep_mode = not on_cpu
+        self._sleep_level = sleep_level
+        self._asleep = False
+        self._end_ids = sorted(end_ids)
+        self._max_model_len = max_model_len
+        self._ids = itertools.count()
+        self._key_of: dict[str, int] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self._key_of)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next `step`. Raises ValueError for a key in flight, UserError beyond the limit."""
+        if self.version < 0 or self._asleep:
+            raise RuntimeError("the engine has no weights: call sync first")
+        if request.key in self._key_of.values():
+            raise ValueError(f"key in flight: {request.key}")
+        if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the"
+                f" {self._max_model_len} the engine was made for (rollout.max_prompt_tokens +"
+                " rollout.max_response_tokens)"
+            )
+        parameters = self._vllm.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed & (2**63 - 1),
+            stop_token_ids=self._end_ids,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        name = str(next(self._ids))
+        self._llm.llm_engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt_ids), parameters)
+        self._key_of[name] = request.key
+
+    def step(self) -> list[Completion]:
+        """One token for every running request; the requests that finished with it."""
+        if not self._key_of:
+            return []
+        with _naming("sampling"):
+            outputs = self._llm.llm_engine.step()
+        return [self._completion(output) for output in outputs if output.finished]
+
+    def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
+        self._must_be_idle("sync")
+        if self._asleep:
+            torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(parameters)))
+        if self._on_cpu:
+            self._llm.apply_model(_repack_experts)
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache: requests are still running")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory, or drop them, until the next `sync`; no-op on CPU."""
+        self._must_be_idle("sleep")
+        if self._sleep_mode and not self._asleep:
+            with _naming("going to sleep"):
+                self._llm.sleep(level=self._sleep_level)
+            self._asleep = True
+
+    def close(self) -> None:
+        """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
+        if self._llm is not None:
+            with suppress(Exception):  # it may have died
+                self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            self._key_of.clear()
+
+    def _must_be_idle(self, action: str) -> None:
+        if self._key_of:
+            raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")
+
+    def _completion(self, output: Any) -> Completion:
+        answer, key = output.outputs[0], self._key_of.pop(output.request_id)
+        token_ids = list(answer.token_ids)
+        logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
+        return Completion(key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
+
+
+def _repack_experts(model: Any) -> None:
+    """The CPU's kernel for experts reads weights in an order of its own, which vLLM restores at the first load only."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+@contextmanager
+def _naming(action: str) -> Iterator[None]:
+    """One line for whatever vLLM dies of, but for a lack of memory and another rank's end."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or out_of_memory(error) or lost_peer(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        raise EngineDiedError(
+            f"vLLM engine of rank {rank} died while {action}: {describe(error)[:300]}; checkpoints are kept (--resume"
+            " auto)"
+        ) from error
+
+
+def _import_vllm() -> Any:
+    os.environ.update(ENVIRONMENT)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+        import vllm.inputs
+        import vllm.platforms
+        import vllm.sampling_params
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engine = 'vllm' needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use"
+            " --rollout.engine transformers"
+        ) from None
+    return vllm
+
+
+@contextmanager
+def _global_state_kept() -> Iterator[None]:
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    python, numpy = random.getstate(), np.random.get_state()
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if wanted is not None:
+            os.environ["OMP_NUM_THREADS"] = wanted
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,109 @@
+"""Evaluation: success on held-out games, overall and per task type, with Wilson intervals."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paw.envs.search.data import SETS
+from paw.errors import clean
+from paw.types import Group, Trajectory
+
+
+def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
+    """95 % Wilson score interval of a proportion.
+
+    >>> [round(x, 3) for x in wilson(8, 10)]
+    [0.49, 0.943]
+    """
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = successes / n, z * z
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
+    """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>.
+
+    Also the mean score of their last turns, where the environment scores them. Episodes whose environment `failed` are
+    among the games and not successful, and "failure" is why the first did; the means of return, steps, valid actions
+    and score are over the others. Where no episode ended, games, failures and failure are all there is.
+    """
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    n, won = len(episodes) + len(failed), sum(episode.won for episode in episodes)
+    counts = {"games": float(n), "failures": float(len(failed)), **({"failure": failed[0].failure} if failed else {})}
+    if not episodes:
+        return counts
+    low, high = wilson(won, n)
+    scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
+    by_kind: dict[str, list[bool]] = {}
+    for kind, success in _ended(groups, failed):
+        by_kind.setdefault(kind, []).append(success)
+    return {
+        **counts,
+        "success": won / n,
+        "ci_low": low,
+        "ci_high": high,
+        "return": sum(e.episode_return for e in episodes) / len(episodes),
+        "steps": len(turns) / len(episodes),
+        "valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
+        **({"score": sum(scores) / len(scores)} if scores else {}),
+        **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
+    }
+
+
+def success_text(metrics: Mapping[str, Any]) -> str:
+    """Success as people read it, from `success_metrics`.
+
+    >>> success_text({"success": 0.25, "games": 8.0, "failures": 6.0, "failure": "RuntimeError: boom"})
+    '25.0% of 8 games, 6 failed (RuntimeError: boom)'
+    """
+    share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
+    failed = f", {metrics['failures']:.0f} failed ({metrics['failure']})" if metrics["failures"] else ""
+    return f"{share} of {metrics['games']:.0f} games{failed}"
+
+
+def kind_table(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, dict[str, float]]:
+    """`kind_rows` of the episodes; those whose environment `failed` are not successful."""
+    return kind_rows(_ended(groups, failed))
+
+
+def _ended(groups: list[Group], failed: Sequence[Trajectory]) -> Iterator[tuple[str, bool]]:
+    """(kind, whether won) of every episode."""
+    yield from ((episode.task.kind, episode.won) for group in groups for episode in group.trajectories)
+    yield from ((episode.task.kind, False) for episode in failed)
+
+
+def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
+    """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
+
+    `episodes` are (kind, whether won). Where there are any of search QA, "Avg." is the mean over the sets, each of the
+    same weight.
+    """
+    won: dict[str, list[bool]] = {}
+    for kind, success in episodes:
+        won.setdefault(kind, []).append(success)
+    table = {}
+    for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
+        low, high = wilson(sum(won[kind]), len(won[kind]))
+        row = {"success": sum(won[kind]) / len(won[kind]), "ci_low": low, "ci_high": high, "games": len(won[kind])}
+        table[SETS.get(kind, kind)] = row
+    sets = [table[name]["success"] for name in SETS.values() if name in table]
+    return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
+
+
+def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
+    """`kind_table` for people, a line each."""
+    named = {clean(name): row for name, row in table.items()}
+    width = max(map(len, named), default=0)
+    lines = []
+    for name, row in named.items():
+        of = (
+            f"of {row['sets']} sets"
+            if "sets" in row
+            else f"of {row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+        )
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} {of}")
+    return lines

@@ -1,0 +1,123 @@
+"""Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from paw import __version__
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.files import cause, fsync, fsync_tree
+from paw.model.lora import add_adapters
+from paw.model.policy import Policy, load_policy, load_tokenizer, weights_dtype
+from paw.recipe import dump, load
+from paw.rollout.sync import full_parameters
+from paw.state import checkpoint
+from paw.state.rundir import read_info
+
+CARD = """---
+library_name: transformers
+tags: [paw, reinforcement-learning, language-agent]
+---
+# {config.run.name}
+
+Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv.org/abs/2606.02388) {version}: \
+{updates} updates of
+{method}. The resolved configuration is in `paw.toml`.
+"""
+
+
+def export(
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    weights: dict[str, Tensor],
+    *,
+    config: Config,
+    step: int,
+    method: str = "",
+) -> Path:
+    """Write weights (`sync.full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
+
+    `method` names the updates where they are not those of `config`. Written beside it and moved in when complete; other
+    files there stay. Raises UserError when it cannot be written.
+    """
+    world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})" if config.wm.enabled else "no world model"
+    method = method or f"{config.advantage.estimator}, {world}"
+    temp = folder.with_name(f".tmp_{folder.name}")
+    try:
+        shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
+        temp.mkdir(parents=True)
+        policy.lm.save_pretrained(temp, state_dict=weights)
+        _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
+        card = CARD.format(config=config, version=__version__, updates=step, method=method)
+        (temp / "README.md").write_text(card, encoding="utf-8")
+        (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
+        fsync_tree(temp)
+        folder.mkdir(exist_ok=True)
+        for file in temp.iterdir():
+            file.replace(folder / file.name)
+        fsync(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the exported model to {folder}: {cause(error)}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return folder
+
+
+def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
+    """The tokenizer with `model.chat_template_kwargs` written into its chat template, so that servers need not know."""
+    if not options:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    settings = "".join(f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items())
+    tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
+    return tokenizer
+
+
+def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
+    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run}: no run directory (config.toml is missing)")
+    config = load(run / "config.toml")
+    folder = run / "checkpoints"
+    chosen = folder / checkpoint_name if checkpoint_name else None
+    if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
+        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
+    base = start_model(run, config)
+    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    if config.lora.rank:
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+
+    def read(path: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+        return checkpoint.load(path, like={"model": policy.named_parameters_once()})
+
+    found = (chosen, read(chosen)) if chosen else checkpoint.newest(folder, read)
+    assert found, "a checkpoint was there"
+    tensors, state = found[1]
+    policy.load(tensors["model"])
+    weights = dict(full_parameters(policy.lm, once=True))
+    return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])
+
+
+def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:
+    """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
+
+    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made by later code may
+    have another tokenizer. `report` hears about a warm-up.
+    """
+    if config.model.path != "quickstart":
+        return config.model.path
+    start = str(read_info(run).get("start", "")) if run else ""
+    if start and (Path(start) / "config.json").is_file():
+        return start
+    from paw.envs import make_suite
+    from paw.tools.warmup import ensure_warm_model
+
+    return str(ensure_warm_model(config, make_suite(config), report).resolve())

@@ -1,0 +1,57 @@
+"""run.json: what a run is, how often it was resumed and with what changed, how it ended."""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from paw.errors import UserError
+from paw.files import cause, write_file
+from paw.state.rundir import read_info
+
+
+class RunRecord:
+    """A context manager: without `end`, an exception is what ended the run; a process that is killed leaves no end."""
+
+    def __init__(
+        self, directory: Path, about: dict[str, Any], *, resumed_at: int | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        """`resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run."""
+        self._path = directory / "run.json"
+        self._began = time.monotonic()
+        self._before_s, self.about = 0.0, dict(about)
+        if resumed_at is not None:
+            past = read_info(directory)
+            wall_s, resumed = past.get("wall_s"), past.get("resumed")
+            self._before_s = float(wall_s) if isinstance(wall_s, float) else 0.0
+            self.about["resumed"] = resumed if isinstance(resumed, list) else []
+            self.about["resumed"].append({"update": resumed_at, "at": now(), "notes": list(notes)})
+
+    def write(self) -> None:
+        """Raises UserError where it cannot be written."""
+        wall_s = round(self._before_s + time.monotonic() - self._began, 1)
+        try:
+            write_file(self._path, json.dumps(self.about | {"wall_s": wall_s}, indent=1))
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {cause(error)}") from None
+
+    def end(self, how: str, why: str = "") -> None:
+        """`how`: finished, stopped or failed."""
+        self.about["ended"] = {"how": how, "why": why, "at": now()}
+        self.write()
+
+    def __enter__(self) -> Self:
+        self.write()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error and kind:
+            with suppress(UserError):  # the disk may be what failed
+                self.end("failed", str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

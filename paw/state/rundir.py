@@ -1,0 +1,120 @@
+"""A run directory read back for the report; forgives what a crash leaves half-written."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paw.errors import UserError
+from paw.files import json_object, update_of
+
+Series = tuple[list[int], list[float]]
+"""Steps (updates) in increasing order, and the value at each."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind."""
+
+    name: str
+    metrics: dict[str, dict[int, float]]
+    """Values by step, in increasing order. Finite numbers only; of a step written twice (a resumed run) the later."""
+    samples: list[dict[str, Any]]
+    config_text: str
+    config: dict[str, Any]
+    """config.toml flattened to dotted keys; empty where it cannot be read."""
+    info: dict[str, Any]
+    """run.json."""
+    unreadable: int
+    """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
+
+    def series(self, key: str) -> Series:
+        found = self.metrics.get(key, {})
+        return list(found), list(found.values())
+
+    def first(self, key: str, count: int = 1) -> float | None:
+        """Mean of the first `count` values, None without any."""
+        return _mean(self.series(key)[1][:count])
+
+    def last(self, key: str, count: int = 1) -> float | None:
+        """Mean of the last `count` values, None without any."""
+        return _mean(self.series(key)[1][-count:])
+
+    def at(self, key: str, step: int) -> float | None:
+        """The value at one step, None where it was not logged."""
+        return self.metrics.get(key, {}).get(step)
+
+    @property
+    def updates(self) -> int:
+        """Updates done, as far as the metrics tell."""
+        return max(step for found in self.metrics.values() for step in found)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Task types with an evaluation, in the order of the log."""
+        return [key.removeprefix("eval/success_") for key in self.metrics if key.startswith("eval/success_")][:12]
+
+
+def load_run(run_dir: Path) -> Run:
+    """Read `run_dir`. Only metrics.jsonl is needed; every other file may be missing or damaged.
+
+    Raises UserError where the folder or its metrics are missing, or not one line of them can be read.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
+    lines, unreadable = _json_lines(path)
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if (step := update_of(line)) is not None:
+            by_step.setdefault(step, {}).update(line)
+    metrics: dict[str, dict[int, float]] = {}
+    for step, line in sorted(by_step.items()):
+        for key, value in line.items():
+            if key != "step" and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+                metrics.setdefault(key, {})[step] = float(value)
+    if not metrics:
+        raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
+    samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
+    config_text, tables = _text(run_dir / "config.toml"), {}
+    with suppress(ValueError, RecursionError):
+        tables = tomllib.loads(config_text)
+    sections = ((name, table) for name, table in tables.items() if isinstance(table, dict))
+    config = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
+    unreadable += unreadable_samples
+    return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
+
+
+def read_info(run_dir: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where it is missing or damaged."""
+    return json_object(_text(run_dir / "run.json")) or {}
+
+
+def code_commit() -> str:
+    """Of this checkout, "-dirty" with changes; empty where there is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        if path.is_file():  # a pipe would wait for its writer
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file, one a line, and the number of unreadable ones."""
+    found = [json_object(line) for line in _text(path).split("\n") if line.strip()]
+    objects = [value for value in found if value is not None]
+    return objects, len(found) - len(objects)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

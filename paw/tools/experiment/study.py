@@ -1,0 +1,199 @@
+"""A study: arms x seeds, each one `paw train` of its own in OUT/runs/<arm>-<seed>.
+
+The seed is that of training and of the warm-up: each seed has its own start model, which its arms share, and the arms
+of a seed meet the same games. What is finished is not trained again, what was interrupted goes on from its checkpoint.
+"""
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.recipe import load
+from paw.state.rundir import Run, load_run
+from paw.tools.experiment.arms import Overrides
+
+OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
+"""Keys the study sets."""
+IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
+"""Keys in which a finished run may differ: what was learnt is the same."""
+Runs = dict[str, dict[int, Run]]
+"""Finished runs by arm and seed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the study."""
+
+    arm: str
+    seed: int
+    directory: Path
+    updates: int
+    words: tuple[str, ...]
+    """Of `paw train`."""
+
+    @property
+    def finished(self) -> bool:
+        """A run that was asked to stop has a report too."""
+        return (self.directory / "report.html").is_file() and load_run(self.directory).updates >= self.updates
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, seeds: str, out: str) -> None:
+    """The options every study has."""
+    parser.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
+    parser.add_argument(
+        "--seeds", type=parse_seeds, default=seeds, metavar="N", help="how many, or which: 0-4,7 (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder to write (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, use what is finished")
+    parser.epilog = "any key of the configuration can be set for all arms: --run.updates 120"
+
+
+def parse_seeds(text: str) -> list[int]:
+    """ "5" is 0 to 4; a list names seeds: "0-4,7"."""
+    if text.isdecimal():
+        seeds = list(range(int(text)))
+    elif re.fullmatch(r"\d+(-\d+)?(,(\d+(-\d+)?)?)*", text):
+        ends = [part.split("-") for part in text.split(",") if part]
+        seeds = sorted({seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)})
+    else:
+        seeds = []
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-4,7")
+    return seeds
+
+
+def conduct(
+    options: argparse.Namespace, arms: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
+) -> Runs:
+    """Train what is missing, unless --report-only; the finished runs, arms in order.
+
+    Raises UserError as `plan` and `train` do, and where the first arm, the others' baseline, has no finished run.
+    """
+    jobs = plan(options.recipe, arms, seeds, overrides, out=options.out, jobs=options.jobs, gpus=options.gpus)
+    if not options.report_only:
+        train(jobs, at_once=options.jobs)
+    runs: Runs = {}
+    for job in (job for job in jobs if job.finished):
+        runs.setdefault(job.arm, {})[job.seed] = load_run(job.directory)
+    if (base := next(iter(arms))) not in runs:
+        raise UserError(f"--report-only: no finished run of arm '{base}' in {options.out / 'runs'}")
+    return {arm: runs[arm] for arm in arms if arm in runs}
+
+
+def plan(
+    recipe: str,
+    arms: dict[str, Overrides],
+    seeds: dict[str, list[int]],
+    overrides: Overrides,
+    *,
+    out: Path,
+    jobs: int = 1,
+    gpus: int = 1,
+) -> list[Job]:
+    """The runs, all arms of a seed in a row. Nothing is written.
+
+    Raises UserError for a bad key or value, for one that an arm or the study sets itself, and for a run that is there
+    with another configuration.
+    """
+    if jobs < 1:
+        raise UserError(f"--jobs {jobs}: give 1 or more")
+    for key in overrides:
+        if key in OWN:
+            raise UserError(f"--{key}: the study sets it; see --seeds and --out")
+        if setter := next((arm for arm, keys in arms.items() if key in keys), None):
+            raise UserError(f"--{key} is what arm '{setter}' sets; leave it out, or write that arm yourself with --arm")
+    planned = []
+    common = {"run.threads": "1"} if jobs > 1 else {}
+    for seed in sorted({seed for chosen in seeds.values() for seed in chosen}):
+        for arm in (arm for arm in arms if seed in seeds[arm]):
+            own = {"run.dir": str(out / "runs"), "run.name": f"{arm}-{seed}"}
+            own |= {"run.seed": str(seed), "warmup.seed": str(seed)}
+            keys = common | overrides | arms[arm] | own
+            config = load(recipe, keys)
+            directory = config.run.dir / config.run.name
+            if (directory / "config.toml").is_file() and (found := difference(load(directory / "config.toml"), config)):
+                key, before, now = found
+                raise UserError(f"{directory} has {key} = {before!r}, not {now!r}: take another --out, or remove it")
+            words = ["train", recipe, "--gpus", str(gpus)]
+            words += [word for key, value in keys.items() for word in (f"--{key}", value)]
+            planned.append(Job(arm, seed, directory, config.run.updates, tuple(words)))
+    return planned
+
+
+def difference(before: Config, now: Config) -> tuple[str, Any, Any] | None:
+    """The first key in which two configurations would learn differently, and both values."""
+    for section, table in before:
+        for key, value in table:
+            other = getattr(getattr(now, section), key)
+            if value != other and f"{section}.{key}" not in IGNORED:
+                return f"{section}.{key}", value, other
+    return None
+
+
+def train(jobs: Sequence[Job], *, at_once: int) -> None:
+    """Run what is not finished, `at_once` processes at a time. UserError where a run fails; the study can go on later.
+
+    On the way out, whatever the reason, running ones are asked to stop: they save a checkpoint first.
+    """
+    pending = [job for job in jobs if not job.finished]
+    done = before = len(jobs) - len(pending)
+    started = time.monotonic()
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    warm: set[int] = set()
+    to_stderr(f"{done} of {len(jobs)} runs")
+    on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while pending or running:
+            while pending and len(running) < at_once:
+                # Two arms of a seed that start together would both make its start model.
+                warming = {job.seed for job in running} - warm
+                job = next((job for job in pending if job.seed not in warming), pending[0])
+                pending.remove(job)
+                running[job] = _start(job)
+            time.sleep(0.1)
+            for job in [job for job, child in running.items() if child.poll() is not None]:
+                code = running.pop(job).returncode
+                if code or not job.finished:
+                    for line in _log(job).read_text(errors="replace").splitlines()[-10:]:
+                        to_stderr(line)
+                    how = f"failed (exit code {code})" if code else "was stopped"
+                    raise UserError(f"run {job.directory} {how}, see {_log(job)}; the same command goes on from here")
+                done, warm = done + 1, warm | {job.seed}
+                minutes = (time.monotonic() - started) / (done - before) * (len(jobs) - done) / 60
+                to_stderr(f"{done} of {len(jobs)} runs" + (f", about {minutes:.0f} min left" if minutes else ""))
+    finally:
+        for child in running.values():
+            child.terminate()
+        for child in running.values():
+            child.wait()
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    metrics = job.directory / "metrics.jsonl"
+    try:
+        job.directory.parent.mkdir(parents=True, exist_ok=True)
+        resume = ["--resume", "auto"] if metrics.is_file() and metrics.stat().st_size else []
+        with _log(job).open("ab") as log:
+            # A session of its own: Ctrl-C reaches it once, through `train`.
+            return subprocess.Popen(
+                [sys.executable, "-m", "paw", *job.words, *resume],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        raise UserError(f"cannot write {job.directory}: {error.strerror}; set --out") from None
+
+
+def _log(job: Job) -> Path:
+    return job.directory.with_name(f"{job.directory.name}.log")

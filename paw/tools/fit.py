@@ -1,0 +1,263 @@
+"""`paw plan`: the first settings that fit a machine, as table, JSON or recipe; and the refusal of what cannot."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+from rich.table import Column, Table
+
+from paw.config import Config
+from paw.errors import UserError
+from paw.files import cause, write_file
+from paw.recipe import known_keys, load, validate
+from paw.tools.plan import GIB, MFU, USABLE, Plan, plan
+from paw.tools.shapes import Shape, shape_of
+
+BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
+Change = dict[str, Any]  # values by dotted key
+LADDER: tuple[Change, ...] = (
+    {"model.checkpointing": "selective"},
+    {"model.checkpointing": "full"},
+    {"rollout.sleep_level": 2},
+    {"policy.offload_reference": True},
+    {"optim.name": "flash-adamw"},
+    {"optim.micro_batch_tokens": 8192},
+    {"optim.offload": True},
+    {"optim.micro_batch_tokens": 4096},
+    {"model.offload_activations": True},
+    {"policy.kl_coef": 0.0},
+    {"lora.rank": 32, "optim.name": "adamw", "optim.offload": False},
+)
+"""Changes that save memory, each on top of those before it, cheapest in time first. The last two change what is
+learnt: no reference model, and adapters instead of all weights."""
+OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
+"""Those that take host memory: each rung is tried without one of them as well."""
+SHARE = "rollout.gpu_memory_utilization"
+SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
+
+
+@dataclass(frozen=True)
+class Fit:
+    rungs: list[tuple[str, Plan]]
+    """What was changed last, and the plan with all changes so far; the first is the configuration itself."""
+
+    @property
+    def best(self) -> Plan:
+        """The last one tried, which fits if any does."""
+        return self.rungs[-1][1]
+
+    @property
+    def fits(self) -> bool:
+        return not self.best.reasons()
+
+
+def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Fit:
+    """Climb the ladder until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
+
+    def climb(changes: Sequence[Change]) -> Plan:
+        """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
+        first = plan(changed(config, *changes), shape, **machine)
+        if first.config.rollout.engine != "vllm" or SHARE in pinned or not first.reasons():
+            return first
+        usable, need = USABLE * first.gpu_gib, first.kv_needed()
+        plans = (plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
+        return next((p for p in plans if sum(p.phases["rollout"].values()) <= usable and p.kv_tokens >= need), first)
+
+    best, applied = climb([]), []
+    rungs = [("as configured", best)]
+    for change in LADDER:
+        if not best.reasons():
+            break
+        if set(pinned) & change.keys() or not _saves(best.config, change):
+            continue
+        more = [*applied, change]
+        tried = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
+        try:
+            plans = [(climb(changes), changes) for changes in tried]
+        except UserError:  # it needs a change to a pinned key
+            continue
+        best, applied = next((pair for pair in plans if not pair[0].reasons()), plans[0])
+        rungs.append((", ".join(f"{key} = {value}" for key, value in change.items()), best))
+    for change in reversed(applied) if not best.reasons() else ():
+        with suppress(UserError):  # one change may need another
+            fewer = climb(_without(applied, change))
+            if not fewer.reasons() and fewer.step_s <= best.step_s:
+                best, applied = fewer, _without(applied, change)
+    if best is not rungs[-1][1]:
+        rungs.append(("only what is needed", best))
+    return Fit(rungs)
+
+
+def _without(changes: list[Change], one: Change) -> list[Change]:
+    return [change for change in changes if change is not one]
+
+
+def _saves(config: Config, change: Change) -> bool:
+    """Whether a rung asks for less memory than the configuration takes anyway; its first key decides."""
+    key, value = next(iter(change.items()))
+    if key == "optim.micro_batch_tokens":
+        return value < config.optim.micro_batch_tokens
+    useless = {
+        "model.checkpointing": config.model.checkpointing == "full",
+        "rollout.sleep_level": config.rollout.engine != "vllm",
+        "policy.offload_reference": not config.policy.kl_coef,
+        "policy.kl_coef": config.lora.rank > 0,
+        "lora.rank": config.lora.rank > 0,
+    }
+    return get(config, key) != value and not useless.get(key, False)
+
+
+def get(config: Config, key: str) -> Any:
+    return attrgetter(key)(config)
+
+
+def changed(config: Config, *changes: Change) -> Config:
+    """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
+    tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    for change in changes:
+        for key, value in change.items():
+            section, leaf = key.split(".")
+            tree.setdefault(section, {})[leaf] = value
+    return validate(tree, origin="paw plan")
+
+
+def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
+    """`check_fits` for this host, with `on_host` of the ranks; without a GPU (None) weights, gradients and moments
+    against its memory.
+
+    A model made on the spot, or of a kind the plan does not know, passes.
+    """
+    if config.model.path == "quickstart":
+        return
+    try:
+        shape = shape_of(config.model.path)
+    except UserError:
+        return
+    host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    if gpu_gib is not None:
+        return check_fits(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=-(-gpus // on_host))
+    parts = plan(config, shape, gpus=gpus, gpu_gib=host_gib).phases["update"]
+    need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
+    if need > host_gib:
+        raise UserError(
+            f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer take {need:.0f} GiB,"
+            f" this machine has {host_gib:.0f} and no GPU is used; take a smaller model, or see `paw plan`"
+        )
+
+
+def check_fits(
+    config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None, hosts: int = 1
+) -> None:
+    """Raise UserError for what cannot fit, with the plan's numbers and the nearest settings that do, to paste.
+
+    A plan is an upper end: here the whole card counts as usable and one sequence of KV cache as enough.
+    """
+    machine: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": hosts}
+    reasons = plan(config, shape, **machine).reasons(usable=1.0, rows=1)
+    if not reasons:
+        return
+    found = fit(config, shape, **machine)
+    differing = [key for key in known_keys() if get(found.best.config, key) != get(config, key)]
+    words = " ".join(f"--{key} {str(get(found.best.config, key)).lower()}" for key in differing)
+    advice = f"what fits: {words}" if found.fits else "nothing tried fits; use more GPUs or a smaller model"
+    raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
+    parser.add_argument("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
+    parser.add_argument(
+        "--gpus", default="1x80GB", metavar="NxGB", help="cards and their memory (default: %(default)s)"
+    )
+    parser.add_argument("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the recipe that fits")
+
+
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Print the plan; 0 where something fits, else 1."""
+    if not options.recipe and not options.model:
+        raise UserError("command line: give a recipe or --model NAME, such as --model Qwen/Qwen2.5-14B-Instruct")
+    cards = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)(?:GB|GiB)?", options.gpus, re.IGNORECASE)
+    if not cards:
+        raise UserError(f"command line: --gpus '{options.gpus}': write it like 1x80GB or 8x80GB")
+    if not 1 <= options.hosts <= int(cards[1]):
+        raise UserError(f"command line: --hosts {options.hosts}: from 1 to the {cards[1]} cards of --gpus")
+    given = overrides | ({"model.path": options.model} if options.model else {})
+    config = load(options.recipe or BASE, given)
+    if not options.recipe and "model.checkpointing" not in overrides:
+        config = changed(config, {"model.checkpointing": "none"})
+    machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib}
+    machine["hosts"] = options.hosts
+    found = fit(config, shape_of(config.model.path), pinned=overrides.keys(), **machine)
+    if options.out and found.fits:
+        _write(options.out, found.best)
+    if options.json:
+        print(json.dumps(summary(found.best), indent=1))
+    else:
+        Console().print(*tables(found))
+        print(f"card by its memory; {MFU:.0%} of its peak in training, its bandwidth in decoding: a prediction")
+    return 0 if found.fits else 1
+
+
+def summary(found: Plan) -> dict[str, Any]:
+    """What `--json` prints. Sizes in GiB."""
+
+    def rounded(parts: dict[str, float]) -> dict[str, float]:
+        return {name: round(value, 2) for name, value in parts.items()}
+
+    return {
+        "fits": not found.reasons(),
+        "peak_gib": round(found.peak, 2),
+        "host_gib": round(found.host_total, 2),
+        "components": {phase: rounded(parts) for phase, parts in found.phases.items()},
+        "host": {phase: rounded(parts) for phase, parts in found.host.items()},
+        "step_s": round(found.step_s, 1),
+        "seconds": rounded(found.seconds),
+        "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*LADDER))},
+        "reasons": found.reasons(),
+    }
+
+
+def tables(found: Fit) -> Iterator[Table]:
+    """The ladder as far as it was climbed, and the components of its last rung by phase."""
+
+    def numbers(names: Iterable[str]) -> list[Column]:
+        return [Column(name, justify="right") for name in names]
+
+    best = found.best
+    title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
+    ladder = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
+    for label, rung in found.rungs:
+        verdict = "no" if rung.reasons() else "yes"
+        ladder.add_row(label, f"{rung.peak:.1f}", f"{rung.host_total:.1f}", f"{rung.step_s:.0f}", verdict)
+    yield ladder
+    for title, phases in (("GiB of one GPU", best.phases), ("GiB of host memory", best.host)):
+        by_phase = Table("component", *numbers(phases), title=title)
+        for part in dict.fromkeys(part for parts in phases.values() for part in parts):
+            by_phase.add_row(part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values()))
+        by_phase.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))
+        yield by_phase
+
+
+def _write(path: Path, found: Plan) -> None:
+    """A recipe that `paw train` takes, with what was predicted in its first lines."""
+    tree = found.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    heading = (
+        f"# Found by `paw plan` for {found.gpus} x {found.gpu_gib:g} GB. Predicted: {found.peak:.1f} GiB of a GPU,"
+        f" {found.host_total:.1f} GiB of host memory, {found.step_s:.0f} s an update.\n"
+    )
+    try:
+        write_file(path, heading + tomli_w.dumps(tree))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {cause(error)}") from None

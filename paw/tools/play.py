@@ -1,0 +1,143 @@
+"""`paw play`: a game at the terminal, or line by line for a program.
+
+A person sees what the agent sees, types an action or its number, and can ask for the exact prompt. With `--json` every
+line read is one command and every line written one object with the keys feedback, admissible, won, reward and done
+(and score, where there is one); the first stands for the start. It ends with the episode or the input.
+"""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from types import MappingProxyType
+from typing import Any
+
+from paw.config import EnvConfig
+from paw.envs import make_suite
+from paw.envs.alfworld.difficulty import DIFFICULTIES
+from paw.envs.alfworld.generator import generate
+from paw.envs.alfworld.problem import Game
+from paw.envs.alfworld.suite import AlfworldSuite
+from paw.envs.base import Environment, Suite
+from paw.envs.worker import EnvironmentFailure
+from paw.errors import UserError, clean, to_stderr
+from paw.recipe import load_played
+from paw.types import Outcome, Task
+
+MOST_SHOWN = 100_000
+"""Characters of a text."""
+HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--game", metavar="PATH", help="alfworld: a game.tw-pddl file")
+    source.add_argument("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
+    parser.add_argument("--difficulty", choices=DIFFICULTIES, help="alfworld: size of a game (default: full)")
+    parser.add_argument("--backend", choices=["native", "textworld"], help="alfworld: the engine (default: native)")
+    parser.add_argument("--style", choices=["paper", "compact"], help="the prompt that 'prompt' shows (default: paper)")
+    parser.add_argument("--recipe", help="settings to play with (default: NAME-grpo, or the defaults)")
+    parser.add_argument("--json", action="store_true", help="one command a line in, one JSON object a line out")
+
+
+def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Play one game as `args` say; returns the exit status, 1 if the environment broke.
+
+    Raises UserError where the game file is unreadable, or the suite does (no such environment, nothing installed).
+    """
+    plain = args.env == "alfworld" and not overrides and not args.recipe
+    suite, task = _alfworld(args) if plain else _any(args, overrides)
+    talk = _json if args.json else _terminal
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
+    with closing(suite.make()) as environment:
+        try:
+            talk(environment, task)
+        except EnvironmentFailure as error:
+            to_stderr(f"paw play: {error}")
+            return 1
+    return 0
+
+
+def _alfworld(args: argparse.Namespace) -> tuple[Suite, Task]:
+    game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty or "full")
+    style = "compact" if args.json else args.style or "paper"
+    suite = AlfworldSuite(EnvConfig(backend=args.backend or "native", style=style))
+    return suite, Task(game.name, game.kind, game)
+
+
+def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[Suite, Task]:
+    if args.game:
+        raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
+    options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
+    given = {key: value for key, value in options.items() if value}
+    config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **given, **overrides})
+    suite = make_suite(config)
+    return suite, suite.eval_tasks(config.env.eval_split, 1, args.seed)[0]
+
+
+def _task(environment: Environment, text: str) -> dict[str, Any]:
+    """The task in words, where the first observation, `text`, does not tell it."""
+    task = getattr(environment, "task", "")
+    return {} if task in text else {"task": task}
+
+
+def _played(environment: Any, command: str) -> Outcome:
+    """An environment without `answer` (it is not Playable) gets what was typed."""
+    return environment.step(environment.answer(command) if hasattr(environment, "answer") else command)
+
+
+def _json(environment: Environment, task: Task) -> None:
+    outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
+    message = _task(environment, outcome.observation)
+    while True:
+        message |= {"feedback": outcome.observation, "admissible": getattr(environment, "admissible", [])}
+        message |= {"won": outcome.won, "reward": outcome.reward, "done": outcome.done}
+        message |= {} if outcome.score is None else {"score": outcome.score}
+        print(json.dumps(message), flush=True)
+        message = {}
+        line = "" if outcome.done else sys.stdin.readline()
+        if not line:
+            return
+        outcome = _played(environment, line.strip())
+
+
+def _say(*texts: str) -> None:
+    """What an environment wrote, with its line ends and nothing else that moves the cursor."""
+    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+
+
+def _terminal(environment: Environment, task: Task) -> None:
+    text = environment.reset(task)
+    _say(*_task(environment, text).values(), text, HELP)
+    turns = 0
+    while True:
+        actions = [action for action in getattr(environment, "admissible", []) if action != "help"]
+        print("\n" + "\n".join(f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)))
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        command = line.strip()
+        if not line or command == "quit":
+            print()
+            return
+        if command in ("", "prompt"):
+            _say(environment.prompt() if command else HELP)
+            continue
+        if command.isdecimal() and 1 <= int(command) <= len(actions):
+            command = actions[int(command) - 1]
+            _say(command)
+        outcome = _played(environment, command)
+        turns += 1
+        _say(f"\n{outcome.observation}")
+        if outcome.done:
+            steps = f"{turns} step{'s' if turns > 1 else ''}"
+            score = "" if outcome.score is None else f", score {outcome.score:.2f}"
+            print(
+                f"\nWon in {steps}, reward {outcome.reward:g}{score}."
+                if outcome.won
+                else f"\nNot won in {steps}{score}."
+            )
+            return

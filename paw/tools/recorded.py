@@ -1,0 +1,137 @@
+"""Rollouts that `paw profile` does not play: read from a file of `paw rollout`, or random ones of a recipe's sizes."""
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paw.algo.samples import to_rows
+from paw.config import Config
+from paw.errors import UserError
+from paw.run import Run
+from paw.tools import quickstart
+from paw.tools.shapes import Shape, shape_of
+from paw.types import Group, Outcome, Task, Trajectory, Turn
+
+
+def read_groups(path: Path, run: Run) -> list[Group]:
+    """The episodes of a file that `paw rollout` wrote, with log-probs of this run's model; UserError for any other."""
+    return _with_log_probs(run, read_episodes(path, vocabulary=len(run.policy.head_weight)))
+
+
+def read_episodes(path: Path, *, vocabulary: int) -> list[Group]:
+    """The same as they were written, for a model of so many tokens."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--rollouts {path}: {error.strerror}") from None
+    groups: list[Group] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            told = json.loads(line)
+            task, member, step = Task(told.pop("task"), told.pop("kind")), told.pop("member"), told.pop("step")
+            turn = Turn(**{**told, "outcome": Outcome(**told["outcome"])})
+            if not turn.response_ids or max(turn.prompt_ids + turn.response_ids) >= vocabulary:
+                raise ValueError("token ids of another model")
+            if step == 0:
+                if not groups or groups[-1].task != task:
+                    groups.append(Group(task, [], place=len(groups)))
+                groups[-1].trajectories.append(Trajectory(task, member))
+            groups[-1].trajectories[-1].turns.append(turn)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise UserError(f"--rollouts {path}: line {number} is no turn that `paw rollout` wrote: {error}") from None
+    if not groups:
+        raise UserError(f"--rollouts {path}: there is no turn in it")
+    return groups
+
+
+def random_groups(run: Run) -> list[Group]:
+    """Random tokens in the sizes of ALFWorld play under the recipe's limits.
+
+    Prompts and observations have the lengths that searching play of the generated full-size games gives (450 and 20
+    tokens of Qwen2's pre-tokenizer). Responses, and 40 % of episodes that end early, at any turn, are assumptions.
+    """
+    config, vocabulary = run.config, len(run.policy.head_weight)
+    rng = np.random.default_rng(config.run.seed)
+    longest, most = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+
+    def ids(count: float, limit: int) -> list[int]:
+        return rng.integers(vocabulary, size=int(np.clip(count, 1, limit))).tolist()
+
+    def turn(*, won: bool, done: bool) -> Turn:
+        observation = " ".join(map(str, ids(9 + rng.exponential(11), config.wm.max_tokens)))
+        return Turn(
+            prompt_ids=ids(rng.normal(0.22, 0.04) * longest, longest),
+            response_ids=ids(rng.lognormal(math.log(0.2 * most), 0.5), most),
+            sampled_logp=[],
+            entropy=None,
+            prompt="",
+            response="",
+            outcome=Outcome(observation, config.env.reward * won, done, won, "", valid=bool(rng.random() < 0.95)),
+            anchor=observation,
+            version=0,
+        )
+
+    groups = []
+    for place in range(config.rollout.tasks):
+        group = Group(Task(f"random/{place}", "random"), [], place)
+        for member in range(config.rollout.group_size):
+            won = bool(rng.random() < 0.4)
+            last = int(rng.integers(config.env.max_turns)) if won else config.env.max_turns - 1
+            turns = [turn(won=won and step == last, done=step == last) for step in range(last + 1)]
+            group.trajectories.append(Trajectory(group.task, member, turns))
+        groups.append(group)
+    run.chat.separator_ids = ids(4, 4)  # as many as ChatML's
+    run.encode_observation = lru_cache(65536)(lambda text: [int(word) for word in text.split()])
+    return _with_log_probs(run, groups)
+
+
+def random_model(config: Config, folder: Path) -> str:
+    """A folder with random weights of the shape of `model.path` and a tokenizer of bytes; nothing is downloaded.
+
+    The path is a model folder, a name that `shapes` knows, or "quickstart", then without its tokenizer and warm-up.
+    """
+    tokenizer = quickstart.build_tokenizer([], set(), [])
+    torch.manual_seed(config.run.seed)
+    if config.model.path == "quickstart":
+        lm = quickstart.build_model(tokenizer, config.warmup)
+    else:
+        settings = hf_config(shape_of(config.model.path))
+        lm = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    quickstart.save(lm, tokenizer, folder)
+    return str(folder)
+
+
+def hf_config(shape: Shape) -> Any:
+    """The Hugging Face configuration of a model of that shape."""
+    if shape.experts:
+        kind: dict[str, Any] = {"model_type": "qwen3_moe" if shape.qk_norm else "mixtral"}
+        kind |= {"num_experts": shape.experts, "num_local_experts": shape.experts}
+        kind |= {"num_experts_per_tok": shape.active, "moe_intermediate_size": shape.intermediate}
+    else:
+        kind = {"model_type": "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"}
+    return AutoConfig.for_model(
+        **kind,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        tie_word_embeddings=shape.tied,
+    )
+
+
+def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
+    """The groups as if this run's model had sampled them: another one's log-probs would pass for stale weights."""
+    rows = to_rows(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
+    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    for turn, (logp, _) in zip(turns, run.score(run.policy, rows), strict=True):
+        turn.sampled_logp = logp
+    return groups

@@ -1,0 +1,229 @@
+"""`paw rwml`: what RWML (arXiv 2602.05842) needs besides RL on next states (`paw train` with a next-state recipe).
+
+    collect   play episodes, cut them into triplets (prompt, action, next state)
+    filter    fine-tune a copy on a tenth of them, predict the others several times, thin out the easy ones
+    sft       fine-tune on next states: the WM-SFT baseline, and a start for models that follow no instructions
+
+Held-out triplets (envs/next_state.py) are neither fine-tuned on nor thinned out. The triplets that the filter's copy
+saw are left out of its result: nothing is known of how easy they are.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from paw.algo.loss import joint_loss, micro_batches
+from paw.algo.packing import minibatches
+from paw.config import Config
+from paw.envs import make_suite
+from paw.envs.next_state import NextStateSuite, Triplet, answer, ask, write_triplets
+from paw.errors import UserError, to_stderr
+from paw.files import write_file
+from paw.model.attention import pick_attention
+from paw.model.lora import add_adapters
+from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
+from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
+from paw.rollout.chat import Chat
+from paw.rollout.engines import make_engine
+from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import full_parameters, push_weights
+from paw.state.export import export
+from paw.tools.player import open_player, progress, resolve, tell
+from paw.types import Group, Row, Task
+from paw_kernels import OBSERVATION, LossRows
+
+
+def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, out: Path) -> int:
+    """Play `rwml.episodes` episodes of each of `tasks` training tasks and write their triplets."""
+    if tasks < 1:
+        raise UserError(f"--tasks {tasks}: play at least 1")
+    out = out.absolute()  # an environment may change the current folder
+    config, path = resolve(model, recipe, overrides)
+    with open_player(config, path) as rollouts:
+        groups, stats = rollouts.play(
+            rollouts.suite.train_tasks(0, tasks, config.run.seed),
+            group_size=config.rwml.episodes,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+            stream="triplets",
+            progress=progress,
+        )
+    tell(stats.failures)
+    triplets = cut(groups, dedup=config.rwml.dedup)
+    turns = sum(len(episode.turns) for group in groups for episode in group.trajectories)
+    if not triplets:
+        raise UserError(f"none of {turns} turns of {model} is a triplet: each was an invalid action or got no answer")
+    write_triplets(out, triplets)
+    to_stderr(f"{out}: {len(triplets)} triplets of {turns} turns, {sum(t.held_out for t in triplets)} held out")
+    return 0
+
+
+def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
+    """The turns of episodes with a valid action and an answer; with `dedup`, of equal (h, a, o') the first."""
+    turns = (
+        Triplet(e.task.id, e.task.kind, n, turn.prompt, turn.response, turn.outcome.action, turn.outcome.observation)
+        for group in groups
+        for e in group.trajectories
+        for n, turn in enumerate(e.turns)
+        if turn.outcome.valid and turn.outcome.observation.strip()
+    )
+    kept: dict[Any, Triplet] = {}
+    for n, triplet in enumerate(turns):
+        kept.setdefault((triplet.prompt, triplet.action, triplet.next_state) if dedup else n, triplet)
+    return list(kept.values())
+
+
+def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str], *, out: Path) -> int:
+    """Thin out the triplets that a copy of the model, fine-tuned on a few, predicts nearly always; plot how often."""
+    config, path, suite, sample = _prepare(source, model, recipe, overrides)
+    chat, settings = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.rwml
+    policy = _load(config, path)
+    with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
+        engine.sleep()
+        learnt = {task.id for task in sample(settings.sft_share)}
+        fine_tune(policy, chat, [task for task in suite.training if task.id in learnt], config)
+        push_weights(policy.lm, engine, version=1)
+        with closing(Rollouts(suite, engine, chat, config)) as rollouts:
+            groups, stats = rollouts.play(
+                [task for task in suite.training if task.id not in learnt],
+                group_size=settings.attempts,
+                temperature=config.rollout.temperature,
+                seed=config.run.seed,
+                stream="easy",
+                progress=progress,
+            )
+    tell(stats.failures)
+    rates = [sum(e.won for e in group.trajectories) / len(group.trajectories) for group in groups]
+    level = easy_level(rates, share=settings.easy_share, attempts=settings.attempts)
+    rng = random.Random(config.run.seed)
+    easy = sum(rate >= level for rate in rates)
+    chosen = [
+        g.task for g, rate in zip(groups, rates, strict=True) if rate < level or rng.random() < settings.keep_easy
+    ]
+    if not chosen:
+        raise UserError(f"nothing is left of {len(rates)} triplets, all of them easy; raise rwml.keep_easy")
+    write_triplets(out, [task.payload for task in [*chosen, *suite.held_out]])
+    _plot(rates, level, settings.attempts, out.with_suffix(".png"))
+    print(f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each")
+    print(
+        f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy / len(rates):.1%}"
+    )
+    print(f"kept {len(chosen)} to train on and {len(suite.held_out)} held out: {out}")
+    print(f"two epochs of them: --run.updates {math.ceil(2 * len(chosen) / config.rollout.tasks)}")
+    return 0
+
+
+def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
+    """The rate, a multiple of 1 / attempts, at or above which the share of `rates` is nearest to `share`.
+
+    >>> easy_level([1.0, 1.0, 0.9, 0.5, 0.2, 0.0], share=0.3, attempts=10)
+    1.0
+    """
+    levels = [n / attempts for n in range(attempts, 0, -1)]
+    return min(levels, key=lambda level: abs(sum(rate >= level for rate in rates) / len(rates) - share))
+
+
+def supervise(source: Path, model: str, recipe: str, overrides: dict[str, str], *, share: float, out: Path) -> int:
+    """Fine-tune on a share of the training triplets (the filter's draw, where it is rwml.sft_share) and export."""
+    if not 0.0 < share <= 1.0:
+        raise UserError(f"--share {share:g}: a share of the triplets, above 0 and at most 1")
+    config, path, _, sample = _prepare(source, model, recipe, overrides)
+    tokenizer, policy = load_tokenizer(path), _load(config, path)
+    steps = fine_tune(policy, Chat(tokenizer, config.model.chat_template_kwargs), sample(share), config)
+    weights = dict(full_parameters(policy.lm, once=True))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    print(export(policy, tokenizer, out, weights, config=config, step=steps, method="fine-tuning on next states"))
+    return 0
+
+
+def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config) -> int:
+    """Cross-entropy of the next state's tokens, mean over a mini-batch, rwml.sft_epochs times; returns the steps."""
+    rows = []
+    for task in tasks:
+        prompt_ids, _ = chat.fit_prompt(ask(task.payload, config.env), config.rollout.max_prompt_tokens)
+        response_ids = chat.response_ids(answer(task.payload.next_state, config.env))
+        rows.append(_row(prompt_ids, response_ids[: config.rollout.max_response_tokens]))
+    settings = config.optim.model_copy(update={"lr": config.rwml.sft_lr})
+    if config.lora.rank:
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+    optimizer = make_optimizer(policy.parameters(), settings)
+    batches = [
+        batch
+        for epoch in range(config.rwml.sft_epochs)
+        for batch in minibatches(rows, size=settings.minibatch_rows, seed=config.run.seed * 1_000_003 + epoch)
+    ]
+    for step, minibatch in enumerate(batches):
+        loss, tokens = 0.0, sum(len(row.response_ids) for row in minibatch)
+        options: dict[str, Any] = {"device": policy.device, "quadratic": policy.quadratic}
+        for batch in micro_batches(minibatch, budget=settings.micro_batch_tokens, with_observation=False, **options):
+            zero = torch.zeros(len(batch.target), device=policy.device)
+            kind, weight = torch.full_like(batch.kind, OBSERVATION), torch.full_like(zero, 1.0 / tokens)
+            targets = LossRows(kind=kind, weight=weight, advantage=zero, old_logp=zero, observation_loss="ce")
+            out = joint_loss(policy, batch, targets, temperature=1.0)
+            out.loss.backward()
+            loss += float(out.loss.detach())
+        if not math.isfinite(loss):
+            raise UserError(f"fine-tuning diverged at step {step + 1} of {len(batches)}; lower rwml.sft_lr")
+        set_learning_rate(optimizer, learning_rate(settings, update=step, updates=len(batches)))
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == len(batches) - 1 or step % 50 == 0:
+            to_stderr(f"fine-tuning: step {step + 1} of {len(batches)}, loss {loss:.3f} nats a token")
+    return len(batches)
+
+
+def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -> tuple[Any, ...]:
+    """(configuration, model path, suite, sample(share) of the training triplets).
+
+    Fine-tuning has no thoughts to imitate, so neither asks it for any (env.think).
+    """
+    given = {"rwml.triplets": str(source), "model.path": model, "env.think": "false"}
+    config, path = resolve(model, recipe, overrides | given)
+    if config.env.name != "next_state":
+        raise UserError(f"--recipe {recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
+    suite = make_suite(config)
+    assert isinstance(suite, NextStateSuite)
+
+    def sample(share: float) -> list[Task]:
+        count = max(1, round(share * len(suite.training)))
+        return random.Random(config.run.seed).sample(suite.training, count)
+
+    return config, path, suite, sample
+
+
+def _load(config: Config, path: str) -> Policy:
+    device, dtype = pick_device(config.model.device), config.model.dtype
+    return load_policy(
+        path,
+        device=device,
+        weights=weights_dtype(config),
+        dtype=dtype,
+        checkpointing=config.model.checkpointing,
+        offload_activations=config.model.offload_activations,
+        attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
+        head_backend=pick_backend(config.model.head_backend, device, dtype),
+    )
+
+
+def _row(prompt_ids: list[int], response_ids: list[int]) -> Row:
+    unused: dict[str, Any] = {name: 0 for name in ("group", "trajectory", "step", "score", "episode_return", "reward")}
+    unused |= {"separator_ids": [], "observation_ids": [], "sampled_logp": [], "sampled_entropy": None}
+    return Row(prompt_ids=prompt_ids, response_ids=response_ids, penalty=0.0, anchor="", **unused)
+
+
+def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> None:
+    figure = Figure((5, 2.8), layout="constrained")
+    axes = figure.subplots()
+    counts = [sum(round(rate * attempts) == n for rate in rates) for n in range(attempts + 1)]
+    colours = ["#e69f00" if n / attempts >= level else "#0072b2" for n in range(attempts + 1)]
+    axes.bar(range(attempts + 1), [count / len(rates) for count in counts], color=colours)
+    axes.set(xlabel=f"Right predictions of {attempts} (orange: easy)", ylabel="Share of triplets")
+    write_file(path, partial(figure.savefig, dpi=150))
