@@ -26,7 +26,7 @@ RENAMED: dict[str, str] = {}
 SMALL = {
     "run.threads": 1, "run.updates": 2, "warmup.max_steps": 40, "rollout.tasks": 4, "rollout.group_size": 4,
     "eval.games": 8, "env.invalid_penalty": 0.1, "advantage.penalty_only": "keep", "run.save_every": 1,
-    "policy.old_logp": "trainer", "policy.entropy_coef": 0.001,
+    "policy.old_logp": "trainer", "policy.entropy_coef": 0.001, "model.head_backend": "torch",
 }  # fmt: skip
 RUNS: dict[str, dict[str, object]] = {
     "grpo": {"policy.kl_coef": 0.01},
