@@ -3,17 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from paw.values import Count, EnvFile, Natural, NonNegative, Positive, Seconds, Seed, Share, Url, check_texts
+from paw.values import Count, EnvFile, Natural, NonNegative, Positive, Seconds, Section, Seed, Share, Url
 
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    _check_texts = field_validator("*", mode="before")(check_texts)
 
 
 class RunConfig(Section):

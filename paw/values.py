@@ -1,10 +1,10 @@
-"""What values of the configuration are made of: ranges, and text that a file can hold."""
+"""What configurations are made of: sections, ranges, and text that a file can hold."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 LONGEST_TEXT, LONGEST_NAME = 4096, 255
 """Characters of a value, bytes of a file's name."""
@@ -29,6 +29,16 @@ def check_texts(value: Any) -> Any:
         if any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
             raise ValueError(f"a name in it has more than {LONGEST_NAME} bytes")
     return value
+
+
+class Section(BaseModel):
+    """A table of a recipe. The string below a key is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    _check_texts = field_validator("*", mode="before")(check_texts)
 
 
 def _texts(value: Any) -> Iterator[str]:

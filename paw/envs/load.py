@@ -1,17 +1,15 @@
 """An environment of one's own: `env.name = "FILE.py:Class"`, a class of the `Suite` protocol (docs/environments.md)."""
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
-from types import ModuleType
 
 from paw.config import EnvConfig
 from paw.envs.base import Environment, Suite
 from paw.envs.guard import make_threads
 from paw.errors import UserError, quietly
+from paw.plugins import import_file
 
 
 def load_suite(config: EnvConfig) -> Suite:
@@ -65,18 +63,6 @@ def check_reward_max(suite: Suite, name: str) -> None:
         f"env.name = '{name}': {member} is {found}: wm.weight = 'adaptive' divides by it; set it to the largest return "
         "of an episode, or take a constant: --wm.weight 1.0"
     )
-
-
-def import_file(file: str, origin: str) -> ModuleType:
-    """The module of a Python file; UserError, beginning with `origin`, where there is none."""
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise UserError(f"{origin}: there is no file {path.absolute()}; paths count from the current folder")
-    spec = importlib.util.spec_from_file_location(f"paw_environment_{path.stem}", path)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _check(made: object, protocol: type, name: str) -> None:

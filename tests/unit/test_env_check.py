@@ -9,7 +9,7 @@ import pytest
 
 from paw import cli
 from paw.config import EnvConfig
-from paw.envs.load import import_file
+from paw.plugins import import_file
 from paw.tools.env_check import RULES, check
 from paw.tools.env_replay import Subject
 from paw.types import Task
@@ -237,21 +237,23 @@ def test_a_broken_one_is_told_of(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "seen"),
     [
-        ("def prompt", "def ask", "Game lacks prompt; see Environment in paw/"),
-        ("def prompt", "def 1prompt", "raised SyntaxError: invalid decimal literal (mine.py, line 50)"),
-        (
-            "class Game:",
-            "class Game:\n    import nowhere",
-            "raised ModuleNotFoundError: No module named 'nowhere' (mine.py",
-        ),
+        ("def prompt", "def 1prompt", "mine.py: SyntaxError: invalid decimal literal (mine.py, line 50)"),
+        ("class Game:", "class Game:\n    import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
     ],
 )
-def test_what_cannot_go_on_ends_the_check(old, new, seen, tmp_path, capsys):
+def test_a_file_that_cannot_be_imported(old, new, seen, tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
+    assert cli.main(["env", "check", f"{path}:Guess"]) == 2
+    assert seen in capsys.readouterr().err
+
+
+def test_a_member_that_is_missing_ends_the_check(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("def prompt", "def ask"))
     assert cli.main(["env", "check", f"{path}:Guess"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith(f"FAIL  members                  {seen}")
+    assert out.startswith("FAIL  members                  Game lacks prompt; see Environment in paw/")
     assert out.endswith("1 of 1 rules failed, 17 not checked\n")
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paw.envs.load import import_file
 from paw.errors import UserError, to_stderr
+from paw.plugins import import_file
 from paw.state.rundir import code_commit
 from paw.tools.experiment.tables import markdown, percent, write
 

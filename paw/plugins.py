@@ -1,0 +1,164 @@
+"""Plug-ins by name: environments, advantage estimators, losses, agents, rewards, callbacks.
+
+A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed package registers in
+the group `paw.<kind>`, as "module:name", or as "FILE.py:name" (a path relative to the current folder). Nothing is
+imported for a name that was not asked for, and no torch here.
+
+A plug-in may have settings, which then are keys of its section of the recipe: a class those of its `Config`, a subclass
+of `Section`; a function its keyword-only parameters.
+
+>>> def best_of(samples, *, depth: int = 3): ...
+>>> list(settings(best_of, "best_of").model_fields)
+['depth']
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from contextlib import chdir, suppress
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import Field, create_model
+from pydantic.errors import PydanticUserError
+
+from paw.errors import UserError, clean, describe
+from paw.values import LONGEST_NAME, Section
+
+ENVS = {
+    "alfworld": "paw.envs.alfworld.suite:AlfworldSuite",
+    "webshop": "paw.envs.webshop.suite:WebshopSuite",
+    "search": "paw.envs.search.suite:SearchSuite",
+    "tau2": "paw.envs.tau2:Tau2Suite",
+    "next_state": "paw.envs.next_state:NextStateSuite",
+}
+ADVANTAGES: dict[str, str] = {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
+LOSSES: dict[str, str] = {}
+AGENTS: dict[str, str] = {}
+REWARDS: dict[str, str] = {}
+CALLBACKS: dict[str, str] = {}
+BUILT_IN = {
+    "envs": ENVS,
+    "advantages": ADVANTAGES,
+    "losses": LOSSES,
+    "agents": AGENTS,
+    "rewards": REWARDS,
+    "callbacks": CALLBACKS,
+}
+"""Name -> "module:name" of the plug-ins that come with PaW, by kind."""
+_files: dict[tuple[str, int, int], ModuleType] = {}
+
+
+def names(kind: str) -> list[str]:
+    """Built-in names of a kind, and those that installed packages register."""
+    return sorted({*BUILT_IN[kind], *_registered(kind)})
+
+
+def load(kind: str, name: str) -> Any:
+    """The class, function or object that `name` means.
+
+    Raises UserError where there is none, or where its module or file cannot be imported.
+    """
+    target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
+    if target is None:
+        near = difflib.get_close_matches(name[:LONGEST_NAME], names(kind), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(names(kind))}"
+        raise UserError(f"there is no '{clean(name)}': {hint} (or give 'module:name' or 'FILE.py:name')")
+    place, _, attributes = target.rpartition(":")
+    found = _unchanged_file(place, f"'{name}'") if place.endswith(".py") else _import_module(place, name)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            near = difflib.get_close_matches(attribute, [key for key in vars(found) if key[0] != "_"], n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            what = "file" if place.endswith(".py") else "module"
+            raise UserError(f"'{clean(name)}': the {what} has no '{clean(attribute)}'{hint}")
+        found = getattr(found, attribute)
+    return found
+
+
+def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
+    """The keys of a plug-in, beside those of `base`, as a section; `name` is the plug-in's in messages.
+
+    Raises UserError for a `Config` that is no Section, or a keyword-only parameter without a type.
+    """
+    if isinstance(plugin, type):
+        own = getattr(plugin, "Config", Section)
+        if not (isinstance(own, type) and issubclass(own, Section)):
+            raise UserError(f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.Section")
+        return own if issubclass(own, base) else base if own is Section else type(own.__name__, (own, base), {})
+    try:
+        parameters = inspect.signature(plugin, eval_str=True).parameters.values()
+        texts = dict(re.findall(r"^ +(\w+): (.+)$", plugin.__doc__ or "", re.MULTILINE))
+        fields: dict[str, Any] = {}
+        for given in parameters:
+            if given.kind is given.KEYWORD_ONLY:
+                if given.annotation is given.empty:
+                    raise UserError(f"'{name}': the parameter '{given.name}' is a setting, and needs a type: "
+                                    f"{given.name}: float = 1.0")  # fmt: skip
+                default = ... if given.default is given.empty else given.default
+                fields[given.name] = (given.annotation, Field(default, description=texts.get(given.name)))
+        return create_model(base.__name__, __base__=base, **fields) if fields else base
+    except (TypeError, ValueError, NameError, PydanticUserError) as error:
+        raise UserError(f"'{name}': its keyword-only parameters cannot be settings: {clean(error)}") from None
+
+
+def import_file(file: str, origin: str) -> ModuleType:
+    """The module of a Python file, made anew by each call.
+
+    A UserError, beginning with `origin`, says that there is no such file, or what its code raises and where.
+    """
+    path = _path(file)
+    if not path.is_file():
+        raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")
+    spec = importlib.util.spec_from_file_location(f"paw_plugin_{path.stem}", path)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    try:
+        with chdir(Path.cwd()):  # relative paths still have to be read, whatever the file does
+            spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise UserError(f"{origin}: {where}: {describe(error)}") from error
+    return module
+
+
+def _path(file: str) -> Path:
+    return Path(file).expanduser().absolute()
+
+
+def _unchanged_file(file: str, origin: str) -> ModuleType:
+    """`import_file`, once for each state of the file."""
+    with suppress(OSError):
+        status = _path(file).stat()
+        key = (str(_path(file)), status.st_mtime_ns, status.st_size)
+        if key not in _files:
+            _files[key] = import_file(file, origin)
+        return _files[key]
+    return import_file(file, origin)
+
+
+def _import_module(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise UserError(f"'{name}': {describe(error)}") from error
+        raise UserError(f"'{clean(name)}': there is no module '{clean(error.name)}'") from None
+    except (ImportError, ValueError, TypeError) as error:
+        raise UserError(f"'{clean(name)}': the module cannot be imported: {describe(error)}") from error
+
+
+@cache
+def _registered(kind: str) -> dict[str, str]:
+    """Name -> "module:name" of the entry points of a kind."""
+    return {point.name: point.value for point in entry_points(group=f"paw.{kind}")}

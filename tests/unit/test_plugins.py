@@ -1,0 +1,129 @@
+"""Plug-ins by name, and what their settings are; a wrong name or setting is one line."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from paw import plugins
+from paw.config import EnvConfig
+from paw.errors import UserError
+from paw.values import Section
+
+FILE = """
+import math
+from paw.config import Section
+
+class Maze:
+    class Config(Section):
+        depth: int = 3
+        \"\"\"How deep it is.\"\"\"
+
+def by_depth(samples, *, depth: int, scale: float = 2.0):
+    '''Depth first.
+
+    Args:
+        depth: how deep it looks
+    '''
+
+class Listed:
+    Config = ["depth"]
+
+def untyped(samples, *, depth=3): ...
+def odd(samples, *, depth: "Nonesuch" = 3): ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, in which mine.py is a file and a module."""
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def problem(*arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        plugins.load(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_each_kind_of_name(folder, monkeypatch):
+    from paw.algo.advantages import gigpo
+
+    assert plugins.load("advantages", "gigpo") is gigpo
+    for name in ("mine.py:Maze", f"{folder}/mine.py:Maze", "mine:Maze"):
+        assert plugins.load("envs", name).__name__ == "Maze"
+    assert plugins.load("envs", "mine.py:Maze.Config").__name__ == "Config"
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [EntryPoint("maze", "mine:Maze", group)])
+    plugins._registered.cache_clear()
+    try:
+        assert plugins.load("rewards", "maze").__name__ == "Maze" and plugins.names("rewards") == ["maze"]
+    finally:
+        plugins._registered.cache_clear()
+
+
+def test_a_file_is_read_again_where_it_has_changed(folder):
+    first = plugins.load("envs", "mine.py:Maze")
+    assert plugins.load("envs", "mine.py:Maze") is first
+    (folder / "mine.py").write_text("Maze = 5  # shorter\n")
+    assert plugins.load("envs", "mine.py:Maze") == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
+        ("envs", "zzz", "there is no 'zzz': there are: alfworld, next_state, search, tau2, webshop (or give"),
+        ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+        ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),
+        ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
+        ("envs", "mime:Maze", "'mime:Maze': there is no module 'mime'"),
+        ("envs", "mine.maze:Maze", "'mine.maze:Maze': there is no module 'mine.maze'"),
+        ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
+        ("envs", "needs:Maze", "'needs:Maze': ModuleNotFoundError: No module named 'nonesuch'"),
+        ("envs", ":Maze", "':Maze': the module cannot be imported: ValueError: Empty module name"),
+    ],
+)
+def test_a_wrong_name_says_what_is_wrong(folder, kind, name, message):
+    (folder / "broken.py").write_text("x = 0\n1 / x\n")
+    (folder / "needs.py").write_text("import nonesuch\n")
+    assert message in problem(kind, name)
+
+
+def test_settings_are_those_of_a_class_or_of_a_function(folder):
+    maze = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
+    assert issubclass(maze, EnvConfig) and maze.model_fields["depth"].description == "How deep it is."
+    made = maze.model_validate({"depth": 4, "max_turns": 7}).model_dump()
+    assert (made["depth"], made["max_turns"]) == (4, 7)
+    found = plugins.settings(plugins.load("advantages", "mine.py:by_depth"), "by_depth")
+    assert found.model_fields["depth"].is_required() and found.model_fields["depth"].description == "how deep it looks"
+    assert found.model_validate({"depth": 1}).model_dump() == {"depth": 1, "scale": 2.0}
+    with pytest.raises(ValueError, match="Extra inputs"):
+        found.model_validate({"depth": 1, "width": 2})
+    assert plugins.settings(len, "len") is Section
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
+        ("untyped", "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0"),
+        ("odd", "'odd': its keyword-only parameters cannot be settings: name 'Nonesuch' is not defined"),
+    ],
+)
+def test_what_cannot_be_settings(folder, name, message):
+    with pytest.raises(UserError) as caught:
+        plugins.settings(plugins.load("envs", f"mine.py:{name}"), name)
+    assert str(caught.value) == message
+
+
+def test_nothing_is_imported_that_was_not_asked_for():
+    code = "import sys, paw.plugins as p; p.names('envs'); p.load('advantages', 'grpo');" + (
+        "sys.exit(any(m == 'torch' or m.startswith(('paw.envs', 'paw.agents')) for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
