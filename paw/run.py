@@ -3,11 +3,13 @@
 runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/, plots/, report.html}
 """
 
+import importlib
 import os
 import random
 import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from paw.algo.packing import minibatches
 from paw.config import Config
 from paw.envs import make_suite
 from paw.envs.load import check_reward_max
-from paw.errors import UserError
+from paw.errors import LINE_CHARS, UserError, clean
 from paw.files import cause, write_file
 from paw.ignored import ignored
 from paw.model.attention import pick_attention
@@ -52,18 +54,23 @@ from paw.state.changes import changes
 from paw.state.claim import claim
 from paw.state.export import export, start_model
 from paw.state.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
-from paw.state.log import MetricsLog, check_trackers
+from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, now
 from paw.state.training_state import Learner
 from paw.tools.fit import check_machine
-from paw.tools.live import LiveView
-from paw.tools.report import write_report
-from paw.tools.samples import sample_episodes
 from paw.types import Row
 
 STARTING_OVER = -1
-SAMPLES = 3
-"""Episodes written to samples.jsonl at each evaluation."""
+CALLBACKS = {
+    "live": "paw.tools.live:LiveView",
+    "samples": "paw.tools.samples:Samples",
+    "report": "paw.tools.report:Report",
+    "tensorboard": "paw.tools.trackers:TensorBoard",
+    "wandb": "paw.tools.trackers:Wandb",
+    "trackio": "paw.tools.trackers:Trackio",
+}
+"""Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
+on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `run.failed`."""
 
 
 class Run:
@@ -78,9 +85,13 @@ class Run:
     """The step of the newest checkpoint."""
     phase = "start"
     """What it is doing: start, or the name of a clock."""
+    progress = ""
+    """How far that has come, as text: "episodes 3/16"."""
+    failed = True
+    """Whether it has not ended in order."""
 
     def __init__(self, config: Config, stack: ExitStack, *, resume: bool, numbered: bool = False):
-        check_trackers(config.run.trackers)
+        self.callbacks = make_callbacks(config)
         if config.lora.rank:
             import_peft()
         if config.run.threads:
@@ -95,7 +106,6 @@ class Run:
         name, notes = self.ranks.from_first(lambda: self._claim(stack, resume=resume, numbered=numbered))
         self.config = config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         self.directory = (config.run.dir / name).absolute()  # an environment may change the current folder
-        self.view = stack.enter_context(LiveView(config.run.updates, mode="auto" if self.ranks.first else "off"))
         self.suite = make_suite(config)
         if config.wm.enabled and config.wm.weight == "adaptive":
             check_reward_max(self.suite, config.env.name)
@@ -106,7 +116,7 @@ class Run:
         backend = pick_backend(config.model.head_backend, device, config.model.dtype)
         attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
         warmup_started = time.monotonic()
-        path = self.ranks.from_first(lambda: start_model(self.directory if resume else None, config, self.view.message))
+        path = self.ranks.from_first(lambda: start_model(self.directory if resume else None, config, self.say))
         warmup_s = time.monotonic() - warmup_started
         self.tokenizer = load_tokenizer(path)
         self.chat = Chat(self.tokenizer, config.model.chat_template_kwargs)
@@ -168,10 +178,31 @@ class Run:
                 raise UserError(f"cannot write {self.directory / 'config.toml'}: {cause(error)}") from None
             was = {"resumed_at": self.step, "notes": notes} if resume else {}
             self.record = stack.enter_context(RunRecord(self.directory, self.info, **was))
-            cut, settings = (self.step or STARTING_OVER) if resume else None, config.model_dump(mode="json")
-            log = MetricsLog(self.directory, resume_step=cut, trackers=config.run.trackers, config=settings)
-            self.log = stack.enter_context(log)
-            self.view.header([*header_lines(self), *notes, *log.lost, *ignored(config)])
+            cut = (self.step or STARTING_OVER) if resume else None
+            self.log = stack.enter_context(MetricsLog(self.directory, resume_step=cut))
+            for line in (*header_lines(self), *notes, *self.log.lost, *ignored(config)):
+                self.say(line)
+        stack.callback(self.call, "on_end")
+        self.call("on_start")
+
+    def call(self, hook: str, *given: Any) -> None:
+        """Call the hook of every callback that has it."""
+        for callback in self.callbacks:
+            getattr(callback, hook, lambda *_: None)(self, *given)
+
+    def say(self, text: str) -> None:
+        """One line on the first rank's terminal."""
+        if self.ranks.first:
+            encoding = sys.stdout.encoding or "utf-8"
+            print(clean(text, LINE_CHARS).encode(encoding, "replace").decode(encoding), flush=True)
+
+    def counting(self, phase: str) -> Callable[[int, int], None]:
+        """A callback (done, total) that keeps `progress`."""
+
+        def show(done: int, total: int) -> None:
+            self.progress = f"{phase} {done}/{total}" if done < total else ""
+
+        return show
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -213,13 +244,10 @@ class Run:
         Raises TrainingStopped where every episode failed, after the update has been written down and saved.
         """
         with self.clock("eval"):
-            groups, stats = rollouts.evaluation(self.view.progress("evaluation"))
+            groups, stats = rollouts.evaluation(self.counting("evaluation"))
             found = success_metrics(groups, stats.failed)
             self.metrics |= {f"eval/{name}": value for name, value in found.items()}
-            limits = {"count": SAMPLES, "max_tokens": self.config.wm.max_tokens}
-            for sample in sample_episodes(groups, self.policy, self.engine, self.chat, **limits):
-                if self.log:
-                    self.log.sample(self.step, sample)
+            self.call("on_evaluation", groups, self.metrics)
         if stats.failed and not groups:
             self._write_metrics()
             if self.saved != self.step:
@@ -280,13 +308,13 @@ class Run:
     def restore(self) -> None:
         """Continue from rank 0's newest checkpoint that verifies; a run stopped before its first one starts over."""
         folder = self.directory / "checkpoints"
-        found = training_state.restore(folder, self._learners(), self.ranks, warn=self.view.message)
+        found = training_state.restore(folder, self._learners(), self.ranks, warn=self.say)
         if found is None:
-            self.view.message(f"no checkpoint yet in {self.directory}: starting over")
+            self.say(f"no checkpoint yet in {self.directory}: starting over")
             return
         self.step, path = found
         self.saved = self.step
-        self.view.message(f"resumed from {path}")
+        self.say(f"resumed from {path}")
 
     def _claim(self, stack: ExitStack, *, resume: bool, numbered: bool) -> tuple[str, list[str]]:
         """Take the run directory: (the run's name, what to tell of it)."""
@@ -298,7 +326,7 @@ class Run:
         return name, [taken] if name != self.config.run.name else []
 
     def finish(self) -> Path:
-        """Save what is not saved yet, export to Hugging Face format, write the report; returns the report's path."""
+        """Save what is not saved yet and export to Hugging Face format; returns the path of the report to come."""
         if self.saved != self.step:
             self.save()
         self.optimizer.state.clear()  # room for whole weights
@@ -309,14 +337,20 @@ class Run:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
             whole = self.step == self.config.run.updates
             self.record.end("finished" if whole else "stopped", "" if whole else self.signal.name)
-            report = write_report(self.directory)
+        self.failed = False
         return report
 
     def _write_metrics(self) -> None:
         if self.log:
             self.log.log(self.step, self.metrics)
-        self.view.update(self.step, self.metrics)
+        self.call("on_update", self.metrics)
         self.metrics.clear()
+
+
+def make_callbacks(config: Config) -> list[Any]:
+    """Those of every run, and the trackers. Raises UserError for one that is not installed."""
+    found = (CALLBACKS[name].split(":") for name in ("live", "samples", *config.run.trackers, "report"))
+    return [getattr(importlib.import_module(module), name)() for module, name in found]
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         push_weights(run.policy.lm, run.engine, version=run.step)
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
     if run.log and (warning := collapse_warning(run.log.history)):
-        run.view.message(warning)
+        run.say(warning)
 
 
 def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
@@ -79,10 +79,10 @@ def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
     tries: list[RolloutStats] = []
     for pause in (*PAUSES_S, 0):
         with run.clock("rollout"):
-            groups, stats = rollouts.training(run.step, run.config.rollout.tasks, run.view.progress("episodes"))
+            groups, stats = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
         tries.append(stats)
         for failure in stats.failures[:3]:
-            run.view.message(f"environment failed: {failure}")
+            run.say(f"environment failed: {failure}")
         if groups:
             break
         if run.saved != run.step:
@@ -90,7 +90,7 @@ def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
         if not pause:
             reason = f"no group has two episodes left in {len(tries)} tries ({stats.failures[0]})"
             raise TrainingStopped(f"stopped at update {run.step + 1}: {reason}; {what_is_saved(run.saved)}")
-        run.view.message(f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s")
+        run.say(f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s")
         for _ in range(pause):
             if run.stop_requested():
                 return [], stats

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl and samples.jsonl on disk, and optional trackers.
+"""What a run writes about itself: metrics.jsonl and samples.jsonl.
 
 Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} world/{loss,lambda,selected_frac,masked_frac,
 live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
@@ -8,11 +8,10 @@ A name is absent where it was not measured: never 0 in its place.
 """
 
 import errno
-import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
@@ -32,19 +31,10 @@ class MetricsLog:
     run's but for time/* and perf/*.
 
     `resume_step` is the step of the checkpoint resumed: later lines go. None is a new run, which refuses to write over
-    another one; -1 starts the files anew. `trackers` are any of "tensorboard", "wandb", "trackio"; they store `config`.
-    Raises UserError where the folder holds another run, a tracker is not installed, or the disk refuses.
+    another one; -1 starts the files anew. Raises UserError where the folder holds another run, or the disk refuses.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        resume_step: int | None = None,
-        trackers: Iterable[str] = (),
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_trackers(trackers)
+    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
         self.history: list[dict[str, Any]] = []
         """Every update logged, those of the resumed run included, as JSON has it (null for non-finite)."""
         self.lost: list[str] = []
@@ -63,7 +53,6 @@ class MetricsLog:
             fsync(run_dir)
         except OSError as error:
             raise UserError(f"cannot write to run directory {run_dir}: {cause(error)}") from error
-        self._trackers = [_TRACKERS[name](run_dir, resume_step, dict(config or {})) for name in trackers]
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null.
@@ -78,9 +67,6 @@ class MetricsLog:
         else:
             _append(self._metrics, _line(record))
         self.history.append(record)
-        numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
-        for track, _ in self._trackers:
-            track(step, numbers)
 
     def evaluated(self, step: int) -> bool:
         """Whether the line of update `step` has an evaluation in which not every episode failed."""
@@ -136,8 +122,6 @@ class MetricsLog:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
-        for _, finish in self._trackers:
-            finish()
 
     def __enter__(self) -> Self:
         return self
@@ -179,61 +163,3 @@ def _gaps(path: Path, steps: list[int], last: int) -> Iterator[str]:
         which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
         which += ", ..." if len(runs) > 9 else ""
         yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
-
-
-# --- trackers: (run_dir, resume_step, config) -> (log(step, numbers), finish()) --------------------------------------
-
-Tracker = tuple[Callable[[int, dict[str, Any]], None], Callable[[], None]]
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raise UserError with the install command for a tracker that is unknown or not installed; imports nothing."""
-    for name in names:
-        if name not in _TRACKERS:
-            raise UserError(f"run.trackers: unknown tracker '{name}'; there are: {', '.join(_TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"run.trackers names '{name}', which is not installed: pip install {name}")
-
-
-def _tensorboard(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> Tracker:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1)
-    writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
-
-    def log(step: int, numbers: dict[str, Any]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return log, writer.close
-
-
-def _wandb(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> Tracker:
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    id_file = run_dir / "wandb_id.txt"
-    known = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
-    quiet = wandb.Settings(
-        console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
-    )
-    run = wandb.init(
-        project="paw", name=run_dir.name, id=known, resume="allow", dir=str(run_dir), config=config, settings=quiet
-    )
-    write_file(id_file, run.id)
-    return lambda step, numbers: run.log(numbers, step=step), run.finish
-
-
-def _trackio(run_dir: Path, resume_step: int | None, config: dict[str, Any]) -> Tracker:
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    resume = "never" if resume_step is None else "allow"
-    quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    run = trackio.init(project="paw", name=run_dir.name, config=config, resume=resume, **quiet)
-    return lambda step, numbers: run.log(numbers, step=step), run.finish
-
-
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

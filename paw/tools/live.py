@@ -1,11 +1,10 @@
-"""Progress of a run on the terminal: a live view, or one plain line per update where there is no terminal."""
+"""The view of a run: a live one on a terminal, one plain line per update anywhere else. A callback of `paw.train`."""
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,7 +14,9 @@ from rich.text import Text
 
 from paw.errors import LINE_CHARS, clean
 from paw.rollout.success import success_text
-from paw.state.log import Metrics
+
+if TYPE_CHECKING:
+    from paw.run import Run
 
 LINE = {
     "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval": "eval {}",
@@ -43,81 +44,63 @@ TROUBLE = {
     "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
     "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
 }  # fmt: skip
-"""Told where it is not 0."""
+"""Shown where it is not 0."""
 
 
 class LiveView:
-    """Progress of a run: a live view on a terminal, one plain line per update anywhere else.
+    """Progress of a run on the first rank's terminal.
 
-    `total` are the updates of the whole run, `start` those done before. Modes: "live", "plain", "auto" looks at the
-    console, "off" prints nothing (ranks other than 0).
+    What the run prints meanwhile appears above the live part. It also shows `run.progress`, a text such as
+    "episodes 3/16".
     """
 
-    def __init__(self, total: int, *, start: int = 0, mode: str = "auto", console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        fits = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.mode = mode if mode != "auto" else "live" if fits else "plain"
-        self.total, self.step = total, start
+        self._unicode = self.console.encoding.lower().startswith("utf")
         self._metrics: dict[str, Any] = {}
         self._eval: list[str] = []
         self._trend: dict[str, deque[float]] = {name: deque(maxlen=24) for name in ("reward/mean", "success/all")}
         self._seconds: deque[float] = deque(maxlen=10)
+        self._live: Live | None = None
+
+    def on_start(self, run: "Run") -> None:
+        """The first update's time counts from here."""
+        self._run, self._step, self._total = run, run.step, run.config.run.updates
         self._began = self._last = time.monotonic()
-        self._unicode = self.console.encoding.lower().startswith("utf")
-        self._phase = ""
-        self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=2)
-
-    def __enter__(self) -> Self:
-        if self.mode == "live":
+        if run.ranks.first and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(get_renderable=self._frame, console=self.console, refresh_per_second=2)
             self._live.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+    def on_end(self, run: "Run") -> None:
+        if self._live:
+            self._live.stop()
 
-    def header(self, lines: Iterable[str]) -> None:
-        """Lines said once, when training begins: recipe, model, device. The first update's time counts from here."""
-        self._last = time.monotonic()
-        for line in lines:
-            self.message(line)
-
-    def message(self, text: str) -> None:
-        """One line in passing, above the live part."""
-        if self.mode != "off":
-            style = "yellow" if text.startswith("warning") else ""
-            self.console.print(self._text(text, style=style), soft_wrap=True)
-
-    def progress(self, phase: str) -> Callable[[int, int], None]:
-        """A callback (done, total) that shows how far `phase` has come, on a terminal."""
-
-        def show(done: int, total: int) -> None:
-            self._phase = f"{phase} {done}/{total}" if done < total else ""
-
-        return show
-
-    def update(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of update `step`; a name that is absent, or null, is left out."""
+    def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
+        """Show the update's metrics; a name that is absent, or null, is left out."""
+        if not run.ranks.first:
+            return
         now = time.monotonic()
-        if step > self.step:
+        if run.step > self._step:
             self._seconds.append(now - self._last)
-        self._last, self.step = now, step
+        self._last, self._step = now, run.step
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         self._metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if self._seconds:
-            left = sum(self._seconds) / len(self._seconds) * (self.total - step)
+            left = sum(self._seconds) / len(self._seconds) * (self._total - self._step)
             self._metrics |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         if "eval/games" in metrics:
             self._metrics["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
             shares = self._kinds("eval/success_", " {:.1%}")
-            self._eval = [self._metrics["eval"], *self._texts(shares), f"at update {step}"]
+            self._eval = [self._metrics["eval"], *self._texts(shares), f"at update {self._step}"]
         for name, values in self._trend.items():
             if name in self._metrics:
                 values.append(self._metrics[name])
-        if self._live.is_started:
+        if self._live:
             self._live.refresh()
-        elif self.mode == "plain":
-            done = f"step {self.step:>{len(str(self.total))}}/{self.total}"
-            self.message("  ".join([done, *self._texts(LINE | self._trouble())]))
+        else:
+            done = f"step {self._step:>{len(str(self._total))}}/{self._total}"
+            line = "  ".join([done, *self._texts(LINE | self._trouble())])
+            self.console.print(self._text(line, style=""), soft_wrap=True)
 
     def _texts(self, forms: dict[str, str]) -> list[str]:
         """The metrics that are there, each as its form writes it."""
@@ -128,11 +111,11 @@ class LiveView:
         elapsed = str(timedelta(seconds=int(time.monotonic() - self._began)))
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
-            Text(f"update {self.step}/{self.total}", style="bold"),
-            ProgressBar(total=self.total, completed=self.step, width=max(10, min(40, self.console.width - 50))),
+            Text(f"update {self._step}/{self._total}", style="bold"),
+            ProgressBar(total=self._total, completed=self._step, width=max(10, min(40, self.console.width - 50))),
             Text(elapsed, style="dim"),
             Text("".join(self._texts({"left": "{} left"})), style="dim"),
-            Text(self._phase, style="dim"),
+            Text(self._run.progress, style="dim"),
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)

@@ -93,7 +93,7 @@ def play(run: Run, found: dict[str, Record]) -> list[Group]:
     """The episodes of the first update, as `train` plays them, and the time that took."""
     push_weights(run.policy.lm, run.engine, version=run.step)
     with closing(Rollouts(run.suite, run.engine, run.chat, run.config)) as rollouts, timed(run, found, "rollout"):
-        groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.view.progress("episodes"))
+        groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
     if not groups:
         raise UserError(f"no group has two episodes left ({sampled.failures[0]})")
     return groups
@@ -116,7 +116,7 @@ def measure(
             order = {"arm": name, "repeat": repeat}
             records += [order | {"phase": phase} | found[phase] | fixed[name][phase] for phase in found]
         spent = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in arms)
-        run.view.message(f"repeat {repeat}/{repeats}: {spent} after the rollout")
+        run.say(f"repeat {repeat}/{repeats}: {spent} after the rollout")
     return records
 
 

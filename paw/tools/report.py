@@ -12,12 +12,15 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paw.errors import UserError
 from paw.files import cause, write_file
 from paw.state.rundir import Run, load_run
 from paw.tools.episodes import episode_html, esc, pick_episodes
+
+if TYPE_CHECKING:
+    from paw.run import Run as LiveRun
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 TAIL = 10
@@ -99,6 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     print(write_report(*args.run_dir, out=args.out))
     return 0
+
+
+class Report:
+    """A callback that writes the report of a run that ended in order, or was told to stop."""
+
+    def on_end(self, run: "LiveRun") -> None:
+        if run.ranks.first and not run.failed:
+            write_report(run.directory)
 
 
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:

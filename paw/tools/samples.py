@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,21 @@ from paw.rollout.engines.base import Engine, Request
 from paw.types import Group
 from paw_kernels import token_stats
 
-MAX_TURNS = 20
-"""Turns of an episode that get a prediction; long episodes are for metrics, not for reading."""
+if TYPE_CHECKING:
+    from paw.run import Run
+
+MAX_EPISODES, MAX_TURNS = 3, 20
+"""Of an evaluation, and of an episode: these are for reading, the rest for metrics."""
+
+
+class Samples:
+    """A callback that writes a few episodes of each evaluation to samples.jsonl; all ranks compute them."""
+
+    def on_evaluation(self, run: "Run", groups: list[Group], metrics: dict[str, Any]) -> None:
+        limits = {"count": MAX_EPISODES, "max_tokens": run.config.wm.max_tokens}
+        for sample in sample_episodes(groups, run.policy, run.engine, run.chat, **limits):
+            if run.log:
+                run.log.sample(run.step, sample)
 
 
 def sample_episodes(
