@@ -43,7 +43,16 @@ ADVANTAGES: dict[str, str] = {name: f"paw.algo.advantages:{name}" for name in ("
 LOSSES: dict[str, str] = {}
 AGENTS: dict[str, str] = {}
 REWARDS: dict[str, str] = {}
-CALLBACKS: dict[str, str] = {}
+CALLBACKS: dict[str, str] = {
+    "live": "paw.tools.live:LiveView",
+    "samples": "paw.tools.samples:Samples",
+    "report": "paw.tools.report:Report",
+    "tensorboard": "paw.tools.trackers:TensorBoard",
+    "wandb": "paw.tools.trackers:Wandb",
+    "trackio": "paw.tools.trackers:Trackio",
+}
+"""Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
+on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `run.failed`."""
 BUILT_IN = {
     "envs": ENVS,
     "advantages": ADVANTAGES,

@@ -3,7 +3,6 @@
 runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/, plots/, report.html}
 """
 
-import importlib
 import os
 import random
 import resource
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paw import plugins
 from paw.algo.critic import Critic, load_critic
 from paw.algo.loss import score
 from paw.algo.packing import minibatches
@@ -61,16 +61,6 @@ from paw.tools.fit import check_machine
 from paw.types import Row
 
 STARTING_OVER = -1
-CALLBACKS = {
-    "live": "paw.tools.live:LiveView",
-    "samples": "paw.tools.samples:Samples",
-    "report": "paw.tools.report:Report",
-    "tensorboard": "paw.tools.trackers:TensorBoard",
-    "wandb": "paw.tools.trackers:Wandb",
-    "trackio": "paw.tools.trackers:Trackio",
-}
-"""Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
-on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `run.failed`."""
 
 
 class Run:
@@ -349,8 +339,7 @@ class Run:
 
 def make_callbacks(config: Config) -> list[Any]:
     """Those of every run, and the trackers. Raises UserError for one that is not installed."""
-    found = (CALLBACKS[name].split(":") for name in ("live", "samples", *config.run.trackers, "report"))
-    return [getattr(importlib.import_module(module), name)() for module, name in found]
+    return [plugins.load("callbacks", name)() for name in ("live", "samples", *config.run.trackers, "report")]
 
 
 @contextmanager
