@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 
-def about(run: "Run", *, backend: str, start: str) -> dict[str, Any]:
-    """Of run.json: versions, machine, model, games. `backend` is the head's, `start` the model the run began from."""
+def about(run: "Run") -> dict[str, Any]:
+    """Of run.json: versions, machine, model, games."""
     device = run.policy.device
     cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
     return {
@@ -25,12 +25,11 @@ def about(run: "Run", *, backend: str, start: str) -> dict[str, Any]:
         "ranks": run.ranks.world,
         "threads": torch.get_num_threads(),
         "engine": run.config.rollout.engine,
-        "backend": backend,
         "model": run.config.model.path,
-        "start": start,
         "parameters": run.policy.lm.num_parameters(),
         "vocabulary": run.policy.head_weight.shape[0],
         "games": run.suite.fingerprint(),
+        **run.info,
     }
 
 

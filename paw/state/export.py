@@ -1,6 +1,7 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
 import copy
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from paw import __version__
 from paw.config import Config
+from paw.envs import make_suite
 from paw.errors import UserError, to_stderr
 from paw.files import cause, fsync, fsync_tree
 from paw.model.lora import add_adapters
@@ -117,7 +119,5 @@ def start_model(run: Path | None, config: Config, report: Callable[[str], None] 
     start = str(read_info(run).get("start", "")) if run else ""
     if start and (Path(start) / "config.json").is_file():
         return start
-    from paw.envs import make_suite
-    from paw.tools.warmup import ensure_warm_model
-
-    return str(ensure_warm_model(config, make_suite(config), report).resolve())
+    warmup: Any = importlib.import_module("paw.tools.warmup")
+    return str(warmup.ensure_warm_model(config, make_suite(config), report).resolve())

@@ -16,7 +16,7 @@ from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
 from paw.model.parallel import Ranks, leave, sharded_like, whole
 from paw.recipe import validate
-from paw.state import checkpoint, training_state
+from paw.state import checkpoint, train_state
 from paw.tools.plan import plan
 from paw.tools.shapes import from_config
 
@@ -58,7 +58,7 @@ def resume(folder):
         straight, optimizer = make(offload=offloaded)
         for i in range(2):
             step(straight, optimizer, i)
-        tensors, info = training_state.optimizer_tensors(optimizer, straight.named_parameters())
+        tensors, info = train_state.optimizer_tensors(optimizer, straight.named_parameters())
         model = {name: p.detach() for name, p in straight.named_parameters()}
         path = checkpoint.save(folder, int(offloaded), {"optimizer": tensors, "model": model}, {"optimizer": info})
         assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
@@ -69,14 +69,14 @@ def resume(folder):
         with torch.no_grad():
             for name, p in again.named_parameters():
                 p.copy_(files["model"][name])
-        training_state.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
+        train_state.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
         for i in range(2, 4):
             step(again, optimizer, i)
         assert same(again, straight)
         try:
             other = make(bits=24)[1]
             named = list(zip(dict(again.named_parameters()), other.param_groups[0]["params"], strict=True))
-            training_state.load_optimizer(other, named, files["optimizer"], state["optimizer"])
+            train_state.load_optimizer(other, named, files["optimizer"], state["optimizer"])
         except checkpoint.CheckpointError as error:
             assert "optim.master_bits" in str(error)
         else:
@@ -149,16 +149,16 @@ def shards(folder):
         step(one, first, i)
         step(two, second, i)
     assert same(one, two)
-    tensors, info = training_state.optimizer_tensors(second, two.named_parameters())
-    expected, _ = training_state.optimizer_tensors(first, one.named_parameters())
+    tensors, info = train_state.optimizer_tensors(second, two.named_parameters())
+    expected, _ = train_state.optimizer_tensors(first, one.named_parameters())
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
         assert tensor.shape == expected[name].shape, name
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
     third = make(model=two)[1]
-    training_state.load_optimizer(third, two.named_parameters(), expected, info)
+    train_state.load_optimizer(third, two.named_parameters(), expected, info)
     fewer, last = make(model=copy.deepcopy(one))
-    training_state.load_optimizer(last, fewer.named_parameters(), tensors, info)
+    train_state.load_optimizer(last, fewer.named_parameters(), tensors, info)
     for model, optimizer in ((one, first), (two, third), (fewer, last)):
         step(model, optimizer, 2)
     assert same(one, two) and same(one, fewer)

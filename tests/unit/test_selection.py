@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paw.algo.world_model import select
-from paw.types import Sample
+from paw.types import Row
 
 
 def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, target=True):
-    return Sample(
+    return Row(
         group=group,
         trajectory=trajectory,
         step=0,

@@ -1,4 +1,4 @@
-"""What a run continues from, through a checkpoint: models, optimizers, guards, random states of every rank.
+"""What a run continues from, through a checkpoint: step, models, optimizers, guards, random states of every rank.
 
 Rank 0 writes and reads the files; the others hand over and are sent their shares, so that machines need no shared disk.
 """
@@ -58,47 +58,98 @@ class GuardState(BaseModel):
     in_a_row: Annotated[int, Field(ge=0)]
 
 
-def save(folder: Path, step: int, learners: Sequence[Learner], ranks: Ranks, *, keep: int) -> None:
-    """Write a checkpoint after `step` updates and drop the oldest beyond `keep`; takes all ranks."""
-    files: dict[str, Any] = {}
-    state: dict[str, Any] = {}
-    for prefix, model, optimizer, guard in learners:
-        names = model.named_parameters_once()
-        tensors, about = optimizer_tensors(optimizer, names.items(), ranks.gathered)
-        files |= {f"{prefix}model": ranks.gathered(names.items()), f"{prefix}optimizer": tensors}
-        state |= {f"{prefix}optimizer": about, f"{prefix}guard": guard.state()}
-    random_tensors, random_state = rng_tensors()
-    for rank, tensors in enumerate(ranks.gather_bytes(to_bytes(random_tensors))):
-        files[_rng(rank)] = from_bytes(tensors)
-    state |= {_rng(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
-    if ranks.first:
-        checkpoint.save(folder, step, files, state)
-        checkpoint.prune(folder, keep)
-    else:
-        for _ in chain(*files.values()):
-            pass  # what rank 0 writes takes all ranks to gather
+class TrainState:
+    """The part of a run that checkpoints hold."""
 
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        self.learners = list(learners)
+        self.step = 0
+        """Updates done; the weight version."""
+        self.saved = 0
+        """The step of the newest checkpoint."""
 
-def restore(
-    folder: Path, learners: Sequence[Learner], ranks: Ranks, *, warn: Callable[[str], None]
-) -> tuple[int, str] | None:
-    """Continue from the newest checkpoint in rank 0's `folder` that verifies: (its step, its path), None without any.
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.learners[0].optimizer
 
-    Raises CheckpointError where there are only damaged ones, or those of another model; on the other ranks
-    PeerLostError then.
-    """
-    names = {f"{learner.prefix}model": learner.model.named_parameters_once() for learner in learners}
-    tensors: checkpoint.Tensors = {}
+    @property
+    def guard(self) -> UpdateGuard:
+        return self.learners[0].guard
 
-    def load(path: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+    def save(self, folder: Path, ranks: Ranks, *, keep: int) -> None:
+        """Write a checkpoint and drop the oldest beyond `keep`; takes all ranks."""
+        files: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        for prefix, model, optimizer, guard in self.learners:
+            names = model.named_parameters_once()
+            tensors, about = optimizer_tensors(optimizer, names.items(), ranks.gathered)
+            files |= {f"{prefix}model": ranks.gathered(names.items()), f"{prefix}optimizer": tensors}
+            state |= {f"{prefix}optimizer": about, f"{prefix}guard": guard.state()}
+        random_tensors, random_state = rng_tensors()
+        for rank, tensors in enumerate(ranks.gather_bytes(to_bytes(random_tensors))):
+            files[_rng(rank)] = from_bytes(tensors)
+        state |= {_rng(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
+        if ranks.first:
+            checkpoint.save(folder, self.step, files, state)
+            checkpoint.prune(folder, keep)
+        else:
+            for _ in chain(*files.values()):
+                pass  # what rank 0 writes takes all ranks to gather
+        self.saved = self.step
+
+    def restore(self, folder: Path, ranks: Ranks, *, warn: Callable[[str], None]) -> str | None:
+        """Continue from the newest checkpoint in rank 0's `folder` that verifies: its path, None without any.
+
+        Raises CheckpointError where there are only damaged ones, or those of another model; on the other ranks
+        PeerLostError then.
+        """
+        names = {f"{learner.prefix}model": learner.model.named_parameters_once() for learner in self.learners}
+        tensors: checkpoint.Tensors = {}
+
+        def read() -> dict[str, Any] | None:
+            newest = checkpoint.newest(folder, lambda path: self._read(path, names, ranks.world), warn)
+            if newest is None:
+                return None
+            path, (found, state) = newest
+            tensors.update(found)
+            shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in found.items()}
+            return {"path": str(path), "state": state, "shapes": shapes}
+
+        sent = ranks.from_first(read, dict[str, Any] | None)
+        if sent is None:
+            return None
+        # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
+        small = {f"{stem}/{k}": v for stem, named in tensors.items() for k, v in named.items() if _small(stem, v.ndim)}
+        small = from_bytes(ranks.gather_bytes(to_bytes(small))[0])
+        state = sent["state"]
+        if not ranks.first:
+            for stem, named in sent["shapes"].items():
+                tensors[stem] = {
+                    name: small[f"{stem}/{name}"]
+                    if _small(stem, len(shape))
+                    else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    for name, (dtype, shape) in named.items()
+                }
+        for prefix, model, optimizer, guard in self.learners:
+            model.load(tensors[f"{prefix}model"])
+            moments, about = tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"]
+            load_optimizer(optimizer, names[f"{prefix}model"].items(), moments, about)
+            guard.load_state(state[f"{prefix}guard"])
+        mine = _rng(ranks.rank) if _rng(ranks.rank) in state else _rng(0)  # fewer ranks saved it
+        load_rng(tensors[mine], state[mine])
+        self.step = self.saved = state["step"]
+        return sent["path"]
+
+    def _read(self, path: Path, names: Mapping[str, Any], world: int) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+        """A checkpoint that fits everything. Raises CheckpointError."""
         found, state = checkpoint.load(path, like=names)
         try:
-            for prefix, _, optimizer, _ in learners:
+            for prefix, _, optimizer, _ in self.learners:
                 OptimizerState.model_validate(state.get(f"{prefix}optimizer"))
                 GuardState.model_validate(state.get(f"{prefix}guard"))
                 of, about = names[f"{prefix}model"].items(), state[f"{prefix}optimizer"]
                 check_optimizer(optimizer, of, found[f"{prefix}optimizer"], about)
-            for rank in filter(lambda rank: not rank or _rng(rank) in state, range(ranks.world)):
+            for rank in filter(lambda rank: not rank or _rng(rank) in state, range(world)):
                 check_rng(found[_rng(rank)], state.get(_rng(rank), {}))
         except ValidationError as error:
             what = error.errors()[0]
@@ -106,39 +157,6 @@ def restore(
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {path}: {error}") from None
         return found, state
-
-    def read() -> dict[str, Any] | None:
-        newest = checkpoint.newest(folder, load, warn)
-        if newest is None:
-            return None
-        path, (found, state) = newest
-        tensors.update(found)
-        shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in found.items()}
-        return {"path": str(path), "state": state, "shapes": shapes}
-
-    sent = ranks.from_first(read, dict[str, Any] | None)
-    if sent is None:
-        return None
-    # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
-    small = {f"{stem}/{k}": v for stem, named in tensors.items() for k, v in named.items() if _small(stem, v.ndim)}
-    small = from_bytes(ranks.gather_bytes(to_bytes(small))[0])
-    state = sent["state"]
-    if not ranks.first:
-        for stem, named in sent["shapes"].items():
-            tensors[stem] = {
-                name: small[f"{stem}/{name}"]
-                if _small(stem, len(shape))
-                else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                for name, (dtype, shape) in named.items()
-            }
-    for prefix, model, optimizer, guard in learners:
-        model.load(tensors[f"{prefix}model"])
-        moments, about = tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"]
-        load_optimizer(optimizer, names[f"{prefix}model"].items(), moments, about)
-        guard.load_state(state[f"{prefix}guard"])
-    mine = _rng(ranks.rank) if _rng(ranks.rank) in state else _rng(0)  # fewer ranks saved it
-    load_rng(tensors[mine], state[mine])
-    return state["step"], sent["path"]
 
 
 def _small(stem: str, dimensions: int) -> bool:

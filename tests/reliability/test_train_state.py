@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from paw.state import checkpoint, training_state
+from paw.state import checkpoint, train_state
 from paw.state.checkpoint import CheckpointError
 
 
@@ -39,8 +39,8 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, options):
     model, optimizer = build(0, **options)
     train(model, optimizer, 3)
     optimizer.param_groups[0]["lr"] = 5e-3
-    moments, info = training_state.optimizer_tensors(optimizer, model.named_parameters())
-    rng, rng_info = training_state.rng_tensors()
+    moments, info = train_state.optimizer_tensors(optimizer, model.named_parameters())
+    rng, rng_info = train_state.rng_tensors()
     parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": rng}
     path = checkpoint.save(tmp_path, 3, parts, {"optimizer": info, "rng": rng_info})
     train(model, optimizer, 3)
@@ -50,8 +50,8 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, options):
     with torch.no_grad():
         for name, parameter in resumed.named_parameters():
             parameter.copy_(loaded["model"][name])
-    training_state.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"], state["optimizer"])
-    training_state.load_rng(loaded["rng"], state["rng"])
+    train_state.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"], state["optimizer"])
+    train_state.load_rng(loaded["rng"], state["rng"])
     shutil.rmtree(path)  # nothing loaded may still lean on the files
     train(resumed, fresh, 3)
 
@@ -70,9 +70,9 @@ def test_optimizer_state_keeps_its_own_dtype():
         "exp_avg": torch.rand(16, 16),
         "exp_avg_sq": torch.rand(16, 16),
     }
-    saved, info = training_state.optimizer_tensors(optimizer, model.named_parameters())
+    saved, info = train_state.optimizer_tensors(optimizer, model.named_parameters())
     other, fresh = build(1, torch.bfloat16)
-    training_state.load_optimizer(fresh, other.named_parameters(), saved, info)
+    train_state.load_optimizer(fresh, other.named_parameters(), saved, info)
     restored = fresh.state[next(other.parameters())]
     assert restored["exp_avg"].dtype == torch.float32
     assert torch.equal(restored["exp_avg"], optimizer.state[parameter]["exp_avg"])
@@ -84,9 +84,9 @@ def save_sharded(rank: int, folder: Path) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 2)
-    moments, info = training_state.optimizer_tensors(optimizer, model.named_parameters())
+    moments, info = train_state.optimizer_tensors(optimizer, model.named_parameters())
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    training_state.load_optimizer(fresh, model.named_parameters(), moments, info)
+    train_state.load_optimizer(fresh, model.named_parameters(), moments, info)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             other = fresh.state[parameter][key]
@@ -116,7 +116,7 @@ def test_sharded_optimizer_state_returns_to_its_shards_and_to_one_process(tmp_pa
     train(model, optimizer, 2)  # every rank saw this same data
     other, _ = build(1)
     fresh = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    training_state.load_optimizer(fresh, other.named_parameters(), loaded["optimizer"], state["optimizer"])
+    train_state.load_optimizer(fresh, other.named_parameters(), loaded["optimizer"], state["optimizer"])
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(fresh.state[b]["exp_avg"], optimizer.state[a]["exp_avg"])
 
@@ -129,13 +129,13 @@ def test_sharded_optimizer_state_returns_to_its_shards_and_to_one_process(tmp_pa
 def test_foreign_optimizer_state_is_refused_before_anything_changes(name, tensor):
     model, optimizer = build(0)
     train(model, optimizer, 1)
-    saved, info = training_state.optimizer_tensors(optimizer, model.named_parameters())
+    saved, info = train_state.optimizer_tensors(optimizer, model.named_parameters())
     other, fresh = build(1)
     with pytest.raises(CheckpointError, match=f"optimizer.safetensors: '{name}'"):
-        training_state.load_optimizer(fresh, other.named_parameters(), {**saved, name: tensor}, info)
+        train_state.load_optimizer(fresh, other.named_parameters(), {**saved, name: tensor}, info)
     assert not fresh.state
     with pytest.raises(CheckpointError, match="written by SGD"):
-        training_state.load_optimizer(fresh, other.named_parameters(), saved, {**info, "class": "SGD"})
+        train_state.load_optimizer(fresh, other.named_parameters(), saved, {**info, "class": "SGD"})
 
 
 def draw() -> list[float]:
@@ -146,10 +146,10 @@ def test_random_states_return_through_json_mid_pair():
     """Gaussians come in pairs: one odd draw leaves a cached half that must travel too."""
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     random.gauss(0, 1), np.random.standard_normal()
-    saved, info = training_state.rng_tensors()
+    saved, info = train_state.rng_tensors()
     info = json.loads(json.dumps(info))
     expected = [draw() for _ in range(5)]
     random.seed(4), np.random.seed(4), torch.manual_seed(4)
     assert draw() != expected[0]
-    training_state.load_rng(saved, info)
+    train_state.load_rng(saved, info)
     assert [draw() for _ in range(5)] == expected

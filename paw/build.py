@@ -1,0 +1,178 @@
+"""From a configuration to the parts of a run: environment, models, engine, optimizer. Cheap checks come first."""
+
+import importlib
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paw.algo.critic import Critic, load_critic
+from paw.config import Config
+from paw.envs import make_suite
+from paw.envs.base import Suite
+from paw.envs.load import check_reward_max
+from paw.model.attention import pick_attention
+from paw.model.check import check_path
+from paw.model.optim import make_optimizer
+from paw.model.parallel import Ranks
+from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
+from paw.rollout.chat import Chat
+from paw.rollout.engines import make_engine
+from paw.rollout.engines.base import Engine
+from paw.state.export import start_model
+from paw.state.guards import UpdateGuard
+from paw.state.train_state import Learner, TrainState
+
+PLANNED = 64
+"""Bytes of host memory for each byte of the model's files, below which a run is planned before it is loaded."""
+
+
+@dataclass
+class Parts:
+    """What an update works with."""
+
+    suite: Suite
+    tokenizer: Any
+    chat: Chat
+    policy: Policy
+    reference: Policy
+    """The policy itself where none is needed; with LoRA, which has its adapters switched off for it."""
+    critic: Critic | None
+    engine: Engine
+    state: TrainState
+    encode_observation: Callable[[str], list[int]]
+    info: dict[str, Any]
+    """Of run.json: start (the model it began from), backend of the head, warmup_s."""
+
+
+def check_environment(config: Config) -> Suite:
+    """The environment of the run. UserError where it cannot be played, or lacks what the world model's weight needs."""
+    suite = make_suite(config)
+    if config.wm.enabled and config.wm.weight == "adaptive":
+        check_reward_max(suite, config.env.name)
+    suite.train_tasks(0, 1, config.run.seed)
+    suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+    return suite
+
+
+def check_extras(config: Config, device: torch.device) -> None:
+    """UserError, before anything is loaded, for a library that the configuration needs and that is not installed."""
+    if config.lora.rank:
+        from paw.model.lora import import_peft
+
+        import_peft()
+    if config.model.liger:
+        from paw.model.patches import import_liger
+
+        import_liger(device)
+
+
+def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
+    """UserError where the plan (`paw plan`) says that model and optimizer cannot fit this machine.
+
+    On a CPU a model whose files are small beside its memory is not planned for.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    if device.type == "cpu" and 0 < files * PLANNED < memory:
+        return
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+    fit: Any = importlib.import_module("paw.tools.fit")
+    fit.check_machine(config, gpus=ranks.world, gpu_gib=gib, on_host=ranks.on_host)
+
+
+def build(
+    config: Config, suite: Suite, ranks: Ranks, stack: ExitStack, *, run: Path | None, message: Callable[[str], None]
+) -> Parts:
+    """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
+
+    `run` is the directory of a run to resume, which began from its own warm-up model. Raises UserError for a model that
+    is not there or cannot be trained, and for what the machine cannot do.
+    """
+    device = pick_device(config.model.device)
+    backend = pick_backend(config.model.head_backend, device, config.model.dtype)
+    attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
+    began = time.monotonic()
+    path = ranks.from_first(lambda: start_model(run, config, message))
+    info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
+    tokenizer = load_tokenizer(path)
+    chat = Chat(tokenizer, config.model.chat_template_kwargs)
+
+    alone, ppo = ranks.world == 1, config.advantage.estimator == "ppo"
+    options: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "device": device,
+        "weights": weights_dtype(config),
+        "attention": attention,
+        "head_backend": backend,
+        "empty": not ranks.first,
+    }
+    trained: dict[str, Any] = {
+        "place": alone,
+        "checkpointing": config.model.checkpointing,
+        "offload_activations": config.model.offload_activations,
+    }
+    policy = reference = load_policy(path, **trained, **options)
+    if config.lora.rank:
+        from paw.model.lora import check_targets
+
+        check_targets(policy.lm, config.lora)
+    elif config.policy.kl_coef:
+        here = alone and not config.policy.offload_reference
+        reference = load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
+    models = [policy] if reference is policy else [policy, reference]
+    if ppo:
+        models.append(load_critic(path, **trained, **options))
+    if config.model.liger:
+        from paw.model.patches import apply_liger
+
+        for model in models:
+            apply_liger(model.lm)
+    apart = {"own_weights": not alone, "check": ranks.first}
+    engine = make_engine(config, policy=policy, chat=chat, model_path=path, **apart)
+    stack.callback(engine.close)
+    if config.lora.rank:  # after the engine has copied what it needs
+        from paw.model.lora import add_adapters
+
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+    for model in models:
+        if config.model.compile:
+            from paw.model.patches import compile_layers
+
+            compile_layers(model.lm)
+        kept_out = config.policy.offload_reference and model is reference is not policy
+        ranks.shard(model, model.dtype, offload=kept_out)
+    check_path(policy, path)
+
+    learners = [
+        Learner("", policy, make_optimizer(policy.parameters(), config.optim), UpdateGuard(config.run.max_skipped))
+    ]
+    critic = Critic(models[-1], config, ranks) if ppo else None
+    if critic:
+        learners.append(Learner("critic_", critic.model, critic.optimizer, critic.guard))
+    # After the warm-up, which a cached model has not gone through. A run's draws derive from run.seed without these
+    # generators; their states are saved all the same.
+    torch.manual_seed(config.run.seed)
+    random.seed(config.run.seed)
+    np.random.seed(config.run.seed % 2**32)
+    return Parts(
+        suite=suite,
+        tokenizer=tokenizer,
+        chat=chat,
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        engine=engine,
+        state=TrainState(learners),
+        # environments repeat themselves
+        encode_observation=lru_cache(65536)(lambda text: chat.observation_ids(text, config.wm.max_tokens)),
+        info=info,
+    )
