@@ -10,7 +10,7 @@ JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint constraints soak gpu clean
+.PHONY: train test check fast lint lines constraints soak gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -55,6 +55,9 @@ constraints:  ## renew constraints.txt by the newest versions that pyproject.tom
 
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
 	$(PY) tests/attack/soak.py $(ARGS)
+
+lines: $(VENV)/.test  ## how long the core, each package and the tests are
+	$(PY) bench/lines.py
 
 gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
 	$(PY) -m pytest -m gpu
