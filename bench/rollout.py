@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
-from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedSuite, make_chat
+from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedFactory, make_chat
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.rollout.chat import Chat
 from paw.rollout.engines.vllm import VllmEngine
@@ -100,13 +100,13 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
         **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
     }
     rows = []
-    play(engine, lm, chat, SimulatedSuite(words, most_turns=2), options.envs, options.group, "continuous")  # warm-up
+    play(engine, lm, chat, SimulatedFactory(words, most_turns=2), options.envs, options.group, "continuous")  # warm-up
     for repeat in range(options.repeats):
         first = None
         for place in range(3):
             mode = MODES[(place + repeat) % 3]
-            suite = SimulatedSuite(words, seed=repeat, env_ms=options.env_ms)
-            groups, found = play(engine, lm, chat, suite, options.envs, options.group, mode)
+            factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
+            groups, found = play(engine, lm, chat, factory, options.envs, options.group, mode)
             first = first or groups
             rows.append({**common, "mode": mode, "repeat": repeat, **found, **difference(first, groups)})
             shown = ("engine_steps", "env_steps", "wall_s", "cpu_s", "env_steps_s", "cached_frac", "same_turns")
@@ -134,19 +134,19 @@ def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
 
 
 def play(
-    engine: VllmEngine, lm: Any, chat: Chat, suite: SimulatedSuite, envs: int, size: int, mode: str
+    engine: VllmEngine, lm: Any, chat: Chat, factory: SimulatedFactory, envs: int, size: int, mode: str
 ) -> tuple[list[Group], dict[str, Any]]:
     """Every task once from an empty prefix cache, `size` members each; what it took."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
-    meter = Meter(engine, chat, suite.made if mode == "reference" else ())
-    rollouts = Rollouts(suite, meter, chat, CONFIG)
+    meter = Meter(engine, chat, factory.made if mode == "reference" else ())
+    rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
     cpu, start = time.process_time(), time.perf_counter()
     groups, stats = rollouts.play(
-        suite.tasks(envs // size),
+        factory.tasks(envs // size),
         group_size=size,
         temperature=1.0,
-        seed=suite.seed,
+        seed=factory.seed,
         stream="",
         lock_step=mode != "continuous",
     )

@@ -53,7 +53,7 @@ def make_chat(words: int) -> Chat:
     return Chat(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names))
 
 
-class SimulatedSuite:
+class SimulatedFactory:
     """Environments of random words; the n-th that is made plays episodes of the n-th length that `seed` draws."""
 
     name, reward_max, invalid_penalty = "simulated", 1.0, 0.0
@@ -80,11 +80,11 @@ class SimulatedSuite:
 class SimulatedEnvironment:
     """Shows the task, the last two responses and an observation of 40 to 120 words."""
 
-    def __init__(self, suite: SimulatedSuite, number: int):
-        self.suite, self.number = suite, number
-        rng = suite.random(2, number)
+    def __init__(self, factory: SimulatedFactory, number: int):
+        self.factory, self.number = factory, number
+        rng = factory.random(2, number)
         turns = MOST_TURNS if rng.random() < 0.35 else int(np.clip(5 + rng.gamma(2.2, 6), 5, MOST_TURNS))
-        self.turns = min(turns, suite.most_turns)
+        self.turns = min(turns, factory.most_turns)
         self.seen = rng.integers(40, 121, MOST_TURNS + 1).tolist()
 
     def reset(self, task: Task) -> str:
@@ -95,17 +95,17 @@ class SimulatedEnvironment:
     def done(self) -> bool:
         return len(self.responses) == self.turns
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         past = [" ".join(response.split()[:HISTORY]) for response in self.responses[-2:]]
         return " ".join([self.task.payload, *past, self.anchor()])
 
     def anchor(self) -> str:
         turn = len(self.responses)
-        return self.suite.text(self.seen[turn], 3, self.number, turn)
+        return self.factory.text(self.seen[turn], 3, self.number, turn)
 
     def step(self, response: str) -> Outcome:
-        if self.suite.seconds:
-            time.sleep(self.suite.seconds)
+        if self.factory.seconds:
+            time.sleep(self.factory.seconds)
         self.responses.append(response)
         return Outcome("", 0.0, self.done, False, response, valid=True)
 
@@ -144,7 +144,7 @@ class Meter:
             return []
         for environment in self.everybody:
             if environment.done and not self._running:
-                prompt_ids = self.chat.prompt_ids(environment.prompt())
+                prompt_ids = self.chat.prompt_ids(environment.context())
                 draw = derive_seed("finished", environment.number, len(self.batches))
                 self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
         self._running = True

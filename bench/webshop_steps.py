@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.kernels import commit, cpu_name
 from paw.config import EnvConfig, WebshopConfig
-from paw.envs.webshop.suite import WebshopEnv, WebshopSuite
+from paw.envs.base import admissible_responses
+from paw.envs.webshop.factory import WebshopEnv, WebshopFactory
 
 ROOT = Path(__file__).parents[1]
 SESSIONS = 128
@@ -40,10 +41,10 @@ def main() -> int:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     started = time.perf_counter()
     env = EnvConfig(name="webshop", eval_split="test", max_turns=15)
-    suite = WebshopSuite(env, WebshopConfig(products=options.products))
+    factory = WebshopFactory(env, WebshopConfig(products=options.products))
     loading, rows = time.perf_counter() - started, []
     for play in ("random", "buyer"):
-        rows.append({"play": play, "sessions": SESSIONS, **measure(suite, play, options.steps)})
+        rows.append({"play": play, "sessions": SESSIONS, **measure(factory, play, options.steps)})
         print(rows[-1])
     about = {
         "products": options.products,
@@ -64,18 +65,18 @@ def main() -> int:
     return int(min(row["steps_cpu_s"] for row in rows) < TARGET)
 
 
-def measure(suite: WebshopSuite, play: str, steps: int) -> dict[str, float]:
+def measure(factory: WebshopFactory, play: str, steps: int) -> dict[str, float]:
     """Steps by the clock and by processor time, the share of episodes won, their mean score and length."""
-    rng, tasks = random.Random(0), iter(suite.train_tasks(0, steps, 0))
-    environments = [suite.make() for _ in range(SESSIONS)]
+    rng, tasks = random.Random(0), iter(factory.train_tasks(0, steps, 0))
+    environments = [factory.make() for _ in range(SESSIONS)]
     for environment in environments:
         environment.reset(next(tasks))
     ended = []
     started, processor = time.perf_counter(), time.process_time()
     for step in range(steps):
         environment = environments[step % SESSIONS]
-        environment.prompt()
-        outcome = environment.step(environment.expert() if play == "buyer" else clicks(environment, rng))
+        environment.context()
+        outcome = environment.step(environment.oracle() if play == "buyer" else clicks(environment, rng))
         if outcome.done:
             ended.append(outcome)
             environment.reset(next(tasks))
@@ -93,9 +94,9 @@ def measure(suite: WebshopSuite, play: str, steps: int) -> dict[str, float]:
 
 def clicks(environment: WebshopEnv, rng: random.Random) -> str:
     goal = environment.session.goal
-    found = environment.choices()
+    found = admissible_responses(environment)
     if not found or rng.random() < 0.1:
-        return environment.answer(f"search[{rng.choice([goal.query, goal.name])}]")
+        return environment.format_action(f"search[{rng.choice([goal.query, goal.name])}]")
     return rng.choice(found)
 
 

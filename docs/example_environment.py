@@ -8,7 +8,7 @@ from paw.types import Outcome, Task
 
 
 class Guess:
-    """The suite: which tasks there are, and how to play them."""
+    """The factory: which tasks there are, and how to play them."""
 
     name = "guess"
     reward_max = 1.0
@@ -47,11 +47,11 @@ class Game:
         self.secret, self.low, self.high, self.turns, self.done = task.payload, 1, 99, 0, False
         return "I think of a number."
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         return f"I think of a number from {self.low} to {self.high}. Your guess?"
 
     def anchor(self) -> str:
-        return self.prompt()
+        return self.context()
 
     def step(self, response: str) -> Outcome:
         assert not self.done, "step() after the end"
@@ -64,11 +64,14 @@ class Game:
         text = "That is it." if won else f"It is {'more' if more else 'less'} than {guess}."
         return Outcome(text, float(won), self.done, won, action=str(guess), valid=found is not None)
 
-    def expert(self) -> str:
+    def oracle(self) -> str:
         return str((self.low + self.high) // 2)
 
-    def choices(self) -> list[str]:
+    def admissible_actions(self) -> list[str]:
         return [str(guess) for guess in range(self.low, self.high + 1)]
+
+    def format_action(self, action: str) -> str:
+        return action
 
     def close(self) -> None:
         pass

@@ -16,8 +16,8 @@ import torch
 
 from paw.algo.critic import Critic, load_critic
 from paw.config import Config
-from paw.envs import make_suite
-from paw.envs.base import Suite
+from paw.envs import make_factory
+from paw.envs.base import EnvFactory
 from paw.envs.load import check_reward_max
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
@@ -39,7 +39,7 @@ PLANNED = 64
 class Parts:
     """What an update works with."""
 
-    suite: Suite
+    factory: EnvFactory
     tokenizer: Any
     chat: Chat
     policy: Policy
@@ -53,14 +53,14 @@ class Parts:
     """Of run.json: start (the model it began from), backend of the head, warmup_s."""
 
 
-def check_environment(config: Config) -> Suite:
+def check_environment(config: Config) -> EnvFactory:
     """The environment of the run. UserError where it cannot be played, or lacks what the world model's weight needs."""
-    suite = make_suite(config)
+    factory = make_factory(config)
     if config.wm.enabled and config.wm.weight == "adaptive":
-        check_reward_max(suite, config.env.name)
-    suite.train_tasks(0, 1, config.run.seed)
-    suite.eval_tasks(config.env.eval_split, 1, config.eval.seed)
-    return suite
+        check_reward_max(factory, config.env.name)
+    factory.train_tasks(0, 1, config.run.seed)
+    factory.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+    return factory
 
 
 def check_extras(config: Config, device: torch.device) -> None:
@@ -90,7 +90,13 @@ def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
 
 
 def build(
-    config: Config, suite: Suite, ranks: Ranks, stack: ExitStack, *, run: Path | None, message: Callable[[str], None]
+    config: Config,
+    factory: EnvFactory,
+    ranks: Ranks,
+    stack: ExitStack,
+    *,
+    run: Path | None,
+    message: Callable[[str], None],
 ) -> Parts:
     """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
 
@@ -164,7 +170,7 @@ def build(
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     return Parts(
-        suite=suite,
+        factory=factory,
         tokenizer=tokenizer,
         chat=chat,
         policy=policy,

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from paw import __version__
 from paw.config import Config, SearchConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
@@ -282,7 +282,7 @@ def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load(options.recipe, overrides)
     from paw.tools.warmup import ensure_warm_model
 
-    print(ensure_warm_model(config, make_suite(config), to_stderr))
+    print(ensure_warm_model(config, make_factory(config), to_stderr))
     return 0
 
 

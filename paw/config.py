@@ -95,7 +95,7 @@ class WarmupConfig(Section):
 
 class EnvConfig(Section):
     name: Literal["alfworld", "webshop", "search", "tau2", "next_state"] | EnvFile = "alfworld"
-    """A built-in environment, or "FILE.py:Class", a suite of your own (docs/environments.md)."""
+    """A built-in environment, or "FILE.py:Class", a factory of your own (docs/environments.md)."""
     backend: Literal["native", "textworld"] = "native"
     data: Path | None = None
     """Folder of the environment's files: json_2.1.1 games (alfworld), the three JSON files (webshop), questions as

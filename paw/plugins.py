@@ -33,11 +33,11 @@ from paw.errors import UserError, clean, describe
 from paw.values import LONGEST_NAME, Section
 
 ENVS = {
-    "alfworld": "paw.envs.alfworld.suite:AlfworldSuite",
-    "webshop": "paw.envs.webshop.suite:WebshopSuite",
-    "search": "paw.envs.search.suite:SearchSuite",
-    "tau2": "paw.envs.tau2:Tau2Suite",
-    "next_state": "paw.envs.next_state:NextStateSuite",
+    "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
+    "webshop": "paw.envs.webshop.factory:WebshopFactory",
+    "search": "paw.envs.search.factory:SearchFactory",
+    "tau2": "paw.envs.tau2:Tau2Factory",
+    "next_state": "paw.envs.next_state:NextStateFactory",
 }
 ADVANTAGES: dict[str, str] = {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
 LOSSES: dict[str, str] = {}

@@ -254,9 +254,11 @@ def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) ->
     name, notes = ranks.from_first(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
-    suite = check_environment(config)
+    factory = check_environment(config)
     check_memory(config, device, ranks)
-    parts = build(config, suite, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks))
+    parts = build(
+        config, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
+    )
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
     run = Run(**vars(parts), **own)

@@ -39,7 +39,7 @@ def train(config: Config, *, resume: bool = False, numbered: bool = False) -> Pa
     anything a user can mend; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat, config, run.ranks)
+        rollouts = Rollouts(run.factory, run.engine, run.chat, config, run.ranks)
         push_weights(run.policy.lm, run.engine, version=run.step)
         run.catch_up(rollouts)
         while run.step < config.run.updates and not run.stop_requested():
@@ -107,7 +107,7 @@ def weigh(run: Run, groups: list[Group]) -> list[Row]:
         reply_ids=run.chat.reply_ids,
         horizon=config.wm.horizon if config.wm.enabled else 0,
         encode_observation=run.encode_observation if config.wm.enabled else None,
-        invalid_penalty=run.suite.invalid_penalty,
+        invalid_penalty=run.factory.invalid_penalty,
     )
     if run.critic:
         log.update(run.critic.judge(rows))
@@ -120,7 +120,7 @@ def weigh(run: Run, groups: list[Group]) -> list[Row]:
             rows,
             alpha=config.wm.alpha,
             weight=config.wm.weight,
-            reward_max=run.suite.reward_max,
+            reward_max=run.factory.reward_max,
             n_groups=len(groups),
             dedup=config.wm.dedup,
         )

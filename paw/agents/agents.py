@@ -16,7 +16,7 @@ from paw.agents.react import React
 from paw.agents.reflexion import Reflexion
 from paw.agents.search_r1 import SearchR1
 from paw.config import Config
-from paw.envs.base import Suite
+from paw.envs.base import EnvFactory
 from paw.errors import UserError
 
 
@@ -30,18 +30,18 @@ class Plain:
     def play(self, episode: Episode) -> None:
         episode.reset()
         while not episode.done:
-            episode.step(episode.say(episode.environment.prompt()).text)
+            episode.step(episode.say(episode.environment.context()).text)
 
 
-def make_agent(config: Config, suite: Suite) -> Agent:
+def make_agent(config: Config, factory: EnvFactory) -> Agent:
     """The agent that agent.kind names. UserError where it cannot play this environment."""
     kind, name = config.agent.kind, config.env.name
     if kind == "plain":
         return Plain()
-    environment = suite.make()
+    environment = factory.make()
     environment.close()
-    if not hasattr(environment, "answer"):
-        what = f"{type(environment).__name__}.answer (see Playable in paw/envs/base.py)"
+    if not hasattr(environment, "task"):
+        what = f"{type(environment).__name__}.task (see Playable in paw/envs/base.py)"
         raise UserError(f"agent.kind = '{kind}' needs {what} of env.name = '{name}'; --agent plain does not")
     if kind in ("search-r1", "zerosearch"):
         if name != "search":

@@ -10,7 +10,7 @@ from paw.types import Outcome, Task
 
 
 class Episode:
-    """What an agent asks and plays through. `environment` is a Playable, for the plain agent any Environment.
+    """What an agent asks and plays through. `environment` is a Playable, for the plain agent any Env.
 
     Call n of an episode draws with the seed that turn n of `paw eval` draws with.
     """

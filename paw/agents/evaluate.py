@@ -21,8 +21,8 @@ from paw.agents.agents import Agent, make_agent
 from paw.agents.episode import Episode
 from paw.agents.models import ChatModel, ContextFull, Local
 from paw.config import Config
-from paw.envs import make_suite
-from paw.envs.base import Suite
+from paw.envs import make_factory
+from paw.envs.base import EnvFactory
 from paw.envs.guard import Guarded, make_threads
 from paw.errors import OURS, UserError, describe, quietly, to_stderr
 from paw.files import write_file
@@ -69,10 +69,10 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     threads: list[threading.Thread] = []
     with ExitStack() as stack:
         endpoint = None if path else stack.enter_context(closing(_endpoint(config)))
-        suite = make_suite(config)
-        agent = make_agent(config, suite)
-        tasks = suite.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
-        about = _open(stack, folder, {"model": name, "games": suite.fingerprint(), **_settings(config)})
+        factory = make_factory(config)
+        agent = make_agent(config, factory)
+        tasks = factory.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
+        about = _open(stack, folder, {"model": name, "games": factory.fingerprint(), **_settings(config)})
         player = {"place": 0, "agent": config.agent.kind, "model": name, "seed": config.eval.seed}
         lines = _read(folder / "episodes.jsonl")
         todo = [place for place in range(len(tasks)) if lines.get(place, {"failure": True})["failure"] is not None]
@@ -81,7 +81,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         if path and todo:
             from paw.tools.player import open_player
 
-            rollouts = stack.enter_context(open_player(config, path, suite))
+            rollouts = stack.enter_context(open_player(config, path, factory))
             stack.callback(lambda: [thread.join() for thread in threads])  # after Local: then all have ended or failed
             local = Local(rollouts.engine, rollouts.chat, max_prompt_tokens=config.rollout.max_prompt_tokens)
             chat_model: Any = stack.enter_context(closing(local))
@@ -95,7 +95,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
         started, in_a_row = time.monotonic(), 0
         try:
             with (folder / "episodes.jsonl").open("a", encoding="utf-8") as file:
-                for line in _in_threads(todo, play, suite, config, workers, threads):
+                for line in _in_threads(todo, play, factory, config, workers, threads):
                     for key in results.SPENT if line["place"] in lines else ():  # a try that failed was paid for too
                         line[key] += lines[line["place"]][key]
                     file.write(json.dumps(line) + "\n")
@@ -169,7 +169,7 @@ def _play(agent: Agent, task: Task, environment: Any, model: ChatModel, config: 
 def _in_threads(
     places: list[int],
     play: Callable[[int, Any], dict[str, Any]],
-    suite: Suite,
+    factory: EnvFactory,
     config: Config,
     workers: int,
     threads: list[threading.Thread],
@@ -189,7 +189,7 @@ def _in_threads(
                 environment = None
                 while True:
                     place = waiting.get_nowait()
-                    environment = environment or made.enter_context(_environment(suite, config))
+                    environment = environment or made.enter_context(_environment(factory, config))
                     line = play(place, environment)
                     if line["failure"] is not None:
                         made.close()
@@ -216,9 +216,9 @@ def _in_threads(
 
 
 @contextmanager
-def _environment(suite: Suite, config: Config) -> Iterator[Guarded]:
-    bounds = make_threads(suite, config.env)
-    environment = Guarded(suite, config.env, bounds, bounded=True)
+def _environment(factory: EnvFactory, config: Config) -> Iterator[Guarded]:
+    bounds = make_threads(factory, config.env)
+    environment = Guarded(factory, config.env, bounds, bounded=True)
     yield environment
     with quietly():  # it may be broken
         environment.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paw.config import Config, EnvConfig
-from paw.envs import make_suite
-from paw.envs.alfworld.expert import expert
+from paw.envs import make_factory
 from paw.envs.alfworld.generator import games
 from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 from paw.errors import UserError
 
@@ -73,7 +73,7 @@ def household_example(game: Game) -> str:
             play(action.replace("go to", "open"))
     before = held = ""
     while not household.won:
-        action = expert(household)
+        action = oracle(household)
         verb, name = action.split()[0], " ".join(action.split()[1:3])
         if before == "take":
             think(f"Now I have {held}. Next, I need to {goal}.")
@@ -104,12 +104,12 @@ def expert_example(config: Config) -> str:
     """One episode of the WebShop or search environment in a small generated world, by its own expert."""
     env = {"name": config.env.name, "eval_split": "test", "max_turns": 15}
     small = {"model": {"path": "-"}, "env": env, "webshop": {"products": 200}, "search": {"entities": 100}}
-    suite = make_suite(Config.model_validate(small))
-    (task,) = suite.warmup_tasks(0, 1, 1)
-    environment = suite.make()
+    factory = make_factory(Config.model_validate(small))
+    (task,) = factory.warmup_tasks(0, 1, 1)
+    environment = factory.make()
     lines, done = [opening(config.env, environment, environment.reset(task))], False
     while not done:
-        outcome = environment.step(environment.expert())
+        outcome = environment.step(environment.oracle())
         done = outcome.done
         action = outcome.action
         if env["name"] == "search":

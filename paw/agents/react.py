@@ -85,15 +85,15 @@ class React:
         environment = episode.environment
         text = opening(self.env, environment, episode.reset())
         for _ in range(2 * self.env.max_turns):
-            if self.env.name not in HEAD and environment.admissible:
-                text += f"\n(possible: {', '.join(environment.admissible)})"
+            if self.env.name not in HEAD and environment.admissible_actions():
+                text += f"\n(possible: {', '.join(environment.admissible_actions())})"
             reply = episode.say(f"{before}{text}\n>", stop=STOP).text
             line = written_line(reply)
             if THOUGHT.match(line):
                 text += f"\n> {line}\n{OK}"
                 continue
             action = bare_action(line, self.env.name)
-            outcome = episode.step(environment.answer(action) if action else reply, said=reply)
+            outcome = episode.step(environment.format_action(action) if action else reply, said=reply)
             text += f"\n> {line}\n{outcome.observation if action else outcome.observation or NO_ACTION}".rstrip("\n")
             if outcome.done:
                 break

@@ -38,7 +38,7 @@ class SearchR1:
                 text += said + (outcome.observation or AGAIN)
                 continue
             verb, content = found[1], found[2].strip()
-            outcome = episode.step(environment.answer(f"{verb}[{content}]"), said=f"{said}</{verb}>")
+            outcome = episode.step(environment.format_action(f"{verb}[{content}]"), said=f"{said}</{verb}>")
             seen = outcome.observation
             if "<information>" not in seen:
                 seen = f"<information>{seen}</information>"

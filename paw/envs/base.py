@@ -1,7 +1,8 @@
 """The environment protocol: text in, text out, no torch.
 
-An `Environment` plays one episode at a time and owns everything about its text: prompt, projection from response to
-action, penalty rule. A `Suite` is a configured family of tasks: it lists them and makes environments.
+An `Env` plays one episode at a time and owns everything about its text: the context shown to the model, parsing a
+response into an action, which responses are invalid. An `EnvFactory` is a configured family of tasks: it lists them and
+makes environments.
 """
 
 import functools
@@ -11,15 +12,15 @@ from typing import Protocol
 from paw.types import Outcome, Task
 
 
-class Environment(Protocol):
+class Env(Protocol):
     """One playable episode at a time."""
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns the first observation."""
         ...
 
-    def prompt(self) -> str:
-        """The user message of the current turn: task, history, observation, admissible actions."""
+    def context(self) -> str:
+        """What the model reads in the current turn, as one user message: task, history, observation, actions."""
         ...
 
     def anchor(self) -> str:
@@ -27,34 +28,37 @@ class Environment(Protocol):
         ...
 
     def step(self, response: str) -> Outcome:
-        """Play the action projected from a model's `response` text."""
+        """Play the action parsed from a model's `response` text."""
         ...
 
-    def expert(self) -> str:
-        """A good response to the current prompt, in the format asked for: what a warm-up imitates."""
+    def oracle(self) -> str:
+        """A good response to the current context, well-formed: what a warm-up imitates."""
         ...
 
-    def choices(self) -> list[str]:
-        """Every response that plays an admissible action now, as asked for; [] for open-ended environments."""
+    def admissible_actions(self) -> list[str]:
+        """Actions that do something now, bare, without tags; [] for open-ended environments."""
+        ...
+
+    def format_action(self, action: str) -> str:
+        """A well-formed response that plays the bare `action`."""
         ...
 
     def close(self) -> None: ...
 
 
-class Playable(Environment, Protocol):
+class Playable(Env, Protocol):
     """What agents with prompts of their own (ReAct, Reflexion, Search-R1) need besides; training does not."""
 
     task: str
     """The current task in words."""
-    admissible: list[str]
-    """Actions that do something now, bare, without tags; [] where any text may be one."""
-
-    def answer(self, action: str) -> str:
-        """A well-formed response that plays the bare `action`."""
-        ...
 
 
-class Suite(Protocol):
+def admissible_responses(env: Env) -> list[str]:
+    """A well-formed response for each admissible action."""
+    return [env.format_action(action) for action in env.admissible_actions()]
+
+
+class EnvFactory(Protocol):
     """A configured environment: its tasks and how to play them."""
 
     name: str
@@ -77,7 +81,7 @@ class Suite(Protocol):
         """Tasks `start`, `start + 1`, ... of the warm-up stream, which shares none with training or evaluation."""
         ...
 
-    def make(self) -> Environment: ...
+    def make(self) -> Env: ...
 
     def fingerprint(self) -> str:
         """Version and content hash of the games: results of different ones do not compare."""

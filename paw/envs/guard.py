@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from paw.config import EnvConfig
-from paw.envs.base import Suite
+from paw.envs.base import EnvFactory
 from paw.envs.worker import EnvironmentFailure
 from paw.errors import shown
 from paw.rollout.threads import Threads
@@ -19,32 +19,32 @@ MAX_REWARD = 1e6
 """Largest reward of a step in size: sums of squares of a whole update stay far from the end of float32."""
 
 
-def make_threads(suite: Suite, config: EnvConfig, count: int = 1) -> Threads:
-    """Where the environments of a suite run: up to `count` at once where they may block, else one at a time.
+def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
+    """Where the environments of a factory run: up to `count` at once where they may block, else one at a time.
 
     Ours keep time limits of their own, and those that never wait stay in the caller's thread. Any other gets a thread
     and env.step_timeout_s a call.
     """
-    count = count if suite.may_block else 1
-    if type(suite).__module__.startswith("paw."):
+    count = count if factory.may_block else 1
+    if type(factory).__module__.startswith("paw."):
         return Threads(count if count > 1 else 0)
     return Threads(count, config.step_timeout_s)
 
 
 class Guarded:
-    """An Environment of `suite` whose answers are sound.
+    """An Env of `factory` whose answers are sound.
 
     Everything raised is the environment's own exception, or EnvironmentFailure for what it should not have returned.
     Texts are cut to env.max_text, at the end that the tokeniser would cut, and lone surrogates become question marks; a
-    turn that reaches env.max_turns is the last. Other members (`task`, `answer`) are the environment's.
+    turn that reaches env.max_turns is the last. Other members (`task`) are the environment's.
 
     Args:
         threads: what makes the environment. One that cannot be made says so at its first `reset`.
         bounded: whether every call goes through `threads`, rather than the caller's own thread.
     """
 
-    def __init__(self, suite: Suite, config: EnvConfig, threads: Threads, *, bounded: bool = False) -> None:
-        self._made = threads.settled(threads.submit(suite.make))
+    def __init__(self, factory: EnvFactory, config: EnvConfig, threads: Threads, *, bounded: bool = False) -> None:
+        self._made = threads.settled(threads.submit(factory.make))
         self._config, self._threads, self._bounded = config, threads, bounded
         self._environment: Any = None
         self._turns = 0
@@ -55,8 +55,8 @@ class Guarded:
         self._turns = 0
         return self._text("reset()", self._call("reset", task))
 
-    def prompt(self) -> str:
-        return self._text("prompt()", self._call("prompt"), tail=True)
+    def context(self) -> str:
+        return self._text("context()", self._call("context"), tail=True)
 
     def anchor(self) -> str:
         return self._text("anchor()", self._call("anchor"))
@@ -77,11 +77,14 @@ class Guarded:
             score=None if outcome.score is None else self._number("score", outcome.score, 0, 1),
         )
 
-    def expert(self) -> str:
-        return self._text("expert()", self._call("expert"))
+    def oracle(self) -> str:
+        return self._text("oracle()", self._call("oracle"))
 
-    def choices(self) -> list[str]:
-        return [self._text("choices()", choice) for choice in self._call("choices")]
+    def admissible_actions(self) -> list[str]:
+        return [self._text("admissible_actions()", action) for action in self._call("admissible_actions")]
+
+    def format_action(self, action: str) -> str:
+        return self._text("format_action()", self._call("format_action", action))
 
     def close(self) -> None:
         hangs = self._bounded and self._threads.given_up

@@ -1,4 +1,4 @@
-"""An environment of one's own: `env.name = "FILE.py:Class"`, a class of the `Suite` protocol (docs/environments.md)."""
+"""A user's own environment: `env.name = "FILE.py:Class"`, an `EnvFactory` (docs/environments.md)."""
 
 import math
 from collections.abc import Callable
@@ -6,30 +6,30 @@ from contextlib import chdir
 from pathlib import Path
 
 from paw.config import EnvConfig
-from paw.envs.base import Environment, Suite
+from paw.envs.base import Env, EnvFactory
 from paw.envs.guard import make_threads
 from paw.errors import UserError, quietly
 from paw.plugins import import_file
 
 
-def load_suite(config: EnvConfig) -> Suite:
+def load_factory(config: EnvConfig) -> EnvFactory:
     """Class(config) of the file that env.name names. What the file itself raises is not caught.
 
     Raises:
-        UserError: there is no such file or class, or the suite or its environments lack a member of their protocol.
+        UserError: there is no such file or class, or the factory or its environments lack a member of their protocol.
     """
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
-        suite = find_class(config.name)(config)
-        if not hasattr(suite, "reward_max"):
-            suite.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
-        _check(suite, Suite, config.name)
-        threads = make_threads(suite, config)
-        environment = threads.call(suite.make)
-        _check(environment, Environment, config.name)
+        factory = find_class(config.name)(config)
+        if not hasattr(factory, "reward_max"):
+            factory.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
+        _check(factory, EnvFactory, config.name)
+        threads = make_threads(factory, config)
+        environment = threads.call(factory.make)
+        _check(environment, Env, config.name)
         with quietly():
             threads.call(environment.close)
         threads.close()
-        return suite
+        return factory
 
 
 def is_own(name: str) -> bool:
@@ -37,7 +37,7 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def find_class(name: str) -> Callable[[EnvConfig], Suite]:
+def find_class(name: str) -> Callable[[EnvConfig], EnvFactory]:
     """The class that `name`, "FILE.py:Class", names; UserError where there is none."""
     place, _, wanted = name.rpartition(":")
     made = getattr(import_file(place, f"env.name = '{name}'"), wanted, None)
@@ -52,13 +52,13 @@ def missing(made: object, protocol: type) -> list[str]:
     return sorted(member for member in members if not hasattr(made, member))
 
 
-def check_reward_max(suite: Suite, name: str) -> None:
+def check_reward_max(factory: EnvFactory, name: str) -> None:
     """UserError where the adaptive lambda_g = 1 - mean return / R_max has no R_max; `name` is env.name."""
-    value = suite.reward_max
+    value = factory.reward_max
     if isinstance(value, int | float) and 0 < value < math.inf:
         return
     found = "missing" if value != value else f"{value!r}, which is no positive number"
-    member = f"{type(suite).__name__}.reward_max"
+    member = f"{type(factory).__name__}.reward_max"
     raise UserError(
         f"env.name = '{name}': {member} is {found}: wm.weight = 'adaptive' divides by it; set it to the largest return "
         "of an episode, or take a constant: --wm.weight 1.0"

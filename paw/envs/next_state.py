@@ -132,7 +132,7 @@ def predicted(response: str, config: EnvConfig) -> str | None:
     return found[1].strip() or None
 
 
-class NextStateSuite:
+class NextStateFactory:
     """The triplets of `rwml.triplets`.
 
     `similarity` is what rewards are made of (default: the encoder `rwml.embedding`, loaded now).
@@ -203,7 +203,7 @@ class NextStateEnv:
         self._triplet: Triplet = task.payload
         return self._triplet.prompt
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         return ask(self._triplet, self.config)
 
     def anchor(self) -> str:
@@ -222,11 +222,14 @@ class NextStateEnv:
             valid=guess is not None,
         )
 
-    def expert(self) -> str:
+    def oracle(self) -> str:
         return answer(self._triplet.next_state, self.config)
 
-    def choices(self) -> list[str]:
+    def admissible_actions(self) -> list[str]:
         return []
+
+    def format_action(self, action: str) -> str:
+        return answer(action, self.config)
 
     def close(self) -> None:
         pass

@@ -55,7 +55,7 @@ message to the user, as plain text. Never both. When nothing is left to do, call
 THINK = "You should first reason step-by-step within <think> </think> tags."
 
 
-class Tau2Suite:
+class Tau2Factory:
     """The tasks of one domain.
 
     Raises:
@@ -121,12 +121,11 @@ class Tau2Suite:
 class Tau2Env:
     """One conversation at a time. An instance of AgentGymEnv is one task, so each episode has its own."""
 
-    task: str
+    task: str = ""
     """What the customer said first."""
 
     def __init__(self, make: Callable[..., Any], config: EnvConfig, tau2: Tau2Config) -> None:
         self._make, self.config, self.tau2 = make, config, tau2
-        self.admissible: list[str] = []
         self._gym: Any = None
         self._threads = Threads(1, config.step_timeout_s)
 
@@ -145,7 +144,7 @@ class Tau2Env:
         self._turns = 0
         return text
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         return PROMPT.format(
             policy=self._policy.strip(),
             tools="\n".join(self._tools.values()),
@@ -163,7 +162,7 @@ class Tau2Env:
             EnvironmentFailure: tau2-bench broke or took longer than env.step_timeout_s.
         """
         assert self._gym is not None, "step() before reset() or after the end"
-        action, problem = self._project(response)
+        action, problem = self._parse_action(response)
         self._turns += 1
         reward, done = 0.0, False
         if problem:
@@ -189,13 +188,13 @@ class Tau2Env:
             score=float(reward),
         )
 
-    def expert(self) -> str:
+    def oracle(self) -> str:
         raise NotImplementedError("tau2-bench has no expert")
 
-    def choices(self) -> list[str]:
+    def admissible_actions(self) -> list[str]:
         return []
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         thought = "<think>I know what to do.</think>" if self.config.think else ""
         return f"{thought}<action>{action}</action>"
 
@@ -206,7 +205,7 @@ class Tau2Env:
             gym, self._gym = self._gym, None
             threading.Thread(target=_end, args=(gym,), daemon=True).start()
 
-    def _project(self, response: str) -> tuple[str, str]:
+    def _parse_action(self, response: str) -> tuple[str, str]:
         """(action, what is wrong with the response or ""). Of a tool call the name and arguments alone are kept: a
         call in the name of the user is not the agent's to make.
         """

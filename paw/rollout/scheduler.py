@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
-from paw.envs.base import Suite
+from paw.envs.base import EnvFactory
 from paw.envs.guard import Guarded, make_threads
 from paw.errors import OURS, UserError, describe, quietly, shown, to_stderr
 from paw.rollout.chat import Chat
@@ -96,7 +96,7 @@ class _Episode:
                 outcome = environment.step(self.response)
             if outcome and outcome.done:
                 return outcome, "", ""
-            return outcome, environment.prompt(), environment.anchor()
+            return outcome, environment.context(), environment.anchor()
         except BaseException:
             with quietly():  # it is broken already
                 environment.close()
@@ -131,9 +131,9 @@ class _Episode:
 class Rollouts:
     """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
 
-    def __init__(self, suite: Suite, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
-        self.suite, self.engine, self.chat, self.config, self.ranks = suite, engine, chat, config, ranks
-        self._threads = make_threads(suite, config.env, THREADS)
+    def __init__(self, factory: EnvFactory, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
+        self.factory, self.engine, self.chat, self.config, self.ranks = factory, engine, chat, config, ranks
+        self._threads = make_threads(factory, config.env, THREADS)
         self._idle: list[Guarded] = []
         self._key = 0
         self._cut_is_told = False
@@ -142,13 +142,13 @@ class Rollouts:
         """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
         size, temperature = self.config.rollout.group_size, self.config.rollout.temperature
         seed, stream = self.config.run.seed, f"train/{step}"
-        tasks = self.suite.train_tasks(step, count, seed)
+        tasks = self.factory.train_tasks(step, count, seed)
         return self._share(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
 
     def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
         """Play the evaluation games once each, as `play` does; all ranks together."""
         config = self.config.eval
-        tasks = self.suite.eval_tasks(self.config.env.eval_split, config.games, config.seed)
+        tasks = self.factory.eval_tasks(self.config.env.eval_split, config.games, config.seed)
         return self._share(
             tasks, group_size=1, temperature=config.temperature, seed=config.seed, stream="eval", progress=progress
         )
@@ -157,7 +157,7 @@ class Rollouts:
         """Play this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
         for task in tasks:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
-                name = type(self.suite).__name__
+                name = type(self.factory).__name__
                 raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
         if self.ranks is None:
             return self.play(tasks, **options)
@@ -199,20 +199,20 @@ class Rollouts:
         total, finished = len(tasks) * group_size, 0
         in_flight: dict[int, _Episode] = {}
         completions: list[Completion] = []
-        thinking: dict[Future[Any], _Episode] = {}
+        stepping: dict[Future[Any], _Episode] = {}
         answered: SimpleQueue[Future[Any]] = SimpleQueue()
         lock_step = lock_step or not self.engine.continuous
 
-        def think(episode: _Episode) -> None:
+        def advance(episode: _Episode) -> None:
             """Give the episode's environment its turn; the episode's future comes back in `answered`."""
             future = self._threads.submit(episode.play)
-            thinking[future] = episode
+            stepping[future] = episode
             future.add_done_callback(answered.put)
 
         def send(future: Future[Any]) -> None:
             """Send the episode's next prompt to the engine, or retire it."""
             nonlocal finished
-            episode = thinking.pop(future)
+            episode = stepping.pop(future)
             episode.take(future, self.engine.version)
             if episode.done:
                 finished += 1
@@ -235,10 +235,10 @@ class Rollouts:
         for group in groups:
             for trajectory in group.trajectories:
                 environment = self._idle.pop() if self._idle else self._make()
-                think(_Episode(environment, trajectory, group.place))
+                advance(_Episode(environment, trajectory, group.place))
         while finished < total:
             # Wait for environments only while the engine has nothing to do; in lock-step for all of them.
-            while thinking and (lock_step or not in_flight or not answered.empty()):
+            while stepping and (lock_step or not in_flight or not answered.empty()):
                 send(self._threads.next_done(answered))
             completions += self.engine.step()
             if lock_step and self.engine.pending:
@@ -248,7 +248,7 @@ class Rollouts:
                 stats.cached_tokens += completion.cached_tokens
                 episode = in_flight.pop(completion.key)
                 episode.completion, episode.response = completion, self.chat.answer(completion.token_ids)
-                think(episode)
+                advance(episode)
             completions.clear()
         stats.threads_lost = self._threads.given_up - given_up
         if stats.texts_cut and not self._cut_is_told:
@@ -268,7 +268,7 @@ class Rollouts:
         self._idle.clear()
 
     def _make(self) -> Guarded:
-        return Guarded(self.suite, self.config.env, self._threads)
+        return Guarded(self.factory, self.config.env, self._threads)
 
 
 def _set_tasks(played: tuple[list[Group], RolloutStats], by_id: dict[str, Task]) -> None:

@@ -28,7 +28,7 @@ def about(run: "Run") -> dict[str, Any]:
         "model": run.config.model.path,
         "parameters": run.policy.lm.num_parameters(),
         "vocabulary": run.policy.head_weight.shape[0],
-        "games": run.suite.fingerprint(),
+        "games": run.factory.fingerprint(),
         **run.info,
     }
 

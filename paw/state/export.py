@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paw import __version__
 from paw.config import Config
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.errors import UserError, to_stderr
 from paw.files import cause, fsync, fsync_tree
 from paw.model.lora import add_adapters
@@ -120,4 +120,4 @@ def start_model(run: Path | None, config: Config, report: Callable[[str], None] 
     if start and (Path(start) / "config.json").is_file():
         return start
     warmup: Any = importlib.import_module("paw.tools.warmup")
-    return str(warmup.ensure_warm_model(config, make_suite(config), report).resolve())
+    return str(warmup.ensure_warm_model(config, make_factory(config), report).resolve())

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from paw.envs import make_suite
-from paw.envs.base import Environment, Suite
+from paw.envs import make_factory
+from paw.envs.base import Env, EnvFactory
 from paw.envs.load import find_class, is_own, missing
 from paw.errors import OURS, UserError, clean, describe, shown
 from paw.recipe import load_played
@@ -46,38 +46,38 @@ class Finding:
 
 
 def members(s: Subject) -> str:
-    _lacks_nothing(s.suite, Suite)
+    _lacks_nothing(s.factory, EnvFactory)
     with s.made() as environment:
-        _lacks_nothing(environment, Environment)
+        _lacks_nothing(environment, Env)
     _fits(
-        s.suite,
-        f"Suite in {BASE}",
+        s.factory,
+        f"EnvFactory in {BASE}",
         name=lambda value: isinstance(value, str) and value,
         reward_max=lambda value: _number(value) and value > 0,
         invalid_penalty=lambda value: _number(value) and value >= 0,
         may_block=lambda value: isinstance(value, bool),
     )
-    prints = [suite.fingerprint() for suite in (s.suite, s.suite, s.make_suite())]
+    prints = [factory.fingerprint() for factory in (s.factory, s.factory, s.make_factory())]
     if not isinstance(prints[0], str) or len({*prints}) > 1:
         raise Broken(f"fingerprint() is {shown(prints)}; it must be one text for the same games")
-    return f"{type(s.suite).__name__} and {type(environment).__name__}: {prints[0]}"
+    return f"{type(s.factory).__name__} and {type(environment).__name__}: {prints[0]}"
 
 
 def training_tasks(s: Subject) -> str:
-    expected = [_keys(s.tasks, 4), _keys(s.suite.train_tasks(3, 4, 0), 4)]
-    for suite, when in ((s.suite, "asked again"), (s.make_suite(), "in a resumed run")):
-        later = _keys(suite.train_tasks(3, 4, 0))
-        found = [_keys(suite.train_tasks(0, 4, 0)), later]
+    expected = [_keys(s.tasks, 4), _keys(s.factory.train_tasks(3, 4, 0), 4)]
+    for factory, when in ((s.factory, "asked again"), (s.make_factory(), "in a resumed run")):
+        later = _keys(factory.train_tasks(3, 4, 0))
+        found = [_keys(factory.train_tasks(0, 4, 0)), later]
         if found != expected:
             raise Broken(f"train_tasks, {when}: {differ(expected, found)}; derive them from the arguments alone")
     return f"the first is {s.tasks[0].id}"
 
 
 def evaluation_tasks(s: Subject) -> str:
-    split, fresh = s.env.eval_split, s.make_suite()
-    expected = [_keys(s.suite.eval_tasks(split, 4, 7), 4), _keys(s.held_out)]
-    for suite in (s.suite, fresh):
-        found = [_keys(suite.eval_tasks(split, 4, 7)), _keys(fresh.eval_tasks(split, 0, 0))]
+    split, fresh = s.env.eval_split, s.make_factory()
+    expected = [_keys(s.factory.eval_tasks(split, 4, 7), 4), _keys(s.held_out)]
+    for factory in (s.factory, fresh):
+        found = [_keys(factory.eval_tasks(split, 4, 7)), _keys(fresh.eval_tasks(split, 0, 0))]
         if found != expected:
             raise Broken(f"eval_tasks, asked again: {differ(expected, found)}; derive them from the arguments alone")
     return f"{len(s.held_out)} in '{s.env.eval_split}'"
@@ -85,10 +85,10 @@ def evaluation_tasks(s: Subject) -> str:
 
 def warmup_tasks(s: Subject) -> str:
     try:
-        expected = _keys(s.suite.warmup_tasks(0, 4, 0), 4)[2:]
+        expected = _keys(s.factory.warmup_tasks(0, 4, 0), 4)[2:]
     except (NotImplementedError, UserError):
         return "none: it cannot be played with model.path = 'quickstart'"
-    if (found := _keys(s.suite.warmup_tasks(2, 2, 0))) != expected:
+    if (found := _keys(s.factory.warmup_tasks(2, 2, 0))) != expected:
         raise Broken(f"warmup_tasks(2, 2, 0): {differ(expected, found)}; they must begin with number `start`")
     return ""
 
@@ -97,9 +97,9 @@ def task_ids(s: Subject) -> str:
     held_out = sorted(task.id for task in s.held_out)
     if twice := [one for one, two in pairwise(held_out) if one == two]:
         raise Broken(f"two tasks of '{s.env.eval_split}' have the id {twice[0]!r}; make ids unique")
-    streams = {"training": s.suite.train_tasks(0, 64, 0)}
+    streams = {"training": s.factory.train_tasks(0, 64, 0)}
     if not warmup_tasks(s):
-        streams["the warm-up"] = s.suite.warmup_tasks(0, 16, 0)
+        streams["the warm-up"] = s.factory.warmup_tasks(0, 16, 0)
     for name, tasks in streams.items():
         if shared := {task.id for task in tasks} & {*held_out}:
             raise Broken(f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart")
@@ -122,7 +122,7 @@ def outcomes(s: Subject) -> str:
     for episode in s.episodes:
         texts = [episode.first, *(text for seen in episode.looks for text in seen)]
         if not all(isinstance(text, str) for text in texts) or not all(prompt for prompt, _ in episode.looks):
-            raise Broken("reset(), prompt() or anchor() returned something else than text, or a prompt is empty")
+            raise Broken("reset(), context() or anchor() returned something else than text, or a prompt is empty")
     return f"{len(_outcomes(s))} in {len(s.episodes)} episodes"
 
 
@@ -136,10 +136,10 @@ def length(s: Subject) -> str:
 
 
 def deterministic(s: Subject) -> str:
-    suite = s.make_suite()
-    for episode, task in zip(s.episodes, suite.train_tasks(0, 4, 0), strict=True):
+    factory = s.make_factory()
+    for episode, task in zip(s.episodes, factory.train_tasks(0, 4, 0), strict=True):
         fix = "made and played again; draw from random.Random(task.id), not from the global generator"
-        with s.made(suite) as environment:
+        with s.made(factory) as environment:
             compare(episode, s.play(environment, task, repeat(episode)), fix)
     return ""
 
@@ -173,7 +173,7 @@ def no_shared_state(s: Subject) -> str:
 def looking_changes_nothing(s: Subject) -> str:
     for looks in (0, 3):
         for episode in s.episodes:
-            fix = f"looked at {looks} times a turn; prompt(), anchor(), expert() and choices() must change nothing"
+            fix = f"looked at {looks} times a turn; context(), anchor(), oracle() and the like must change nothing"
             s.again(episode, fix, looks=looks)
     return ""
 
@@ -189,11 +189,11 @@ def observations(s: Subject) -> str:
 
 def rewards(s: Subject) -> str:
     highest = max(sum(outcome.reward for outcome in episode.outcomes) for episode in s.episodes)
-    if highest > s.suite.reward_max + 1e-6:
-        raise Broken(f"the rewards of an episode sum to {highest:g}, reward_max is {s.suite.reward_max:g}; raise it")
+    if highest > s.factory.reward_max + 1e-6:
+        raise Broken(f"the rewards of an episode sum to {highest:g}, reward_max is {s.factory.reward_max:g}; raise it")
     if any(outcome.won and not outcome.done for outcome in _outcomes(s)):
         raise Broken("a turn is won and not done; a won episode ends")
-    return f"returns up to {highest:g} of {s.suite.reward_max:g}"
+    return f"returns up to {highest:g} of {s.factory.reward_max:g}"
 
 
 def garbage(s: Subject) -> str:
@@ -226,24 +226,19 @@ def after_the_end(s: Subject) -> str:
 def well_formed_answers(s: Subject) -> str:
     with s.made() as environment:
         environment.reset(s.tasks[0])
-        if hasattr(environment, "answer"):
-            _fits(
-                environment,
-                f"Playable in {BASE}",
-                task=lambda value: isinstance(value, str),
-                admissible=lambda value: isinstance(value, list) and all(isinstance(action, str) for action in value),
-            )
+        if hasattr(environment, "task"):
+            _fits(environment, f"Playable in {BASE}", task=lambda value: isinstance(value, str))
         expert = expert_of(environment)
         answers = answers_of(environment)[:20] + ([expert] if expert is not None else [])
         for text in answers:
             environment.reset(s.tasks[0])
             if not environment.step(text).valid:
-                raise Broken(f"{text!r}, of expert(), choices() or answer(), is not valid to step(); let them agree")
+                raise Broken(f"{text!r}, of oracle() or format_action(), is not valid to step(); let them agree")
     return f"{len(answers)} tried" if answers else "none offered"
 
 
 def closes(s: Subject) -> str:
-    environment = s.suite.make()
+    environment = s.factory.make()
     environment.reset(s.tasks[0])
     environment.close()
     environment.close()
@@ -285,8 +280,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print what was found; returns 1 where a rule does not hold."""
     config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **overrides})
-    # Imported anew each time: the suite of a new process shares nothing with the one before.
-    subject = Subject(lambda: find_class(args.env)(config.env) if is_own(args.env) else make_suite(config), config.env)
+    # Imported anew each time: the factory of a new process shares nothing with the one before.
+    subject = Subject(
+        lambda: find_class(args.env)(config.env) if is_own(args.env) else make_factory(config), config.env
+    )
     findings = check(subject)
     failed, speed = sum(not finding.ok for finding in findings), subject.steps / max(subject.seconds, 1e-9)
     if args.json:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from paw.config import EnvConfig
-from paw.envs.base import Environment, Suite
+from paw.envs.base import Env, EnvFactory, admissible_responses
 from paw.errors import quietly, shown
 from paw.types import Outcome, Task
 
@@ -38,28 +38,28 @@ class Episode:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-Player = Callable[[Environment, int], str | None]
+Player = Callable[[Env, int], str | None]
 """The response to turn n; None leaves the episode."""
 
 
 class Subject:
-    """The environment under check. `make_suite` makes a suite from nothing, as each start of a run does."""
+    """The environment under check. `make_factory` makes a factory from nothing, as each start of a run does."""
 
-    def __init__(self, make_suite: Callable[[], Suite], env: EnvConfig) -> None:
-        self.make_suite, self.env = make_suite, env
+    def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
+        self.make_factory, self.env = make_factory, env
         self.steps, self.seconds = 0, 0.0
 
     @cached_property
-    def suite(self) -> Suite:
-        return self.make_suite()
+    def factory(self) -> EnvFactory:
+        return self.make_factory()
 
     @cached_property
     def tasks(self) -> list[Task]:
-        return self.suite.train_tasks(0, 4, 0)
+        return self.factory.train_tasks(0, 4, 0)
 
     @cached_property
     def held_out(self) -> list[Task]:
-        return self.suite.eval_tasks(self.env.eval_split, 0, 0)
+        return self.factory.eval_tasks(self.env.eval_split, 0, 0)
 
     @cached_property
     def episodes(self) -> list[Episode]:
@@ -70,15 +70,15 @@ class Subject:
         return played
 
     @contextmanager
-    def made(self, suite: Suite | None = None) -> Iterator[Environment]:
-        environment = (suite or self.suite).make()
+    def made(self, factory: EnvFactory | None = None) -> Iterator[Env]:
+        environment = (factory or self.factory).make()
         try:
             yield environment
         finally:
             with quietly():  # a rule of its own
                 environment.close()
 
-    def play(self, environment: Environment, task: Task, player: Player, *, looks: int = 1) -> Episode:
+    def play(self, environment: Env, task: Task, player: Player, *, looks: int = 1) -> Episode:
         """One episode; before each response the environment is looked at `looks` times, from all sides."""
         start, episode = time.perf_counter(), Episode(task)
         for _ in self.turns(environment, episode, player, looks):
@@ -86,7 +86,7 @@ class Subject:
         self.seconds += time.perf_counter() - start
         return episode
 
-    def turns(self, environment: Environment, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
+    def turns(self, environment: Env, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
         """Plays `episode` turn by turn. One more than env.max_turns is played, if the environment lets us."""
         episode.first = environment.reset(episode.task)
         for n in range(self.env.max_turns + 1):
@@ -130,46 +130,41 @@ def repeat(episode: Episode) -> Player:
     return lambda environment, n: episode.responses[n] if n < len(episode.responses) else None
 
 
-def by_expert(environment: Environment, n: int) -> str:
+def by_expert(environment: Env, n: int) -> str:
     return expert_of(environment) or by_chance(environment, n)
 
 
-def by_chance(environment: Environment, n: int) -> str:
+def by_chance(environment: Env, n: int) -> str:
     return random.Random(n).choice(answers_of(environment) or [f"{n} hello"])
 
 
-def by_garbage(environment: Environment, n: int) -> str:
+def by_garbage(environment: Env, n: int) -> str:
     return GARBAGE[n % len(GARBAGE)]
 
 
-def by_all(environment: Environment, n: int) -> str:
+def by_all(environment: Env, n: int) -> str:
     return (by_garbage, by_chance, by_expert)[n % 3](environment, n)
 
 
-def look(environment: Environment) -> tuple[str, str]:
-    choices_of(environment)
+def look(environment: Env) -> tuple[str, str]:
+    answers_of(environment)
     expert_of(environment)
-    return environment.prompt(), environment.anchor()
+    return environment.context(), environment.anchor()
 
 
-def choices_of(environment: Environment) -> list[str]:
+def answers_of(environment: Env) -> list[str]:
+    """A well-formed response for each admissible action."""
     try:
-        return environment.choices()
+        return admissible_responses(environment)
     except NotImplementedError:
         return []
 
 
-def expert_of(environment: Environment) -> str | None:
+def expert_of(environment: Env) -> str | None:
     try:
-        return environment.expert()
+        return environment.oracle()
     except NotImplementedError:
         return None
-
-
-def answers_of(environment: Any) -> list[str]:
-    """Responses that play something: choices(), or what is admissible to a Playable environment."""
-    admissible = getattr(environment, "admissible", [])
-    return choices_of(environment) or [environment.answer(action) for action in admissible]
 
 
 def differ(one: object, two: object) -> str:

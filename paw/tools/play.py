@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from paw.config import EnvConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.envs.alfworld.difficulty import DIFFICULTIES
+from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.generator import generate
 from paw.envs.alfworld.problem import Game
-from paw.envs.alfworld.suite import AlfworldSuite
-from paw.envs.base import Environment, Suite
+from paw.envs.base import Env, EnvFactory
 from paw.envs.worker import EnvironmentFailure
 from paw.errors import UserError, clean, to_stderr
 from paw.recipe import load_played
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyType({})) -> int:
     """Play one game as `args` say; returns the exit status, 1 if the environment broke.
 
-    Raises UserError where the game file is unreadable, or the suite does (no such environment, nothing installed).
+    Raises UserError where the game file is unreadable, or the factory does (no such environment, nothing installed).
     """
     plain = args.env == "alfworld" and not overrides and not args.recipe
-    suite, task = _alfworld(args) if plain else _any(args, overrides)
+    factory, task = _alfworld(args) if plain else _any(args, overrides)
     talk = _json if args.json else _terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
-    with closing(suite.make()) as environment:
+    with closing(factory.make()) as environment:
         try:
             talk(environment, task)
         except EnvironmentFailure as error:
@@ -62,39 +62,34 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
     return 0
 
 
-def _alfworld(args: argparse.Namespace) -> tuple[Suite, Task]:
+def _alfworld(args: argparse.Namespace) -> tuple[EnvFactory, Task]:
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty or "full")
     style = "compact" if args.json else args.style or "paper"
-    suite = AlfworldSuite(EnvConfig(backend=args.backend or "native", style=style))
-    return suite, Task(game.name, game.kind, game)
+    factory = AlfworldFactory(EnvConfig(backend=args.backend or "native", style=style))
+    return factory, Task(game.name, game.kind, game)
 
 
-def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[Suite, Task]:
+def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[EnvFactory, Task]:
     if args.game:
         raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
     options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
     given = {key: value for key, value in options.items() if value}
     config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **given, **overrides})
-    suite = make_suite(config)
-    return suite, suite.eval_tasks(config.env.eval_split, 1, args.seed)[0]
+    factory = make_factory(config)
+    return factory, factory.eval_tasks(config.env.eval_split, 1, args.seed)[0]
 
 
-def _task(environment: Environment, text: str) -> dict[str, Any]:
+def _task(environment: Env, text: str) -> dict[str, Any]:
     """The task in words, where the first observation, `text`, does not tell it."""
     task = getattr(environment, "task", "")
     return {} if task in text else {"task": task}
 
 
-def _played(environment: Any, command: str) -> Outcome:
-    """An environment without `answer` (it is not Playable) gets what was typed."""
-    return environment.step(environment.answer(command) if hasattr(environment, "answer") else command)
-
-
-def _json(environment: Environment, task: Task) -> None:
+def _json(environment: Env, task: Task) -> None:
     outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
     message = _task(environment, outcome.observation)
     while True:
-        message |= {"feedback": outcome.observation, "admissible": getattr(environment, "admissible", [])}
+        message |= {"feedback": outcome.observation, "admissible": environment.admissible_actions()}
         message |= {"won": outcome.won, "reward": outcome.reward, "done": outcome.done}
         message |= {} if outcome.score is None else {"score": outcome.score}
         print(json.dumps(message), flush=True)
@@ -102,7 +97,7 @@ def _json(environment: Environment, task: Task) -> None:
         line = "" if outcome.done else sys.stdin.readline()
         if not line:
             return
-        outcome = _played(environment, line.strip())
+        outcome = environment.step(environment.format_action(line.strip()))
 
 
 def _say(*texts: str) -> None:
@@ -110,12 +105,12 @@ def _say(*texts: str) -> None:
     print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
 
 
-def _terminal(environment: Environment, task: Task) -> None:
+def _terminal(environment: Env, task: Task) -> None:
     text = environment.reset(task)
     _say(*_task(environment, text).values(), text, HELP)
     turns = 0
     while True:
-        actions = [action for action in getattr(environment, "admissible", []) if action != "help"]
+        actions = environment.admissible_actions()
         print("\n" + "\n".join(f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)))
         print("> ", end="", flush=True)
         line = sys.stdin.readline()
@@ -124,12 +119,12 @@ def _terminal(environment: Environment, task: Task) -> None:
             print()
             return
         if command in ("", "prompt"):
-            _say(environment.prompt() if command else HELP)
+            _say(environment.context() if command else HELP)
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]
             _say(command)
-        outcome = _played(environment, command)
+        outcome = environment.step(environment.format_action(command))
         turns += 1
         _say(f"\n{outcome.observation}")
         if outcome.done:

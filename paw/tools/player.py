@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paw.config import Config
-from paw.envs import make_suite
-from paw.envs.base import Suite
+from paw.envs import make_factory
+from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, to_stderr
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load, load_played
@@ -30,7 +30,7 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)
         metrics, kinds = success_metrics(groups, stats.failed), kind_table(groups, stats.failed)
-        source = rollouts.suite.fingerprint()
+        source = rollouts.factory.fingerprint()
     if as_json:
         about = {"model": path, "source": source, "temperature": config.eval.temperature}
         print(json.dumps({**about, **metrics, "kinds": kinds}))
@@ -84,14 +84,14 @@ def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[
 
 
 @contextmanager
-def open_player(config: Config, path: str, suite: Suite | None = None) -> Iterator[Rollouts]:
-    """Plays the games of the configuration (`suite`, if it is made already) with the model of that path."""
-    suite = suite or make_suite(config)
+def open_player(config: Config, path: str, factory: EnvFactory | None = None) -> Iterator[Rollouts]:
+    """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
+    factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device), check=False)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
-        with closing(Rollouts(suite, engine, chat, config)) as rollouts:
+        with closing(Rollouts(factory, engine, chat, config)) as rollouts:
             yield rollouts
 
 

@@ -92,7 +92,7 @@ def make_arms(config: Config) -> dict[str, Config]:
 def play(run: Run, found: dict[str, Record]) -> list[Group]:
     """The episodes of the first update, as `train` plays them, and the time that took."""
     push_weights(run.policy.lm, run.engine, version=run.step)
-    with closing(Rollouts(run.suite, run.engine, run.chat, run.config)) as rollouts, timed(run, found, "rollout"):
+    with closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts, timed(run, found, "rollout"):
         groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
     if not groups:
         raise UserError(f"no group has two episodes left ({sampled.failures[0]})")

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from paw.algo.loss import joint_loss, micro_batches
 from paw.algo.packing import minibatches
 from paw.config import Config
-from paw.envs import make_suite
-from paw.envs.next_state import NextStateSuite, Triplet, answer, ask, write_triplets
+from paw.envs import make_factory
+from paw.envs.next_state import NextStateFactory, Triplet, answer, ask, write_triplets
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.attention import pick_attention
@@ -48,7 +48,7 @@ def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, o
     config, path = resolve(model, recipe, overrides)
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.play(
-            rollouts.suite.train_tasks(0, tasks, config.run.seed),
+            rollouts.factory.train_tasks(0, tasks, config.run.seed),
             group_size=config.rwml.episodes,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
@@ -82,17 +82,17 @@ def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
 
 def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str], *, out: Path) -> int:
     """Thin out the triplets that a copy of the model, fine-tuned on a few, predicts nearly always; plot how often."""
-    config, path, suite, sample = _prepare(source, model, recipe, overrides)
+    config, path, factory, sample = _prepare(source, model, recipe, overrides)
     chat, settings = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.rwml
     policy = _load(config, path)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         engine.sleep()
         learnt = {task.id for task in sample(settings.sft_share)}
-        fine_tune(policy, chat, [task for task in suite.training if task.id in learnt], config)
+        fine_tune(policy, chat, [task for task in factory.training if task.id in learnt], config)
         push_weights(policy.lm, engine, version=1)
-        with closing(Rollouts(suite, engine, chat, config)) as rollouts:
+        with closing(Rollouts(factory, engine, chat, config)) as rollouts:
             groups, stats = rollouts.play(
-                [task for task in suite.training if task.id not in learnt],
+                [task for task in factory.training if task.id not in learnt],
                 group_size=settings.attempts,
                 temperature=config.rollout.temperature,
                 seed=config.run.seed,
@@ -109,13 +109,13 @@ def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str]
     ]
     if not chosen:
         raise UserError(f"nothing is left of {len(rates)} triplets, all of them easy; raise rwml.keep_easy")
-    write_triplets(out, [task.payload for task in [*chosen, *suite.held_out]])
+    write_triplets(out, [task.payload for task in [*chosen, *factory.held_out]])
     _plot(rates, level, settings.attempts, out.with_suffix(".png"))
     print(f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each")
     print(
         f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy / len(rates):.1%}"
     )
-    print(f"kept {len(chosen)} to train on and {len(suite.held_out)} held out: {out}")
+    print(f"kept {len(chosen)} to train on and {len(factory.held_out)} held out: {out}")
     print(f"two epochs of them: --run.updates {math.ceil(2 * len(chosen) / config.rollout.tasks)}")
     return 0
 
@@ -181,7 +181,7 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
 
 
 def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -> tuple[Any, ...]:
-    """(configuration, model path, suite, sample(share) of the training triplets).
+    """(configuration, model path, factory, sample(share) of the training triplets).
 
     Fine-tuning has no thoughts to imitate, so neither asks it for any (env.think).
     """
@@ -189,14 +189,14 @@ def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -
     config, path = resolve(model, recipe, overrides | given)
     if config.env.name != "next_state":
         raise UserError(f"--recipe {recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
-    suite = make_suite(config)
-    assert isinstance(suite, NextStateSuite)
+    factory = make_factory(config)
+    assert isinstance(factory, NextStateFactory)
 
     def sample(share: float) -> list[Task]:
-        count = max(1, round(share * len(suite.training)))
-        return random.Random(config.run.seed).sample(suite.training, count)
+        count = max(1, round(share * len(factory.training)))
+        return random.Random(config.run.seed).sample(factory.training, count)
 
-    return config, path, suite, sample
+    return config, path, factory, sample
 
 
 def _load(config: Config, path: str) -> Policy:

@@ -18,7 +18,7 @@ import torch
 
 from paw.cache import cache_dir, cached
 from paw.config import Config, EnvConfig
-from paw.envs.base import Suite
+from paw.envs.base import EnvFactory, admissible_responses
 from paw.envs.guard import Guarded, make_threads
 from paw.errors import OURS, UserError, describe, quietly
 from paw.model.optim import set_learning_rate
@@ -41,14 +41,14 @@ MAX_FAILED = 100
 """Games in a row that break before any turn, more of which end the warm-up."""
 
 
-def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None]) -> Path:
+def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str], None]) -> Path:
     """Folder of the warmed-up quickstart model for this configuration, made now unless it is cached."""
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (__file__, quickstart.__file__)],
         "warmup": config.warmup.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
-        "games": suite.fingerprint(),
+        "games": factory.fingerprint(),
     }
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     name = f"quickstart-{digest}"
@@ -56,7 +56,7 @@ def ensure_warm_model(config: Config, suite: Suite, report: Callable[[str], None
         report(f"warm-up: cached in {cache_dir() / name}")
 
     def fill(folder: Path) -> None:
-        summary = _warm_up(config, suite, folder, report)
+        summary = _warm_up(config, factory, folder, report)
         (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
     return cached(name, fill)
@@ -74,7 +74,7 @@ class Demonstration(NamedTuple):
 
 
 def demonstrations(
-    suite: Suite, env: EnvConfig, *, seed: int, random_actions: float, stray_actions: float = 0.0
+    factory: EnvFactory, env: EnvConfig, *, seed: int, random_actions: float, stray_actions: float = 0.0
 ) -> Iterator[Demonstration]:
     """The turns of the warm-up games, without end: the expert's actions, with shares of random and of stray ones.
 
@@ -82,21 +82,23 @@ def demonstrations(
     is left there. Raises UserError where nothing but that happens.
     """
     rng = random.Random(seed)
-    threads, environment, failed = make_threads(suite, env), None, 0
-    for task in itertools.chain.from_iterable(suite.warmup_tasks(start, 64, seed) for start in itertools.count(0, 64)):
+    threads, environment, failed = make_threads(factory, env), None, 0
+    for task in itertools.chain.from_iterable(
+        factory.warmup_tasks(start, 64, seed) for start in itertools.count(0, 64)
+    ):
         done, before = False, None
         while not done:
             try:
-                environment = environment or Guarded(suite, env, threads, bounded=True)
+                environment = environment or Guarded(factory, env, threads, bounded=True)
                 if before is None:
                     environment.reset(task)
-                prompt, choices = environment.prompt(), environment.choices()
+                prompt, choices = environment.context(), admissible_responses(environment)
                 if before and rng.random() < stray_actions:
                     response = rng.choice(before)
                 elif choices and rng.random() < random_actions:
                     response = rng.choice(choices)
                 else:
-                    response = environment.expert()
+                    response = environment.oracle()
                 outcome = environment.step(response)
             except OURS:
                 raise
@@ -111,11 +113,11 @@ def demonstrations(
             done, before, failed = outcome.done, choices, 0
 
 
-def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
+def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
     shares = {"random_actions": settings.random_actions, "stray_actions": CORPUS_STRAYS}
-    turns = demonstrations(suite, config.env, seed=settings.seed, **shares)
+    turns = demonstrations(factory, config.env, seed=settings.seed, **shares)
     corpus = list(itertools.islice(turns, CORPUS_TURNS))
     tokenizer = quickstart.build_tokenizer(
         [turn.prompt for turn in corpus],
@@ -128,15 +130,15 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     report(f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
-    rollouts = Rollouts(suite, engine, chat, config)
-    batches = _batches(suite, chat, config)
+    rollouts = Rollouts(factory, engine, chat, config)
+    batches = _batches(factory, chat, config)
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):
         lr = settings.lr * min(1.0, step / 40)
         loss = _step(policy, optimizer, next(batches), lr=lr, lm_weight=settings.lm_weight)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
-        tasks = suite.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
+        tasks = factory.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
         groups, stats = rollouts.play(
             tasks, group_size=1, temperature=temperature, seed=settings.seed, stream=f"warmup/{step}"
         )
@@ -154,10 +156,10 @@ def _warm_up(config: Config, suite: Suite, folder: Path, report: Callable[[str],
     return {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
 
 
-def _batches(suite: Suite, chat: Chat, config: Config) -> Iterator[Batch]:
+def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[Batch]:
     """Batches without end, rows of like length together."""
     settings = config.warmup
-    turns = demonstrations(suite, config.env, seed=settings.seed, random_actions=settings.random_actions)
+    turns = demonstrations(factory, config.env, seed=settings.seed, random_actions=settings.random_actions)
     rng = random.Random(settings.seed)
     while True:
         rows = []

@@ -1,4 +1,4 @@
-"""Environments that misbehave: every class is a suite, played by `env.name = "tests/attack/environments.py:Class"`.
+"""Environments that misbehave: every class is a factory, played by `env.name = "tests/attack/environments.py:Class"`.
 
 All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so that a group of four
 loses one member, or all do where the class is named All...
@@ -67,8 +67,8 @@ class Game:
         self.n = 0
         return self._maybe("reset", "start")
 
-    def prompt(self) -> str:
-        return self._maybe("prompt", f"task: put a mug in shelf 1.\nturn {self.n}")
+    def context(self) -> str:
+        return self._maybe("context", f"task: put a mug in shelf 1.\nturn {self.n}")
 
     def anchor(self) -> str:
         return self._maybe("anchor", f"at {self.n}")
@@ -80,17 +80,20 @@ class Game:
         changed = {name: value for name, value in self.wrong.items() if name in vars(outcome)}
         return self._maybe("step", Outcome(**vars(outcome) | changed))
 
-    def expert(self) -> str:
-        return self._maybe("expert", "go")
+    def oracle(self) -> str:
+        return self._maybe("oracle", "go")
 
-    def choices(self) -> list[str]:
-        return self._maybe("choices", ["go", "stay"])
+    def admissible_actions(self) -> list[str]:
+        return self._maybe("admissible_actions", ["go", "stay"])
+
+    def format_action(self, action: str) -> str:
+        return action
 
     def close(self) -> None:
         self._maybe("close", None)
 
 
-def suite(*, may_block: bool = False, everywhere: bool = False, **wrong: Any) -> type[Honest]:
+def factory(*, may_block: bool = False, everywhere: bool = False, **wrong: Any) -> type[Honest]:
     return type("Attack", (Honest,), {"wrong": wrong, "may_block": may_block, "everywhere": everywhere})
 
 
@@ -123,58 +126,58 @@ def endless(game: Game) -> None:
     endless(game)
 
 
-ExitsInMake = suite(make=exits)
-ExitsInReset = suite(reset=exits)
-ExitsInPrompt = suite(prompt=exits)
-ExitsInAnchor = suite(anchor=exits)
-ExitsInStep = suite(step=exits)
-ExitsInClose = suite(step=raises(OSError("broken")), close=exits)
-ExitsInThread = suite(step=exits, may_block=True)
-ExitsInExpert = suite(expert=exits, choices=lambda game: [])
-ExitsInChoices = suite(choices=exits)
-AllExitInStep = suite(step=exits, everywhere=True)
-AllExitInExpert = suite(expert=exits, choices=lambda game: [], everywhere=True)
-GeneratorExits = suite(step=raises(GeneratorExit()))
-Cancelled = suite(step=raises(asyncio.CancelledError()))
-RaisesOwnBase = suite(prompt=raises(OwnBase("mine")))
-RaisesUnprintable = suite(step=raises(Unprintable()))
-Stops = suite(step=raises(StopIteration()))
-NoMemory = suite(step=raises(MemoryError()))
-Recurses = suite(anchor=endless)
-CannotBeMade = suite(make=raises(RuntimeError("no licence")))
-CannotBeClosed = suite(close=raises(OwnBase("no")), everywhere=True)
-OnlyTheUserCanMend = suite(step=raises(UserError("my_game: set MY_KEY")))
-OnlyTheUserCanMendInThread = suite(step=raises(UserError("my_game: set MY_KEY")), may_block=True)
-PressesCtrlC = suite(step=raises(KeyboardInterrupt()))
+ExitsInMake = factory(make=exits)
+ExitsInReset = factory(reset=exits)
+ExitsInPrompt = factory(context=exits)
+ExitsInAnchor = factory(anchor=exits)
+ExitsInStep = factory(step=exits)
+ExitsInClose = factory(step=raises(OSError("broken")), close=exits)
+ExitsInThread = factory(step=exits, may_block=True)
+ExitsInExpert = factory(oracle=exits, admissible_actions=lambda game: [])
+ExitsInChoices = factory(admissible_actions=exits)
+AllExitInStep = factory(step=exits, everywhere=True)
+AllExitInExpert = factory(oracle=exits, admissible_actions=lambda game: [], everywhere=True)
+GeneratorExits = factory(step=raises(GeneratorExit()))
+Cancelled = factory(step=raises(asyncio.CancelledError()))
+RaisesOwnBase = factory(context=raises(OwnBase("mine")))
+RaisesUnprintable = factory(step=raises(Unprintable()))
+Stops = factory(step=raises(StopIteration()))
+NoMemory = factory(step=raises(MemoryError()))
+Recurses = factory(anchor=endless)
+CannotBeMade = factory(make=raises(RuntimeError("no licence")))
+CannotBeClosed = factory(close=raises(OwnBase("no")), everywhere=True)
+OnlyTheUserCanMend = factory(step=raises(UserError("my_game: set MY_KEY")))
+OnlyTheUserCanMendInThread = factory(step=raises(UserError("my_game: set MY_KEY")), may_block=True)
+PressesCtrlC = factory(step=raises(KeyboardInterrupt()))
 
 # ---- what it returns
 
-RewardNan = suite(reward=math.nan)
-RewardInf = suite(reward=-math.inf)
-RewardHuge = suite(reward=1e308)
-RewardInteger = suite(reward=10**400)
-RewardNone = suite(reward=None)
-RewardText = suite(reward="1")
-RewardTensor = suite(reward=torch.tensor(1.0))
-RewardArray = suite(reward=np.array([1.0, 2.0]))
-RewardNumpyNan = suite(reward=np.float32("nan"))
-RewardDecimal = suite(reward=Decimal("1"))
-ScoreText = suite(score="good")
-ScoreNan = suite(score=math.nan)
-ScoreTwo = suite(score=2.0)
-DoneNumber = suite(done=1)
-WonNone = suite(won=None)
-ValidText = suite(valid="yes")
-ObservationNone = suite(observation=None)
-ObservationBytes = suite(observation=b"now")
-ActionNone = suite(action=None)
-PromptNone = suite(prompt=lambda game: None)
-PromptBytes = suite(prompt=lambda game: b"what now?")
-AnchorList = suite(anchor=lambda game: ["at", game.n])
-ResetNone = suite(reset=lambda game: None)
-StepNone = suite(step=lambda game: None)
-StepTuple = suite(step=lambda game: ("now", 1.0, True, {}))
-NumpyAnswers = suite(
+RewardNan = factory(reward=math.nan)
+RewardInf = factory(reward=-math.inf)
+RewardHuge = factory(reward=1e308)
+RewardInteger = factory(reward=10**400)
+RewardNone = factory(reward=None)
+RewardText = factory(reward="1")
+RewardTensor = factory(reward=torch.tensor(1.0))
+RewardArray = factory(reward=np.array([1.0, 2.0]))
+RewardNumpyNan = factory(reward=np.float32("nan"))
+RewardDecimal = factory(reward=Decimal("1"))
+ScoreText = factory(score="good")
+ScoreNan = factory(score=math.nan)
+ScoreTwo = factory(score=2.0)
+DoneNumber = factory(done=1)
+WonNone = factory(won=None)
+ValidText = factory(valid="yes")
+ObservationNone = factory(observation=None)
+ObservationBytes = factory(observation=b"now")
+ActionNone = factory(action=None)
+PromptNone = factory(context=lambda game: None)
+PromptBytes = factory(context=lambda game: b"what now?")
+AnchorList = factory(anchor=lambda game: ["at", game.n])
+ResetNone = factory(reset=lambda game: None)
+StepNone = factory(step=lambda game: None)
+StepTuple = factory(step=lambda game: ("now", 1.0, True, {}))
+NumpyAnswers = factory(
     reward=np.float32(0.5),
     won=np.bool_(True),
     valid=np.bool_(False),
@@ -205,23 +208,23 @@ def sleeps_in_c(_: Game) -> None:
     ctypes.CDLL(None).sleep(3600)
 
 
-SpinsInStep = suite(step=spins)
-WaitsInStep = suite(step=waits)
-WaitsInReset = suite(reset=waits)
-WaitsInPrompt = suite(prompt=waits)
-WaitsInMake = suite(make=waits)
-WaitsInClose = suite(close=waits, everywhere=True)
-SleepsInC = suite(step=sleeps_in_c)
-WaitsInThread = suite(step=waits, may_block=True)
-AllWait = suite(step=waits, may_block=True, everywhere=True)
-NeverDone = suite(done=False, everywhere=True)
-FloodsPrompt = suite(prompt=lambda game: "x " * 1_000_000 + f"turn {game.n}", everywhere=True)
-FloodsObservation = suite(observation="now" + "x" * 20_000_000, everywhere=True)
+SpinsInStep = factory(step=spins)
+WaitsInStep = factory(step=waits)
+WaitsInReset = factory(reset=waits)
+WaitsInPrompt = factory(context=waits)
+WaitsInMake = factory(make=waits)
+WaitsInClose = factory(close=waits, everywhere=True)
+SleepsInC = factory(step=sleeps_in_c)
+WaitsInThread = factory(step=waits, may_block=True)
+AllWait = factory(step=waits, may_block=True, everywhere=True)
+NeverDone = factory(done=False, everywhere=True)
+FloodsPrompt = factory(context=lambda game: "x " * 1_000_000 + f"turn {game.n}", everywhere=True)
+FloodsObservation = factory(observation="now" + "x" * 20_000_000, everywhere=True)
 
 # ---- what it says
 
-RaisesFakeProgress = suite(step=raises(RuntimeError(FAKE + "x" * 10_000_000)))
-SaysFakeProgress = suite(observation=FAKE, prompt=lambda game: FAKE, everywhere=True)
+RaisesFakeProgress = factory(step=raises(RuntimeError(FAKE + "x" * 10_000_000)))
+SaysFakeProgress = factory(observation=FAKE, context=lambda game: FAKE, everywhere=True)
 
 
 class Liar(Honest):

@@ -12,7 +12,7 @@ from paw.agents.agents import Plain
 from paw.agents.evaluate import _in_threads, _play
 from paw.agents.models import Local
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.errors import UserError, clean, describe
 from paw.rollout import threads
 from paw.rollout.scheduler import Rollouts
@@ -44,14 +44,14 @@ def rollouts(model):
             env=EnvConfig(name=f"{FILE}:{name}", **env),
             rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3),
         )
-        return Rollouts(make_suite(config), make_engine(model), make_chat(), config)
+        return Rollouts(make_factory(config), make_engine(model), make_chat(), config)
 
     return make
 
 
 def play(rollouts, groups=2):
     return rollouts.play(
-        rollouts.suite.train_tasks(0, groups, 0), group_size=4, temperature=1.0, seed=0, stream="train/0"
+        rollouts.factory.train_tasks(0, groups, 0), group_size=4, temperature=1.0, seed=0, stream="train/0"
     )
 
 
@@ -102,8 +102,8 @@ RETURNED = {
     "ObservationNone": "Outcome.observation is None; it must be text",
     "ObservationBytes": "Outcome.observation is b'now';",
     "ActionNone": "Outcome.action is None;",
-    "PromptNone": "prompt() is None;",
-    "PromptBytes": "prompt() is b'what now?';",
+    "PromptNone": "context() is None;",
+    "PromptBytes": "context() is b'what now?';",
     "AnchorList": "anchor() is ['at', 0];",
     "ResetNone": "reset() is None;",
     "StepNone": "step() is None; it must be an Outcome",
@@ -224,15 +224,15 @@ def test_every_text_is_unicode(rollouts):
 
 @pytest.mark.parametrize("name", ["ExitsInExpert", "ExitsInChoices", "ExitsInReset", "WaitsInStep", "RewardTensor"])
 def test_the_warm_up_leaves_a_game_that_breaks(rollouts, name):
-    suite = rollouts(name, step_timeout_s=0.5).suite
-    turns = demonstrations(suite, suite.config, seed=0, random_actions=0.0)
+    factory = rollouts(name, step_timeout_s=0.5).factory
+    turns = demonstrations(factory, factory.config, seed=0, random_actions=0.0)
     assert [next(turns).observation for _ in range(30)] == ["now 1", "now 2", "now 3"] * 10
 
 
 def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
-    suite = rollouts("AllExitInExpert").suite
+    factory = rollouts("AllExitInExpert").factory
     with pytest.raises(UserError, match=r"^warm-up: 101 games in a row failed \(SystemExit: 0\)$"):
-        next(demonstrations(suite, suite.config, seed=0, random_actions=0.0))
+        next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
 
 
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
 )
 def test_agents_lose_an_episode_and_play_the_others(rollouts, name, reason):
     played = rollouts(name, step_timeout_s=0.5, max_turns=5)
-    suite, config = played.suite, played.config
-    model, tasks = Local(played.engine, played.chat, max_prompt_tokens=256), suite.eval_tasks("held_out", 6, 0)
+    factory, config = played.factory, played.config
+    model, tasks = Local(played.engine, played.chat, max_prompt_tokens=256), factory.eval_tasks("held_out", 6, 0)
 
     def play_one(place, environment):
         return _play(Plain(), tasks[place], environment, model, config, place)
 
-    lines = list(_in_threads([*range(6)], play_one, suite, config, 1, []))
+    lines = list(_in_threads([*range(6)], play_one, factory, config, 1, []))
     model.close()
     failures = [line["failure"] for line in lines if line["failure"]]
     assert len(lines) == 6 and all(line["steps"] == (3 if reason else 5) for line in lines if not line["failure"])

@@ -37,26 +37,26 @@ def setup():
     torch.set_num_threads(threads)
 
 
-def play(setup, suite, *, lock_step=False, everybody=False, envs=32, group=8):
+def play(setup, factory, *, lock_step=False, everybody=False, envs=32, group=8):
     """Episodes with responses a fifth as long as the benchmark's."""
     engine, sync, chat = setup
     sync()
-    meter = simulation.Meter(engine, chat, suite.made if everybody else (), median=11)
-    rollouts = Rollouts(suite, meter, chat, bench.CONFIG)
-    suite.meter = meter
-    tasks = suite.tasks(envs // group)
+    meter = simulation.Meter(engine, chat, factory.made if everybody else (), median=11)
+    rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
+    factory.meter = meter
+    tasks = factory.tasks(envs // group)
     groups, stats = rollouts.play(tasks, group_size=group, temperature=1.0, seed=0, stream="", lock_step=lock_step)
     assert engine.pending == 0 and stats.failures == []
     return groups, stats, len(meter.batches)
 
 
 def test_the_same_episodes_in_half_the_engine_steps(setup):
-    def suite():
-        return simulation.SimulatedSuite(WORDS, most_turns=20)
+    def factory():
+        return simulation.SimulatedFactory(WORDS, most_turns=20)
 
-    groups, stats, steps = play(setup, suite())
+    groups, stats, steps = play(setup, factory())
     for everybody in (False, True):
-        others, their_stats, their_steps = play(setup, suite(), lock_step=True, everybody=everybody)
+        others, their_stats, their_steps = play(setup, factory(), lock_step=True, everybody=everybody)
         found = bench.difference(groups, others)
         assert found["same_turns"] == len(bench.turns_of(groups)) > 400
         assert found["logp_difference"] < bench.ROUNDING
@@ -92,7 +92,7 @@ def test_a_group_shares_its_prompt_in_the_prefix_cache_from_the_first_step_on(se
 
 def test_the_hit_rate_that_training_logs(setup):
     """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
-    groups, stats, _ = play(setup, simulation.SimulatedSuite(WORDS, most_turns=1), envs=16)
+    groups, stats, _ = play(setup, simulation.SimulatedFactory(WORDS, most_turns=1), envs=16)
     shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
     assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
@@ -103,19 +103,19 @@ def test_the_engine_works_on_while_an_environment_thinks(setup):
 
     class Slow(simulation.SimulatedEnvironment):
         def step(self, response):
-            steps, deadline = len(self.suite.meter.batches), time.monotonic() + 60
-            while self.number == 0 and not self.responses and len(self.suite.meter.batches) < steps + 100:
+            steps, deadline = len(self.factory.meter.batches), time.monotonic() + 60
+            while self.number == 0 and not self.responses and len(self.factory.meter.batches) < steps + 100:
                 assert time.monotonic() < deadline
                 time.sleep(1e-3)
             return super().step(response)
 
-    class SlowSuite(simulation.SimulatedSuite):
+    class SlowFactory(simulation.SimulatedFactory):
         def make(self):
             self.made.append(Slow(self, len(self.made)))
             return self.made[-1]
 
-    want = play(setup, simulation.SimulatedSuite(WORDS, most_turns=10), envs=16)[0]
-    suite = SlowSuite(WORDS, most_turns=10, env_ms=1)
-    assert suite.may_block
-    found = bench.difference(want, play(setup, suite, envs=16)[0])
+    want = play(setup, simulation.SimulatedFactory(WORDS, most_turns=10), envs=16)[0]
+    factory = SlowFactory(WORDS, most_turns=10, env_ms=1)
+    assert factory.may_block
+    found = bench.difference(want, play(setup, factory, envs=16)[0])
     assert found["same_turns"] == len(bench.turns_of(want)) and found["logp_difference"] < bench.ROUNDING

@@ -16,7 +16,7 @@ from paw.agents.models import ContextFull, Local, Reply
 from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
 from paw.config import Config, EndpointConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.errors import UserError
 from paw.rollout.success import wilson
 
@@ -46,31 +46,31 @@ def configure(kind="plain", **sections):
 
 def play(config, answers, *, place=0):
     """The episode of one evaluation task, and the model that played it."""
-    suite, model = make_suite(config), Scripted(answers)
-    task = suite.eval_tasks("valid_unseen", place + 1, 0)[place]
-    episode = Episode(task, suite.make(), model, config, place)
-    make_agent(config, suite).play(episode)
+    factory, model = make_factory(config), Scripted(answers)
+    task = factory.eval_tasks("valid_unseen", place + 1, 0)[place]
+    episode = Episode(task, factory.make(), model, config, place)
+    make_agent(config, factory).play(episode)
     return episode, model
 
 
 def test_plain_sends_the_prompt_of_the_environment():
-    suite = make_suite(configure())
-    environment = suite.make()
-    environment.reset(suite.eval_tasks("valid_unseen", 1, 0)[0])
+    factory = make_factory(configure())
+    environment = factory.make()
+    environment.reset(factory.eval_tasks("valid_unseen", 1, 0)[0])
     episode, model = play(configure(env={"max_turns": 2}), ["<think>a</think><action>look</action>", "nothing at all"])
-    assert model.asked[0][:3] == (environment.prompt(), "", ())
+    assert model.asked[0][:3] == (environment.context(), "", ())
     environment.step("<think>a</think><action>look</action>")
-    assert model.asked[1][0] == environment.prompt()
+    assert model.asked[1][0] == environment.context()
     assert [(turn["action"], turn["valid"]) for turn in episode.turns] == [("look", True), ("nothing at all", False)]
     assert episode.done and not episode.won and episode.calls == 2
 
 
 def test_the_expert_wins_by_plain_answers():
-    suite, config = make_suite(configure()), configure()
-    task = suite.eval_tasks("valid_unseen", 1, 0)[0]
-    environment = suite.make()
-    episode = Episode(task, environment, Scripted(lambda *_: environment.expert()), config, 0)
-    make_agent(config, suite).play(episode)
+    factory, config = make_factory(configure()), configure()
+    task = factory.eval_tasks("valid_unseen", 1, 0)[0]
+    environment = factory.make()
+    episode = Episode(task, environment, Scripted(lambda *_: environment.oracle()), config, 0)
+    make_agent(config, factory).play(episode)
     assert episode.won and episode.turns[-1]["reward"] == 10.0
 
 
@@ -241,17 +241,17 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
 
 # --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
 
-SUITE = make_suite(configure())
+FACTORY = make_factory(configure())
 
 
 def expert_lines(config, place=0):
     """The expert's actions for a task, found by playing it."""
-    suite = make_suite(config)
-    environment = suite.make()
-    environment.reset(suite.eval_tasks("valid_unseen", place + 1, 0)[place])
+    factory = make_factory(config)
+    environment = factory.make()
+    environment.reset(factory.eval_tasks("valid_unseen", place + 1, 0)[place])
     lines = []
     while True:
-        outcome = environment.step(environment.expert())
+        outcome = environment.step(environment.oracle())
         lines.append(outcome.action)
         if outcome.done:
             return lines
@@ -277,7 +277,7 @@ def test_the_react_prompt_literally():
     )
     head, _, task = first.partition("\nHere is the task.\n")
     assert head.count("Your task is to: ") == 2
-    opening = SUITE.make().reset(episode.task).partition("\n\n")[2].replace("\n\n", "\n")
+    opening = FACTORY.make().reset(episode.task).partition("\n\n")[2].replace("\n\n", "\n")
     assert task == f"{opening}\n>"
     assert second == f"{first} think: Where am I?\nOK.\n>"
     seen = episode.turns[0]["observation"]
@@ -331,7 +331,7 @@ def test_a_bad_file_of_examples_is_a_users_error(tmp_path, content, reason):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
-        make_agent(configure("react", agent={"examples": path}), SUITE)
+        make_agent(configure("react", agent={"examples": path}), FACTORY)
 
 
 def test_an_example_of_an_expert_literally():
@@ -377,17 +377,17 @@ def searching(kind, **more):
 
 
 def ask(config, answers):
-    suite, model = make_suite(config), Scripted(answers)
-    task = suite.eval_tasks("test", 1, 0)[0]
-    episode = Episode(task, suite.make(), model, config, 0)
-    make_agent(config, suite).play(episode)
+    factory, model = make_factory(config), Scripted(answers)
+    task = factory.eval_tasks("test", 1, 0)[0]
+    episode = Episode(task, factory.make(), model, config, 0)
+    make_agent(config, factory).play(episode)
     return episode, model
 
 
 def test_search_r1_goes_on_with_one_answer():
     pytest.importorskip("bm25s")
     config = searching("search-r1")
-    question = make_suite(config).eval_tasks("test", 1, 0)[0].payload.text
+    question = make_factory(config).eval_tasks("test", 1, 0)[0].payload.text
     answers = [f"<think>Hm.</think>\n<search> {question} ", "nothing useful", "<search>a</search><answer>b"]
     episode, model = ask(config, answers)
     prompts = {prompt for prompt, *_ in model.asked}
@@ -407,8 +407,8 @@ def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
     for kind in ("search-r1", "react"):
         config = searching(kind)
-        suite = make_suite(config)
-        gold = suite.eval_tasks("test", 1, 0)[0].payload.answers[0]
+        factory = make_factory(config)
+        gold = factory.eval_tasks("test", 1, 0)[0].payload.answers[0]
         answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
         query = "<search>x" if kind == "search-r1" else "Search[x]"
         episode, model = ask(config, [query, answer])
@@ -422,17 +422,17 @@ def test_react_shops():
     env = {"name": "webshop", "eval_split": "test", "max_turns": 15}
     shop = {"model": {"path": "-"}, "env": env, "agent": {"kind": "react"}, "webshop": {"products": 200}}
     config = Config.model_validate(shop)
-    suite = make_suite(config)
-    task = suite.eval_tasks("test", 1, 0)[0]
-    environment, actions, done = suite.make(), [], False
+    factory = make_factory(config)
+    task = factory.eval_tasks("test", 1, 0)[0]
+    environment, actions, done = factory.make(), [], False
     environment.reset(task)
     while not done:
-        outcome = environment.step(environment.expert())
+        outcome = environment.step(environment.oracle())
         actions.append(outcome.action)
         done = outcome.done
     model = Scripted(["I would buy something.", *actions])
-    episode = Episode(task, suite.make(), model, config, 0)
-    make_agent(config, suite).play(episode)
+    episode = Episode(task, factory.make(), model, config, 0)
+    make_agent(config, factory).play(episode)
     assert episode.won and episode.outcome.score == 1.0
     assert [turn["valid"] for turn in episode.turns] == [False] + [True] * len(actions)
     assert "\n> click[buy now]\n" in model.asked[0][0]
@@ -476,17 +476,17 @@ def test_noise_rises_over_training():
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("search-r1", "plays env.name = 'search', not 'alfworld'"), ("react", "Game.answer")]
+    ("kind", "reason"), [("search-r1", "plays env.name = 'search', not 'alfworld'"), ("react", "Game.task")]
 )
 def test_what_an_agent_cannot_play_is_a_users_error(kind, reason):
-    suite = SUITE
+    factory = FACTORY
     config = configure(kind)
     if kind == "react":
         example = Path(__file__).parents[2] / "docs" / "example_environment.py"
         config = configure(kind, env={"name": f"{example}:Guess"})
-        suite = make_suite(config)
+        factory = make_factory(config)
     with pytest.raises(UserError, match=reason):
-        make_agent(config, suite)
+        make_agent(config, factory)
 
 
 # --- the table of results --------------------------------------------------------------------------------------------

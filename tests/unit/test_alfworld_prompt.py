@@ -114,14 +114,14 @@ def test_compact_prompts():
     ],
 )
 def test_paper_projection(response: str, action: str, valid: bool):
-    assert PaperStyle().project(response, ADMISSIBLE) == (action, valid)
+    assert PaperStyle().parse_action(response, ADMISSIBLE) == (action, valid)
 
 
 def test_without_think_only_the_action_tags_count():
     style = PaperStyle(think=False)
-    assert style.project("<action>look</action>", []) == ("look", True)
-    assert style.project("look", []) == ("look", False)
-    assert style.project("<action>看</action>", []) == ("看", False)
+    assert style.parse_action("<action>look</action>", []) == ("look", True)
+    assert style.parse_action("look", []) == ("look", False)
+    assert style.parse_action("<action>看</action>", []) == ("看", False)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_without_think_only_the_action_tags_count():
     ],
 )
 def test_compact_projection(response: str, action: str, valid: bool):
-    assert CompactStyle().project(response, ADMISSIBLE) == (action, valid)
+    assert CompactStyle().parse_action(response, ADMISSIBLE) == (action, valid)
 
 
 @pytest.mark.parametrize("style", [PaperStyle(), PaperStyle(think=False), CompactStyle()])
 def test_own_answers_are_valid(style):
-    assert style.project(style.answer("go to shelf 1"), ADMISSIBLE) == ("go to shelf 1", True)
+    assert style.parse_action(style.format_action("go to shelf 1"), ADMISSIBLE) == ("go to shelf 1", True)
 
 
 def test_task_text():

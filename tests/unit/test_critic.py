@@ -187,7 +187,7 @@ def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
 def run_to(step, config, *, resume=False):
     """Train to update `step`, a checkpoint after each."""
     with open_run(config, resume=resume) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat, config)
+        rollouts = Rollouts(run.factory, run.engine, run.chat, config)
         push_weights(run.policy.lm, run.engine, version=run.step)
         while run.step < step:
             update(run, rollouts)

@@ -6,7 +6,7 @@ import pytest
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
 
@@ -30,25 +30,27 @@ def write(tmp_path):
 
 def problem(name, config=None) -> str:
     with pytest.raises(UserError) as caught:
-        check_reward_max(make_suite(Config(model=ModelConfig(path="-"), env=config or EnvConfig(name=name))), name)
+        check_reward_max(make_factory(Config(model=ModelConfig(path="-"), env=config or EnvConfig(name=name))), name)
     assert str(caught.value).startswith(f"env.name = '{name}'") and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_example_plays():
-    suite = make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(name=NAME, max_turns=7, invalid_penalty=0.5)))
-    check_reward_max(suite, NAME)
-    assert suite.invalid_penalty == 0.5
-    assert suite.train_tasks(1, 2, seed=3) == suite.train_tasks(0, 4, seed=3)[2:]
-    environment = suite.make()
-    for task in suite.eval_tasks("any", 20, seed=0):
+    factory = make_factory(
+        Config(model=ModelConfig(path="-"), env=EnvConfig(name=NAME, max_turns=7, invalid_penalty=0.5))
+    )
+    check_reward_max(factory, NAME)
+    assert factory.invalid_penalty == 0.5
+    assert factory.train_tasks(1, 2, seed=3) == factory.train_tasks(0, 4, seed=3)[2:]
+    environment = factory.make()
+    for task in factory.eval_tasks("any", 20, seed=0):
         assert environment.reset(task) == "I think of a number."
         outcomes = [environment.step("no idea")]
         assert not outcomes[0].valid
         while not outcomes[-1].done:
-            assert environment.expert() in environment.choices()
-            outcomes.append(environment.step(environment.expert()))
-        assert outcomes[-1].won == (outcomes[-1].reward == suite.reward_max) and len(outcomes) <= 7
+            assert environment.oracle() in environment.admissible_actions()
+            outcomes.append(environment.step(environment.oracle()))
+        assert outcomes[-1].won == (outcomes[-1].reward == factory.reward_max) and len(outcomes) <= 7
 
 
 def test_a_file_or_a_class_that_is_not_there(write):
@@ -62,9 +64,9 @@ def test_a_file_or_a_class_that_is_not_there(write):
 @pytest.mark.parametrize(
     ("old", "new", "missing"),
     [
-        ("    may_block = False\n", "", "Guess lacks may_block; see Suite in"),
-        ("def eval_tasks", "def evaluation_tasks", "Guess lacks eval_tasks; see Suite in"),
-        ("def prompt", "def ask", "Game lacks prompt; see Environment in"),
+        ("    may_block = False\n", "", "Guess lacks may_block; see EnvFactory in"),
+        ("def eval_tasks", "def evaluation_tasks", "Guess lacks eval_tasks; see EnvFactory in"),
+        ("def context", "def ask", "Game lacks context; see Env in"),
     ],
 )
 def test_a_member_that_is_missing_is_named(write, old, new, missing):

@@ -1,4 +1,4 @@
-"""`paw data`: what a folder holds, what is generated, and what is missing. For ALFWorld see test_alfworld_suite.py."""
+"""`paw data`: what a folder holds, what is generated, and what is missing. ALFWorld: test_alfworld_factory.py."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig, WebshopConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,10 @@ def test_a_shop_is_generated_and_played(tmp_path, capsys):
     )
     assert lines[2] == f"use them with --env.data {folder}"
     env = EnvConfig(name="webshop", data=folder, eval_split="test")
-    suite = make_suite(Config(model=ModelConfig(path="-"), env=env, webshop=WebshopConfig(goals="human")))
-    digest = suite.fingerprint().rpartition(" ")[2]
+    factory = make_factory(Config(model=ModelConfig(path="-"), env=env, webshop=WebshopConfig(goals="human")))
+    digest = factory.fingerprint().rpartition(" ")[2]
     assert lines[1].endswith(f" sha256 {digest}")
-    assert f" {len(suite.eval_tasks('test', 0, 0))} goals to test" in lines[1]
+    assert f" {len(factory.eval_tasks('test', 0, 0))} goals to test" in lines[1]
     assert paw_data(capsys, "webshop", "--dir", folder) == lines
     for name in ("shuffle", "ins_v2"):
         (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
@@ -48,13 +48,13 @@ def test_a_world_is_generated_and_played(tmp_path, capsys):
     assert lines[3] == f"use them with --env.data {folder} --search.corpus {folder / 'corpus.jsonl'}"
     env = EnvConfig(name="search", data=folder, eval_split="test", max_turns=4)
     search = SearchConfig(corpus=folder / "corpus.jsonl")
-    suite = make_suite(Config(model=ModelConfig(path="-"), env=env, search=search))
-    tasks = suite.eval_tasks("test", 0, 0)
+    factory = make_factory(Config(model=ModelConfig(path="-"), env=env, search=search))
+    tasks = factory.eval_tasks("test", 0, 0)
     assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
-    environment = suite.make()
+    environment = factory.make()
     environment.reset(tasks[0])
     words = tasks[0].payload.text.split()[-1]
-    assert "Doc 1: " in environment.step(environment.answer(f"search[{words}]")).observation
+    assert "Doc 1: " in environment.step(environment.format_action(f"search[{words}]")).observation
     (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
     assert paw_data(capsys, "search", "--dir", folder)[-1].startswith("no documents: ")
     assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[2].startswith("corpus 200")

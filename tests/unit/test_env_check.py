@@ -20,9 +20,9 @@ COUNTER = [0]
 
 
 def broken(environment=None, **members):
-    """The example with other members of the suite, and of its environments."""
+    """The example with other members of the factory, and of its environments."""
     game = type("Broken", (example.Game,), environment or {})
-    return type("BrokenSuite", (example.Guess,), {"make": lambda self: game(self.config.max_turns), **members})
+    return type("BrokenFactory", (example.Guess,), {"make": lambda self: game(self.config.max_turns), **members})
 
 
 def on_step(change):
@@ -30,9 +30,9 @@ def on_step(change):
     return {"step": lambda self, response: change(self, example.Game.step(self, response))}
 
 
-def failed(suite) -> dict[str, str]:
+def failed(factory) -> dict[str, str]:
     env = EnvConfig(name="x.py:X", max_turns=6)
-    return {finding.rule: finding.seen for finding in check(Subject(lambda: suite(env), env)) if not finding.ok}
+    return {finding.rule: finding.seen for finding in check(Subject(lambda: factory(env), env)) if not finding.ok}
 
 
 def fixed(**fields):
@@ -59,7 +59,7 @@ def shared_from_reset(self, task):
 
 def prompt_that_counts(self):
     self.turns += 1
-    return f"{example.Game.prompt(self)}"
+    return f"{example.Game.context(self)}"
 
 
 def raise_error(*_):
@@ -97,12 +97,12 @@ def close_once(self):
 
 FAULTS = {
     "members": [
-        (broken(reward_max="ten"), "BrokenSuite.reward_max = 'ten'; for"),
-        (broken(may_block=None), "BrokenSuite.may_block = None; for what it must be see Suite in paw/"),
+        (broken(reward_max="ten"), "BrokenFactory.reward_max = 'ten'; for"),
+        (broken(may_block=None), "BrokenFactory.may_block = None; for what it must be see EnvFactory in paw/"),
         (broken(fingerprint=lambda self: str(random.random())), "it must be one text for the same games"),
         (
             broken(make=lambda self: object()),
-            "object lacks anchor, choices, close, expert, prompt, reset, step; see Envi",
+            "object lacks admissible_actions, anchor, close, context, format_action, oracle,",
         ),
         (broken(__init__=raise_error), "raised KeyError: 'mine' (test_env_check.py, line"),
     ],
@@ -123,7 +123,7 @@ FAULTS = {
         (broken(fixed(won=1)), "Outcome.won = 1; for what it must be see Outcome in paw/types.py"),
         (broken(fixed(reward=float("nan"))), "Outcome.reward = nan"),
         (broken(fixed(score=2.0)), "Outcome.score = 2.0"),
-        (broken({"prompt": lambda self: ""}), "a prompt is empty"),
+        (broken({"context": lambda self: ""}), "a prompt is empty"),
         (broken({"step": raise_error}), "raised KeyError"),
     ],
     "length": [(broken({"__init__": lambda self, n: setattr(self, "max_turns", n + 1)}), "env.max_turns = 6 turns")],
@@ -155,11 +155,11 @@ FAULTS = {
         (broken({"reset": shared_from_reset, "step": step_shared}), "keep state in self, not in the class"),
     ],
     "looking changes nothing": [
-        (broken({"prompt": prompt_that_counts}), "looked at 0 times a turn; prompt(), anchor(), expert()"),
+        (broken({"context": prompt_that_counts}), "looked at 0 times a turn; context(), anchor(), oracle()"),
     ],
     "observations": [
         (
-            broken(on_step(lambda self, o: replace(o, observation=self.prompt()))),
+            broken(on_step(lambda self, o: replace(o, observation=self.context()))),
             "turn 0: the observation holds the next",
         )
     ],
@@ -174,16 +174,13 @@ FAULTS = {
         (broken({"step": again_and_again}), "step() answers Outcome("),
     ],
     "well formed answers": [
-        (broken({"choices": lambda self: ["seven"]}), "'seven', of expert(), choices() or answer(), is not valid"),
-        (broken({"expert": lambda self: "seven"}), "'seven', of expert()"),
         (
-            broken({"answer": lambda self, a: a, "admissible": "50", "task": ""}),
-            "Broken.admissible = '50'; for what it",
+            broken({"admissible_actions": lambda self: ["seven"]}),
+            "'seven', of oracle() or format_action(), is not valid",
         ),
-        (
-            broken({"answer": lambda self, a: "", "admissible": ["1"], "task": "", "choices": lambda self: []}),
-            "'', of ",
-        ),
+        (broken({"oracle": lambda self: "seven"}), "'seven', of oracle()"),
+        (broken({"task": 50}), "Broken.task = 50; for what it"),
+        (broken({"format_action": lambda self, a: ""}), "'', of "),
     ],
     "closes": [(broken({"close": close_once}), "raised AttributeError")],
 }
@@ -191,8 +188,8 @@ FAULTS = {
 
 @pytest.mark.parametrize(("rule", "fault"), [(rule, fault) for rule, faults in FAULTS.items() for fault in faults])
 def test_each_rule_can_fail(rule, fault):
-    suite, seen = fault
-    found = failed(suite)
+    factory, seen = fault
+    found = failed(factory)
     assert rule in found, found
     assert seen in found[rule]
 
@@ -237,7 +234,7 @@ def test_a_broken_one_is_told_of(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "seen"),
     [
-        ("def prompt", "def 1prompt", "mine.py: SyntaxError: invalid decimal literal (mine.py, line 50)"),
+        ("def context", "def 1context", "mine.py: SyntaxError: invalid decimal literal (mine.py, line 50)"),
         ("class Game:", "class Game:\n    import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
     ],
 )
@@ -250,10 +247,10 @@ def test_a_file_that_cannot_be_imported(old, new, seen, tmp_path, capsys):
 
 def test_a_member_that_is_missing_ends_the_check(tmp_path, capsys):
     path = tmp_path / "mine.py"
-    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("def prompt", "def ask"))
+    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("def context", "def ask"))
     assert cli.main(["env", "check", f"{path}:Guess"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("FAIL  members                  Game lacks prompt; see Environment in paw/")
+    assert out.startswith("FAIL  members                  Game lacks context; see Env in paw/")
     assert out.endswith("1 of 1 rules failed, 17 not checked\n")
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from toyworld import make_chat, make_engine, make_suite, practised_model
+from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.model.policy import Policy
@@ -103,11 +103,11 @@ def test_other_kinds_are_rows_without_an_average():
 
 @pytest.fixture(scope="module")
 def played():
-    model, suite, chat = practised_model(), make_suite(), make_chat()
+    model, factory, chat = practised_model(), make_factory(), make_chat()
     engine = make_engine(model)
-    tasks = suite.eval_tasks("valid_unseen", 4, 0)
+    tasks = factory.eval_tasks("valid_unseen", 4, 0)
     config = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
-    rollouts = Rollouts(suite, engine, chat, config)
+    rollouts = Rollouts(factory, engine, chat, config)
     groups, _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     return groups, Policy(model), engine, chat
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paw.envs.alfworld.expert import expert, solve
 from paw.envs.alfworld.generator import generate, write
 from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.oracle import oracle, solve
 from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.tables import GOALS
 from paw.errors import UserError
@@ -134,7 +134,7 @@ def test_expert_gathers_two_objects_that_lie_in_two_targets():
     play(household, "go to countertop 1", "open cabinet 1", "take mug 2 from countertop 1", "move mug 2 to cabinet 1")
     steps = 0
     while not household.won and steps < 10:
-        play(household, expert(household))
+        play(household, oracle(household))
         steps += 1
     assert household.won
 
@@ -150,7 +150,7 @@ def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
     for _ in range(20):
         if household.won:
             return
-        play(household, expert(household))
+        play(household, oracle(household))
     pytest.fail(f"the expert has not won {household.game.name} in 20 steps")
 
 
@@ -188,7 +188,7 @@ def test_speed():
     for seed in range(20):
         household, commands = Household(generate(seed, difficulty="full")), []
         for _ in range(50):
-            commands.append(expert(household) if rng.random() < 0.3 else rng.choice(household.admissible))
+            commands.append(oracle(household) if rng.random() < 0.3 else rng.choice(household.admissible))
             household.step(commands[-1])
         played.append((household, commands))
     best = 0.0

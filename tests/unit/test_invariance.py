@@ -50,7 +50,7 @@ def weights_after(start, tmp_path_factory):  # noqa: F811
         with open_run(config) as run:
             for group in run.optimizer.param_groups:
                 group["eps"] = 1.0
-            rollouts = (Shuffled if order else Rollouts)(run.suite, run.engine, run.chat, config)
+            rollouts = (Shuffled if order else Rollouts)(run.factory, run.engine, run.chat, config)
             push_weights(run.policy.lm, run.engine, version=0)
             before = torch.cat([p.detach().flatten().double() for p in run.policy.named_parameters_once().values()])
             update(run, rollouts)

@@ -104,7 +104,7 @@ def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(sta
     off = make_config(start, tmp_path / "off", enabled=False)
     with open_run(off) as run:
         push_weights(run.policy.lm, run.engine, version=0)
-        update(run, Rollouts(run.suite, run.engine, run.chat, off))
+        update(run, Rollouts(run.factory, run.engine, run.chat, off))
         expected = moments(run)
     found = []
     for place, config in enumerate(make_arms(make_config(start, tmp_path / "on")).values()):

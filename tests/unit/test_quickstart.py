@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toyworld import ENV, corpus, make_chat, make_model, make_suite, make_tokenizer
+from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig, WarmupConfig
@@ -120,12 +120,12 @@ def test_vllm_serves_its_head_size():
 
 
 def test_training_warm_up_and_evaluation_share_no_game():
-    suite = make_suite()
+    factory = make_factory()
     streams = {
-        "train": [task for step in range(20) for task in suite.train_tasks(step, 16, 0)],
-        "warm-up": suite.warmup_tasks(0, 320, 0),
-        "warm-up check": suite.warmup_tasks(10_000_000, 32, 0),
-        "evaluation": suite.eval_tasks("valid_unseen", 128, 1000),
+        "train": [task for step in range(20) for task in factory.train_tasks(step, 16, 0)],
+        "warm-up": factory.warmup_tasks(0, 320, 0),
+        "warm-up check": factory.warmup_tasks(10_000_000, 32, 0),
+        "evaluation": factory.eval_tasks("valid_unseen", 128, 1000),
     }
     ids = {name: {task.id for task in tasks} for name, tasks in streams.items()}
     texts = {name: {repr(task.payload.scene) for task in tasks} for name, tasks in streams.items()}
@@ -136,8 +136,10 @@ def test_training_warm_up_and_evaluation_share_no_game():
 
 def test_demonstrations_are_expert_play_with_random_actions():
     def first(random_actions, stray_actions=0.0, count=300):
-        suite = make_suite(max_turns=12)
-        turns = demonstrations(suite, suite.config, seed=0, random_actions=random_actions, stray_actions=stray_actions)
+        factory = make_factory(max_turns=12)
+        turns = demonstrations(
+            factory, factory.config, seed=0, random_actions=random_actions, stray_actions=stray_actions
+        )
         return [next(turns) for _ in range(count)]
 
     assert first(0.3) == first(0.3)
@@ -163,20 +165,20 @@ def config_of(**warmup):
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
-    suite, said, folders = make_suite(max_turns=4), [], []
+    factory, said, folders = make_factory(max_turns=4), [], []
     config = config_of(max_steps=60)
 
     def report(line):
         said.append(line)
         if len(said) == 1:  # another run of the same warm-up starts later and finishes first
-            folders.append(ensure_warm_model(config, suite, lambda line: None))
+            folders.append(ensure_warm_model(config, factory, lambda line: None))
 
-    folders.append(ensure_warm_model(config, suite, report))
-    folder = ensure_warm_model(config, suite, said.append)
+    folders.append(ensure_warm_model(config, factory, report))
+    folder = ensure_warm_model(config, factory, said.append)
     assert folders == [folder, folder]
     assert "cached" in said[-1]
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]  # nothing unfinished stays behind
-    start = ensure_warm_model(config_of(max_steps=1), suite, said.append)
+    start = ensure_warm_model(config_of(max_steps=1), factory, said.append)
     assert start != folder
     loss, loss_at_start = (json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start))
     assert loss < 0.6 * loss_at_start

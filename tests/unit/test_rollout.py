@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from toyworld import make_chat, make_engine, make_suite, practised_model
+from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.worker import Worker
@@ -34,11 +34,11 @@ def model():
 
 @pytest.fixture
 def rollouts(model):
-    return Rollouts(make_suite(), make_engine(model), make_chat(), CONFIG)
+    return Rollouts(make_factory(), make_engine(model), make_chat(), CONFIG)
 
 
 def play(rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options):
-    tasks = rollouts.suite.train_tasks(0, 3, 0) if tasks is None else tasks
+    tasks = rollouts.factory.train_tasks(0, 3, 0) if tasks is None else tasks
     return rollouts.play(tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options)
 
 
@@ -53,20 +53,20 @@ def turns_of(groups):
 class Scripted:
     """Counts to the task's payload, then wins; raises where it is told to."""
 
-    def __init__(self, suite):
-        self.suite = suite
+    def __init__(self, factory):
+        self.factory = factory
 
     def _maybe_fail(self, where):
-        if (where, self.made_for) in self.suite.failures or where == self.suite.always:
-            raise self.suite.error(f"broken at {where}")
+        if (where, self.made_for) in self.factory.failures or where == self.factory.always:
+            raise self.factory.error(f"broken at {where}")
 
     def reset(self, task):
         self.length, self.n = task.payload, 0
-        self.made_for = (task.id, next(self.suite.starts.setdefault(task.id, itertools.count())))
+        self.made_for = (task.id, next(self.factory.starts.setdefault(task.id, itertools.count())))
         self._maybe_fail("reset")
         return "start"
 
-    def prompt(self):
+    def context(self):
         self._maybe_fail(f"prompt {self.n}")
         return f"task: put a mug in shelf 1.\nturn {self.n}"
 
@@ -74,26 +74,26 @@ class Scripted:
         return f"at {self.n}"
 
     def step(self, response):
-        self.suite.think(self)
+        self.factory.on_step(self)
         self._maybe_fail(f"step {self.n}")
         self.n += 1
         done = self.n == self.length
         return Outcome(f"now {self.n}", float(done), done, done, response, valid=True)
 
     def close(self):
-        self.suite.closed += 1
-        if self.suite.close_raises:
+        self.factory.closed += 1
+        if self.factory.close_raises:
             raise OSError("already gone")
 
 
-class ScriptedSuite:
-    """A real suite of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
+class ScriptedFactory:
+    """A real factory of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
 
     name, reward_max, invalid_penalty = "scripted", 1.0, 0.0
 
-    def __init__(self, *failures, always="", error=RuntimeError, close_raises=False, think=None):
+    def __init__(self, *failures, always="", error=RuntimeError, close_raises=False, on_step=None):
         self.failures, self.always, self.error, self.close_raises = set(failures), always, error, close_raises
-        self.may_block, self.think = think is not None, think or (lambda environment: None)
+        self.may_block, self.on_step = on_step is not None, on_step or (lambda environment: None)
         self.starts, self.closed, self.made = {}, 0, 0
 
     def train_tasks(self, step, count, seed):
@@ -105,11 +105,11 @@ class ScriptedSuite:
 
 
 def scripted(model, *failures, **options):
-    return Rollouts(ScriptedSuite(*failures, **options), make_engine(model), make_chat(), CONFIG)
+    return Rollouts(ScriptedFactory(*failures, **options), make_engine(model), make_chat(), CONFIG)
 
 
 def test_members_of_a_group_play_the_same_task(rollouts):
-    tasks = rollouts.suite.train_tasks(0, 3, 0)
+    tasks = rollouts.factory.train_tasks(0, 3, 0)
     groups, stats = play(rollouts, tasks)
     assert [group.task for group in groups] == tasks
     for group in groups:
@@ -142,11 +142,11 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
 def test_the_games_replay_to_the_same_outcomes(rollouts):
     """Nothing is lost between the response's ids and the environment."""
     groups, _ = play(rollouts)
-    environment = rollouts.suite.make()
+    environment = rollouts.factory.make()
     for episode in episodes_of(groups):
         environment.reset(episode.task)
         for turn in episode.turns:
-            assert environment.prompt() == turn.prompt
+            assert environment.context() == turn.prompt
             assert environment.step(turn.response) == turn.outcome
 
 
@@ -158,10 +158,10 @@ def test_same_seed_same_episodes_another_seed_or_stream_others(rollouts):
 
 
 def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
-    tasks = rollouts.suite.train_tasks(0, 6, 0)
+    tasks = rollouts.factory.train_tasks(0, 6, 0)
     many = play(rollouts, tasks)[0]
     few = play(rollouts, tasks[:2])[0]
-    small_batches = Rollouts(make_suite(), make_engine(model, max_batch_tokens=100), make_chat(), CONFIG)
+    small_batches = Rollouts(make_factory(), make_engine(model, max_batch_tokens=100), make_chat(), CONFIG)
     for a, b in ((few, many[:2]), (play(small_batches, tasks)[0], many)):
         assert [t.response_ids for t in turns_of(a)] == [t.response_ids for t in turns_of(b)]
         logps = [value for turn in turns_of(b) for value in turn.sampled_logp]
@@ -203,10 +203,10 @@ def test_environments_are_kept_and_closed_once(model):
     rollouts = scripted(model)
     for _ in range(3):
         play(rollouts)
-    assert rollouts.suite.made == 12
+    assert rollouts.factory.made == 12
     rollouts.close()
     rollouts.close()
-    assert rollouts.suite.closed == 12
+    assert rollouts.factory.closed == 12
 
 
 @pytest.mark.parametrize("where", ["reset", "prompt 0", "prompt 1", "step 0", "step 2"])
@@ -218,7 +218,7 @@ def test_a_failing_episode_is_left_out_and_counted(model, where):
     assert all(episode.episode_return == 1.0 and episode.failure is None for episode in episodes_of(groups))
     assert (len(stats.failures), stats.groups_dropped) == (1, 0)
     assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
-    assert rollouts.suite.closed == 1
+    assert rollouts.factory.closed == 1
     again, stats = play(rollouts)  # the broken environment was replaced
     assert len(episodes_of(again)) == 12 and len(stats.failures) == 0
 
@@ -231,13 +231,13 @@ def test_failures_do_not_change_the_other_episodes(model):
 
 @pytest.mark.parametrize("where", ["reset", "prompt 1", "step 0"])
 def test_a_failure_in_a_thread_costs_its_episode_and_a_users_mistake_the_run(model, where):
-    think = threading.get_ident  # no more than saying that it may block
-    groups, stats = play(scripted(model, (where, ("task 1", 2)), think=lambda _: think()))
+    touch = threading.get_ident  # no more than saying that it may block
+    groups, stats = play(scripted(model, (where, ("task 1", 2)), on_step=lambda _: touch()))
     assert sorted(len(group.trajectories) for group in groups) == [3, 4, 4]
     assert [group.task.id for group in groups] == ["task 0", "task 1", "task 2"]
     assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
     with pytest.raises(UserError, match=f"broken at {where}"):
-        play(scripted(model, always=where, error=UserError, think=lambda _: think()))
+        play(scripted(model, always=where, error=UserError, on_step=lambda _: touch()))
 
 
 GAME = """
@@ -259,37 +259,37 @@ def test_a_worker_process_that_dies_costs_its_own_episode(model, tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     workers = [Worker("mortal:Game", timeout_s=30) for _ in range(3)]
 
-    def think(environment):
+    def wait(environment):
         worker = workers[environment.made_for[1]]
         if environment.n == 0:
             worker.start()
         worker.step("die" if (worker, environment.n) == (workers[1], 1) else "look")
 
-    rollouts = scripted(model, think=think)
-    groups, stats = play(rollouts, rollouts.suite.train_tasks(0, 1, 0), group_size=3)
+    rollouts = scripted(model, on_step=wait)
+    groups, stats = play(rollouts, rollouts.factory.train_tasks(0, 1, 0), group_size=3)
     assert [len(episode.turns) for episode in episodes_of(groups)] == [3, 3]
     assert stats.failures == ["task 0: EnvironmentFailure: worker mortal:Game: exited with code 3 during step"]
     for worker in workers:
         worker.close()
 
 
-def test_environments_that_may_block_think_at_the_same_time(model):
+def test_environments_that_may_block_step_at_the_same_time(model):
     """Each step of an environment returns only when all twelve are in theirs."""
     meeting = threading.Barrier(12)
     whole = turns_of(play(scripted(model))[0])
-    groups, stats = play(scripted(model, think=lambda _: meeting.wait(timeout=10)))
+    groups, stats = play(scripted(model, on_step=lambda _: meeting.wait(timeout=10)))
     assert turns_of(groups) == whole and stats.failures == []
 
 
-def test_a_continuous_engine_works_on_while_an_environment_thinks(model):
+def test_a_continuous_engine_works_on_while_an_environment_steps(model):
     """One environment's first step lasts until all other episodes have finished."""
     others_finished = threading.Event()
 
-    def think(environment):
+    def wait(environment):
         if environment.made_for == ("task 0", 0) and environment.n == 0:
             assert others_finished.wait(timeout=10)
 
-    rollouts = scripted(model, think=think)
+    rollouts = scripted(model, on_step=wait)
     rollouts.engine.continuous = True
     groups, stats = play(rollouts, progress=lambda done, total: done == total - 1 and others_finished.set())
     assert stats.failures == []
@@ -299,7 +299,7 @@ def test_a_continuous_engine_works_on_while_an_environment_thinks(model):
 def test_lock_step_waits_for_every_live_episode_and_changes_nothing(model):
     want = play(scripted(model))
     slow = ("task 0", 0)
-    rollouts = scripted(model, think=lambda environment: time.sleep(0.05 * (environment.made_for == slow)))
+    rollouts = scripted(model, on_step=lambda environment: time.sleep(0.05 * (environment.made_for == slow)))
     engine, step, batches = rollouts.engine, rollouts.engine.step, []
 
     def counted():

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from toyworld import make_chat, make_engine, make_model, make_suite, practised_model
+from toyworld import make_chat, make_engine, make_factory, make_model, practised_model
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
-from paw.envs.next_state import NextStateSuite, Triplet, _Together, answer, ask, predicted, read_triplets
+from paw.envs.next_state import NextStateFactory, Triplet, _Together, answer, ask, predicted, read_triplets
 from paw.envs.search.embedding import PACKAGES, Embedding
 from paw.errors import UserError
 from paw.model.policy import Policy
@@ -60,9 +60,9 @@ def make_config(tmp_path, triplets, **changes):
 
 @pytest.fixture(scope="module")
 def played():
-    suite, config = make_suite(), Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
-    rollouts = Rollouts(suite, make_engine(practised_model()), make_chat(), config)
-    return rollouts.play(suite.train_tasks(0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
+    factory, config = make_factory(), Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
+    rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
+    return rollouts.play(factory.train_tasks(0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
 
 
 # --- triplets ------------------------------------------------------------------------------------------------------
@@ -93,15 +93,17 @@ def test_a_file_gives_back_its_triplets(tmp_path):
 
 
 def test_splits_hold_whole_games_apart(tmp_path):
-    suite = NextStateSuite(ENV, make_config(tmp_path, games(100)).rwml, same)
-    apart = [{task.payload.task for task in tasks} for tasks in (suite.training, suite.held_out)]
+    factory = NextStateFactory(ENV, make_config(tmp_path, games(100)).rwml, same)
+    apart = [{task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)]
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
-    assert len(suite.training) + len(suite.held_out) == 200
-    n = len(suite.training)
-    epoch = suite.train_tasks(0, n, seed=1)
-    assert sorted(epoch, key=lambda t: t.id) == sorted(suite.training, key=lambda t: t.id) and epoch != suite.training
-    assert suite.train_tasks(1, n, seed=1) != epoch
-    assert suite.eval_tasks("held_out", 0, 0) == suite.held_out and len(suite.eval_tasks("held_out", 3, 0)) == 3
+    assert len(factory.training) + len(factory.held_out) == 200
+    n = len(factory.training)
+    epoch = factory.train_tasks(0, n, seed=1)
+    assert (
+        sorted(epoch, key=lambda t: t.id) == sorted(factory.training, key=lambda t: t.id) and epoch != factory.training
+    )
+    assert factory.train_tasks(1, n, seed=1) != epoch
+    assert factory.eval_tasks("held_out", 0, 0) == factory.held_out and len(factory.eval_tasks("held_out", 3, 0)) == 3
 
 
 # --- the question and the answer -----------------------------------------------------------------------------------
@@ -151,9 +153,9 @@ def test_what_fine_tuning_imitates_is_understood():
 )
 def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp_path, response, cosine, outcome):
     config = make_config(tmp_path, games(30))
-    suite = NextStateSuite(ENV, config.rwml, lambda pairs: [cosine] * len(pairs))
-    environment = suite.make()
-    environment.reset(suite.training[0])
+    factory = NextStateFactory(ENV, config.rwml, lambda pairs: [cosine] * len(pairs))
+    environment = factory.make()
+    environment.reset(factory.training[0])
     found = environment.step(response)
     assert (found.reward, found.won, found.valid) == outcome
     assert found.done and found.observation == SEEN
@@ -246,12 +248,12 @@ def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
 def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     """The same rollouts as any episode: an environment, a prompt, an answer, a reward."""
     config = make_config(tmp_path, games(30), sft_epochs=3)
-    suite, chat, model = NextStateSuite(ENV, config.rwml, same), make_chat(), make_model()
-    rollouts = Rollouts(suite, make_engine(model), chat, config)
+    factory, chat, model = NextStateFactory(ENV, config.rwml, same), make_chat(), make_model()
+    rollouts = Rollouts(factory, make_engine(model), chat, config)
     options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
-    before, _ = rollouts.play(suite.held_out[:2], **options)
-    rwml.fine_tune(Policy(model), chat, suite.training, config)
-    after, _ = rollouts.play(suite.held_out[:2], **options)
+    before, _ = rollouts.play(factory.held_out[:2], **options)
+    rwml.fine_tune(Policy(model), chat, factory.training, config)
+    after, _ = rollouts.play(factory.held_out[:2], **options)
     assert not any(e.won for group in before for e in group.trajectories)
     assert all(e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories)
 
@@ -306,7 +308,7 @@ def test_other_mistakes_are_named(tmp_path):
     def fault(triplets, **env):
         config = make_config(tmp_path, triplets)
         with pytest.raises(UserError) as raised:
-            NextStateSuite(ENV.model_copy(update=env), config.rwml, same)
+            NextStateFactory(ENV.model_copy(update=env), config.rwml, same)
         return str(raised.value)
 
     held = next(t for t in games(100) if t.held_out)
@@ -314,9 +316,9 @@ def test_other_mistakes_are_named(tmp_path):
     assert "none of its 1 games is one to evaluate on" in fault([next(t for t in games(9) if not t.held_out)])
     assert "env.eval_split = 'valid_unseen'" in fault(games(30), eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"rwml\.triplets is not set"):
-        NextStateSuite(ENV, RwmlConfig(), same)
+        NextStateFactory(ENV, RwmlConfig(), same)
     with pytest.raises(UserError, match="warmed up on games, not on triplets"):
-        NextStateSuite(ENV, make_config(tmp_path, games(30)).rwml, same).warmup_tasks(0, 1, 0)
+        NextStateFactory(ENV, make_config(tmp_path, games(30)).rwml, same).warmup_tasks(0, 1, 0)
     with pytest.raises(UserError, match=r"set wm\.enabled = false"):
         validate({"model": {"path": "-"}, "env": {"name": "next_state"}}, origin="r")
 
@@ -325,6 +327,6 @@ def test_fine_tuning_that_diverges_says_so(tmp_path):
     config, model = make_config(tmp_path, games(30)), make_model()
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.inf)
-    suite = NextStateSuite(ENV, config.rwml, same)
+    factory = NextStateFactory(ENV, config.rwml, same)
     with pytest.raises(UserError, match=r"diverged at step 1 of \d; lower rwml\.sft_lr"):
-        rwml.fine_tune(Policy(model), make_chat(), suite.training, config)
+        rwml.fine_tune(Policy(model), make_chat(), factory.training, config)

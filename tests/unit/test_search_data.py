@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.envs.search import data
 from paw.errors import UserError
 
@@ -33,13 +33,13 @@ def parquet(path, rows):
     return path
 
 
-def suite(folder, corpus=True, **changes):
+def factory(folder, corpus=True, **changes):
     documents = [
         {"id": str(i), "contents": f'"{name}"\n{name} is a river.'} for i, name in enumerate(["Nile", "Volta"])
     ]
     search = {"corpus": jsonl(folder / "corpus.jsonl", documents)} if corpus else {}
     env = {"name": "search", "data": folder, "eval_split": "test", "max_turns": 4} | changes
-    return make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(**env), search=SearchConfig(**search)))
+    return make_factory(Config(model=ModelConfig(path="-"), env=EnvConfig(**env), search=SearchConfig(**search)))
 
 
 @pytest.fixture(autouse=True)
@@ -163,34 +163,34 @@ def test_damaged_parquet_is_named(what, words, tmp_path):
 
 def test_a_folder_has_one_file_of_a_split(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        suite(tmp_path, data=tmp_path / "nowhere")
+        factory(tmp_path, data=tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds neither test.parquet and test.jsonl"):
-        suite(tmp_path)
+        factory(tmp_path)
     jsonl(tmp_path / "test.jsonl", ROWS)
-    assert [task.payload.text for task in suite(tmp_path).eval_tasks("test", 0, 0)] == [q for _, q, _ in EXPECTED]
+    assert [task.payload.text for task in factory(tmp_path).eval_tasks("test", 0, 0)] == [q for _, q, _ in EXPECTED]
     parquet(tmp_path / "test.parquet", ROWS)
     with pytest.raises(UserError, match="holds both"):
-        suite(tmp_path)
+        factory(tmp_path)
     (tmp_path / "test.parquet").rename(tmp_path / "test.csv")
     with pytest.raises(UserError, match=r"test.csv is neither .parquet nor .jsonl"):
-        suite(tmp_path, data=tmp_path / "test.csv")
+        factory(tmp_path, data=tmp_path / "test.csv")
 
 
 def test_a_damaged_training_file_is_told_of_at_the_start(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
     (tmp_path / "train.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"train.jsonl: line 1"):
-        suite(tmp_path)
+        factory(tmp_path)
 
 
 def test_questions_of_files_need_documents(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
     with pytest.raises(UserError, match=r"needs documents: set search.corpus"):
-        suite(tmp_path, corpus=False)
+        factory(tmp_path, corpus=False)
 
 
 def test_one_file_is_every_split(tmp_path):
-    played = suite(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS))
+    played = factory(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS))
     assert len(played.eval_tasks("test", 0, 0)) == 2
     assert {task.kind for task in played.train_tasks(0, 2, 0)} == {"nq", "2wikimultihopqa"}
 
@@ -199,7 +199,7 @@ def test_tasks_of_files_are_seeded_and_go_through_everything(tmp_path):
     rows = [{"question": f"{i}?", "golden_answers": ["a"]} for i in range(10)]
     jsonl(tmp_path / "train.jsonl", rows)
     jsonl(tmp_path / "test.jsonl", rows)
-    played = suite(tmp_path)
+    played = factory(tmp_path)
 
     def asked(tasks):
         return [task.payload.text for task in tasks]
@@ -216,19 +216,19 @@ def test_tasks_of_files_are_seeded_and_go_through_everything(tmp_path):
 
 def test_the_fingerprint_follows_the_content(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
-    before = suite(tmp_path).fingerprint()
-    assert suite(tmp_path).fingerprint() == before and "corpus.jsonl" in before
+    before = factory(tmp_path).fingerprint()
+    assert factory(tmp_path).fingerprint() == before and "corpus.jsonl" in before
     jsonl(tmp_path / "test.jsonl", ROWS[:1])
-    assert suite(tmp_path).fingerprint() != before
+    assert factory(tmp_path).fingerprint() != before
 
 
 def test_questions_of_files_have_no_expert(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
-    played = suite(tmp_path)
+    played = factory(tmp_path)
     environment = played.make()
     environment.reset(played.eval_tasks("test", 0, 0)[0])
     with pytest.raises(NotImplementedError):
-        environment.expert()
+        environment.oracle()
     assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
     assert environment.step("<answer>the nile</answer>").won
     with pytest.raises(UserError, match="leave env"):

@@ -8,12 +8,13 @@ import time
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
+from paw.envs.base import admissible_responses
 from paw.envs.search.data import Question
+from paw.envs.search.factory import SearchEnv
 from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
 from paw.envs.search.retrieval.base import Hit, make_retriever
 from paw.envs.search.reward import exact_match, normalize
-from paw.envs.search.suite import SearchEnv
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.envs.worker import EnvironmentFailure
 from paw.errors import UserError
@@ -22,8 +23,8 @@ from paw.types import Task
 ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
 
 
-def suite(entities=100, topk=3, search=None, **changes):
-    return make_suite(
+def factory(entities=100, topk=3, search=None, **changes):
+    return make_factory(
         Config(
             model=ModelConfig(path="-"),
             env=ENV.model_copy(update=changes),
@@ -146,30 +147,30 @@ After completing your reasoning, choose only one of the following actions (do no
 
 def test_the_papers_prompts_literally():
     environment = episode()
-    assert environment.prompt() == FIRST
+    assert environment.context() == FIRST
     environment.step("<think>Hm.</think><search> the Nile </search>")
     environment.step("I do not know.")
-    assert environment.prompt() == THIRD
+    assert environment.context() == THIRD
 
 
 def test_history_is_cut_where_it_is_set_to_be():
     environment = episode(history=1)
     environment.step("<search>the Nile</search>")
     environment.step("<search>Volta</search>")
-    assert "Step 1:" not in environment.prompt()
-    assert 'Step 2:<search>Volta</search> <information>{"result": ""}</information>\n\n\n' in environment.prompt()
+    assert "Step 1:" not in environment.context()
+    assert 'Step 2:<search>Volta</search> <information>{"result": ""}</information>\n\n\n' in environment.context()
     environment = episode(history=0)
     environment.step("<search>the Nile</search>")
-    assert environment.prompt() == FIRST
+    assert environment.context() == FIRST
 
 
 def test_without_a_thought_the_prompt_asks_for_none():
-    prompt = episode(think=False).prompt()
+    prompt = episode(think=False).context()
     assert "think" not in prompt and "step.\nChoose only one" in prompt
 
 
 def test_a_question_with_braces_stays_as_it_is():
-    assert "Your question: {history} %s {0}?\n" in episode(Question("{history} %s {0}?", ("a",))).prompt()
+    assert "Your question: {history} %s {0}?\n" in episode(Question("{history} %s {0}?", ("a",))).context()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_question_with_braces_stays_as_it_is():
     ],
 )
 def test_paper_projection(response, action, valid):
-    played, well_formed = PaperStyle().project(response)
+    played, well_formed = PaperStyle().parse_action(response)
     assert (str(played), well_formed) == (action, valid)
 
 
@@ -210,7 +211,7 @@ def test_paper_projection(response, action, valid):
     ],
 )
 def test_compact_projection(response, action, valid):
-    played, well_formed = CompactStyle().project(response)
+    played, well_formed = CompactStyle().parse_action(response)
     assert (str(played), well_formed) == (action, valid)
 
 
@@ -218,9 +219,9 @@ def test_compact_projection(response, action, valid):
 @pytest.mark.parametrize("bare", ["search[town 12]", "answer[a [b] c]"])
 def test_an_answer_plays_its_bare_action(style, bare):
     environment = episode(style=style)
-    outcome = environment.step(environment.answer(bare))
+    outcome = environment.step(environment.format_action(bare))
     assert (outcome.action, outcome.valid) == (bare, True)
-    assert make_style(style, history=4, think=True).project(environment.answer("look"))[1] is False
+    assert make_style(style, history=4, think=True).parse_action(environment.format_action("look"))[1] is False
     assert Action.parse(bare) != Action.parse("look") == Action("", "")
 
 
@@ -273,7 +274,7 @@ def test_exact_match(answer, golden, right):
 
 def test_an_episode_of_a_search_and_an_answer():
     environment = episode()
-    assert environment.anchor() == environment.task == "Where is the Nile?" and environment.admissible == []
+    assert environment.anchor() == environment.task == "Where is the Nile?" and environment.admissible_actions() == []
     found = environment.step("<search>Nile</search>")
     assert found.observation == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
     assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
@@ -302,7 +303,7 @@ def test_a_new_question_starts_from_nothing():
     environment = episode()
     environment.step("<search>Nile</search>")
     environment.reset(Task("u", "nq", Question("Who?", ("Ada",))))
-    assert environment.anchor() == "Who?" and "Step 1" not in environment.prompt()
+    assert environment.anchor() == "Who?" and "Step 1" not in environment.context()
 
 
 @pytest.mark.parametrize("error", [ConnectionError("refused\nby peer"), UserError("no server"), ValueError("no JSON")])
@@ -321,66 +322,66 @@ def test_a_failing_search_fails_its_episode_alone(error):
 
 @pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20), ("compact", 3, 20)])
 def test_the_expert_answers_every_generated_question(style, topk, entities):
-    played = suite(style=style, topk=topk, entities=entities)
+    played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
     for part in ("train", "warmup", "test"):
         for task in played.eval_tasks(part, 300, 0):
             environment.reset(task)
-            outcome = environment.step(environment.expert())
+            outcome = environment.step(environment.oracle())
             while not outcome.done:
                 assert outcome.valid
-                outcome = environment.step(environment.expert())
+                outcome = environment.step(environment.oracle())
             assert outcome.won, task
 
 
 @pytest.mark.parametrize(("style", "turns"), [("paper", [True, False, True]), ("compact", [True, False, False])])
 def test_the_expert_goes_on_from_what_the_prompt_still_shows(style, turns):
     """After a stray search the paper's prompt still holds the first document; the compact one has to find it again."""
-    played = suite(style=style, topk=1, entities=20)
+    played = factory(style=style, topk=1, entities=20)
     task = next(task for task in played.eval_tasks("train", 0, 0) if task.kind == "two-hop")
     environment, hops = played.make(), task.payload.hops
     environment.reset(task)
-    environment.step(environment.expert())
-    environment.step(environment.answer("search[something else]"))
+    environment.step(environment.oracle())
+    environment.step(environment.format_action("search[something else]"))
     expected = hops[1] if turns[2] else hops[0]
-    assert environment.expert().endswith(environment.style.answer(Action("search", expected)).split(">")[-1])
-    assert expected in environment.expert()
+    assert environment.oracle().endswith(environment.style.format_action(Action("search", expected)).split(">")[-1])
+    assert expected in environment.oracle()
 
 
-def test_choices_of_a_numbered_world_are_whole_lines_of_it():
-    played = suite(style="compact", entities=20)
+def test_actions_of_a_numbered_world_are_whole_lines_of_it():
+    played = factory(style="compact", entities=20)
     environment = played.make()
     environment.reset(played.train_tasks(0, 1, 0)[0])
-    assert len(environment.choices()) == len(set(environment.choices())) == 40
-    assert environment.expert() in environment.choices()
-    assert all(environment.style.project(choice)[1] for choice in environment.choices())
-    assert suite().make().choices() == []
+    responses = admissible_responses(environment)
+    assert len(responses) == len(set(responses)) == 40 and environment.oracle() in responses
+    assert all(environment.style.parse_action(response)[1] for response in responses)
+    assert factory().make().admissible_actions() == []
 
 
 def test_generated_tasks_are_seeded_and_their_splits_apart():
-    played = suite(entities=40)
+    played = factory(entities=40)
     train = [task for step in range(20) for task in played.train_tasks(step, 4, 3)]
     ids = {task.id for task in train}
     warm = {task.id for task in played.warmup_tasks(0, 500, 3)}
     held_out = {task.id for task in played.eval_tasks("test", 0, 3)}
     assert len(ids) == 80 and not ids & warm and not ids & held_out and not warm & held_out
     assert [t.id for t in played.train_tasks(7, 4, 3)] == [t.id for t in train[28:32]]
-    assert [t.id for t in played.warmup_tasks(0, 4, 3)] == [t.id for t in suite(entities=40).warmup_tasks(0, 4, 3)]
+    assert [t.id for t in played.warmup_tasks(0, 4, 3)] == [t.id for t in factory(entities=40).warmup_tasks(0, 4, 3)]
 
 
 def test_fingerprints_differ_where_results_do():
-    made = [suite(), suite(entities=101), suite(topk=2), suite(entities=20, style="compact")]
-    assert len({one.fingerprint() for one in made}) == 4 and suite().fingerprint() == made[0].fingerprint()
+    made = [factory(), factory(entities=101), factory(topk=2), factory(entities=20, style="compact")]
+    assert len({one.fingerprint() for one in made}) == 4 and factory().fingerprint() == made[0].fingerprint()
     assert made[0].reward_max == 1.0 and made[0].invalid_penalty == 0.01 and made[0].may_block is False
 
 
 def test_settings_that_do_not_go_together(tmp_path):
     with pytest.raises(UserError, match="no split 'valid_unseen', only test, warmup, train"):
-        suite(eval_split="valid_unseen")
+        factory(eval_split="valid_unseen")
     with pytest.raises(UserError, match="no split 'dev'"):
-        suite(train_split="dev")
+        factory(train_split="dev")
     with pytest.raises(UserError, match=r"search.corpus = .* needs env.data"):
-        suite(search={"corpus": tmp_path / "corpus.jsonl"})
+        factory(search={"corpus": tmp_path / "corpus.jsonl"})
 
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
@@ -393,14 +394,14 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
             return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0, cut=False)
 
     monkeypatch.setattr(zerosearch, "make_simulator", lambda config: zerosearch.Simulator(Writer(), config))
-    played = suite(search={"retriever": "zerosearch"})
+    played = factory(search={"retriever": "zerosearch"})
     assert played.may_block
 
     def noisy(tasks):
         environment, count = played.make(), 0
         for task in tasks:
             environment.reset(task)
-            count += "noisy words" in environment.step(environment.expert()).observation
+            count += "noisy words" in environment.step(environment.oracle()).observation
         return count
 
     assert noisy(played.eval_tasks("test", 60, 0)) == noisy(played.train_tasks(0, 60, 0)) == 0
@@ -413,7 +414,7 @@ def test_a_server_answers_then_goes_down(monkeypatch):
     from paw.envs.search.retrieval import remote, server
 
     monkeypatch.setattr(remote, "PAUSE_S", 0.0)
-    local = suite(entities=20)
+    local = factory(entities=20)
     documents = World(20).documents
     app = server.make_app(make_retriever(SearchConfig(), documents), SearchConfig(), documents=len(documents))
     running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none"))
@@ -423,30 +424,30 @@ def test_a_server_answers_then_goes_down(monkeypatch):
         while not running.started:
             time.sleep(0.01)
         url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-        played = suite(entities=20, search={"retriever": url})
+        played = factory(entities=20, search={"retriever": url})
         assert played.may_block
         environment, other = played.make(), local.make()
         for task, same in zip(played.eval_tasks("test", 0, 0), local.eval_tasks("test", 0, 0), strict=True):
             environment.reset(task)
             other.reset(same)
-            outcome = environment.step(environment.expert())
-            assert outcome == other.step(other.expert()) and "Doc 1" in outcome.observation
+            outcome = environment.step(environment.oracle())
+            assert outcome == other.step(other.oracle()) and "Doc 1" in outcome.observation
     finally:
         running.should_exit = True
         thread.join()
     with pytest.raises(EnvironmentFailure, match=rf"search failed: .*{url}"):
         environment.step("<search>Nile</search>")
     with pytest.raises(UserError, match=url):
-        suite(entities=20, search={"retriever": url})
+        factory(entities=20, search={"retriever": url})
 
 
 def test_play_at_random_hardly_wins():
-    played = suite(style="compact", entities=20)
+    played = factory(style="compact", entities=20)
     environment, won = played.make(), 0
     tasks = played.eval_tasks("train", 200, 0)
     for start, task in enumerate(tasks):
         environment.reset(task)
-        choices = environment.choices()
+        choices = admissible_responses(environment)
         done, turn = False, 0
         while not done:
             outcome = environment.step(choices[(7 * start + 11 * turn) % len(choices)])

@@ -11,7 +11,7 @@ from toyworld import make_chat
 
 from paw import cli
 from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.envs.next_state import ask, read_triplets, write_triplets
 from paw.envs.worker import EnvironmentFailure
 from paw.errors import UserError
@@ -38,9 +38,9 @@ def config_of(**changes):
 
 
 def start(task=0, **changes):
-    suite = make_suite(config_of(**changes))
-    environment = suite.make()
-    environment.reset(suite.eval_tasks("test", 0, 0)[task])
+    factory = make_factory(config_of(**changes))
+    environment = factory.make()
+    environment.reset(factory.eval_tasks("test", 0, 0)[task])
     return environment
 
 
@@ -49,24 +49,24 @@ def call(name, **arguments):
 
 
 def test_splits_are_seeded_and_apart():
-    suite = make_suite(config_of())
-    train = [task.id for step in range(3) for task in suite.train_tasks(step, 4, seed=1)]
+    factory = make_factory(config_of())
+    train = [task.id for step in range(3) for task in factory.train_tasks(step, 4, seed=1)]
     assert sorted(train[:8]) == [f"retail/{i}" for i in range(8)]  # each once an epoch
-    assert [t.id for t in suite.train_tasks(2, 4, seed=1)] == train[8:]
-    assert [t.id for t in suite.eval_tasks("test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
-    assert suite.eval_tasks("test", 6, 3) == suite.eval_tasks("test", 6, 3) != suite.eval_tasks("test", 6, 4)
-    assert suite.may_block and suite.reward_max == 10.0
+    assert [t.id for t in factory.train_tasks(2, 4, seed=1)] == train[8:]
+    assert [t.id for t in factory.eval_tasks("test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
+    assert factory.eval_tasks("test", 6, 3) == factory.eval_tasks("test", 6, 3) != factory.eval_tasks("test", 6, 4)
+    assert factory.may_block and factory.reward_max == 10.0
     assert (
-        suite.fingerprint()
-        == make_suite(config_of()).fingerprint()
-        != make_suite(config_of(env={"train_split": "test"}))
+        factory.fingerprint()
+        == make_factory(config_of()).fingerprint()
+        != make_factory(config_of(env={"train_split": "test"}))
     )
-    assert suite.fingerprint().startswith("tau2 1.0.1 retail ")
+    assert factory.fingerprint().startswith("tau2 1.0.1 retail ")
 
 
 def test_a_conversation_is_won():
     environment = start()
-    prompt = environment.prompt()
+    prompt = environment.context()
     assert "Cancel orders on request.\n\n# Tools" in prompt and prompt.count('{"name": "') == 4 - 1
     assert prompt.partition("# Conversation\n")[2].startswith("user: Hi, please cancel order 8.\n\nNow")
     assert environment.anchor() == environment.task == "user: Hi, please cancel order 8."
@@ -77,8 +77,8 @@ def test_a_conversation_is_won():
         False,
         True,
     )
-    assert environment.prompt().count("assistant: ") == 1
-    outcome = environment.step(environment.answer("It is cancelled."))
+    assert environment.context().count("assistant: ") == 1
+    outcome = environment.step(environment.format_action("It is cancelled."))
     assert (outcome.action, outcome.reward, outcome.won, outcome.score) == ("It is cancelled.", 10.0, True, 1.0)
     assert outcome.done and outcome.observation == "user: Thank you. ###STOP###"
     with pytest.raises(AssertionError):
@@ -88,7 +88,7 @@ def test_a_conversation_is_won():
 def test_the_end_of_the_turns_ends_the_conversation():
     environment = start()
     gym = environment._gym
-    outcomes = [environment.step(environment.answer("Which order?")) for _ in range(4)]
+    outcomes = [environment.step(environment.format_action("Which order?")) for _ in range(4)]
     assert [o.done for o in outcomes] == [False, False, False, True]
     assert (outcomes[-1].won, outcomes[-1].reward) == (False, 0.0)
     assert outcomes[-1].observation == "user: As I said,\nthe order."
@@ -118,12 +118,12 @@ def test_a_malformed_action_reaches_nobody(response, problem):
     outcome = environment.step(response)
     assert (outcome.valid, outcome.done, gym.actions) == (False, False, [])
     assert outcome.observation.startswith("Invalid action: ") and problem in outcome.observation
-    assert outcome.observation in environment.prompt()
+    assert outcome.observation in environment.context()
 
 
 def test_without_thoughts():
     environment = start(env={"think": False})
-    assert "<think>" not in environment.prompt()
+    assert "<think>" not in environment.context()
     assert environment.step("<action>Hello</action>").valid
 
 
@@ -139,16 +139,16 @@ def test_without_thoughts():
 def test_what_breaks_in_a_step_is_a_failure(user, message):
     environment = start(tau2={"user_model": user}, env={"step_timeout_s": 0.05})
     with pytest.raises(EnvironmentFailure, match=message):
-        environment.step(environment.answer("Hello"))
+        environment.step(environment.format_action("Hello"))
     environment.close()
 
 
 def test_what_breaks_at_the_start_is_a_failure():
     with pytest.raises(EnvironmentFailure, match=r"retail/8 ended before it began; its log says why"):
         start(tau2={"user_model": "down"})
-    suite = make_suite(config_of())
+    factory = make_factory(config_of())
     with pytest.raises(EnvironmentFailure, match="not enough values to unpack"):
-        suite.make().reset(suite._task("99"))
+        factory.make().reset(factory._task("99"))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_what_breaks_at_the_start_is_a_failure():
 )
 def test_a_domain_or_split_that_is_not_there(changes, message):
     with pytest.raises(UserError, match=message):
-        make_suite(config_of(**changes))
+        make_factory(config_of(**changes))
 
 
 def test_a_domain_without_splits_has_one():
-    suite = make_suite(config_of(tau2={"domain": "mock"}, env={"train_split": "base", "eval_split": "base"}))
-    assert len(suite.eval_tasks("base", 0, 0)) == 3
+    factory = make_factory(config_of(tau2={"domain": "mock"}, env={"train_split": "base", "eval_split": "base"}))
+    assert len(factory.eval_tasks("base", 0, 0)) == 3
 
 
 def test_no_tau2(monkeypatch):
@@ -175,7 +175,7 @@ def test_no_tau2(monkeypatch):
     with pytest.raises(
         UserError, match=r"needs tau2-bench of Sierra Research.*git clone .* && pip install -e"
     ) as error:
-        make_suite(config_of())
+        make_factory(config_of())
     assert ("this is 3.11" in str(error.value)) == (sys.version_info < (3, 12))
 
 
@@ -184,11 +184,11 @@ def test_another_tau2(path, tmp_path):
     (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('never to be imported')")
     path(tmp_path)
     with pytest.raises(UserError, match=r"unrelated chemistry program\. pip uninstall tau2, then git clone"):
-        make_suite(config_of())
+        make_factory(config_of())
     (tmp_path / "tau2" / "gym").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("import gymnasium_that_is_missing")
     with pytest.raises(UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"):
-        make_suite(config_of())
+        make_factory(config_of())
 
 
 def test_it_keeps_the_rules(capsys):
@@ -236,9 +236,9 @@ class Script:
 
 def play(**changes):
     config = config_of(rollout=RolloutConfig(max_prompt_tokens=4096), **changes)
-    suite, chat = make_suite(config), make_chat()
-    tasks = suite.train_tasks(0, 2, 0)
-    return Rollouts(suite, Script(chat), chat, config).play(tasks, group_size=2, temperature=1.0, seed=0, stream="t")
+    factory, chat = make_factory(config), make_chat()
+    tasks = factory.train_tasks(0, 2, 0)
+    return Rollouts(factory, Script(chat), chat, config).play(tasks, group_size=2, temperature=1.0, seed=0, stream="t")
 
 
 def test_rollouts_become_triplets_of_next_states(tmp_path):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from toyworld import ENV, make_suite, make_tokenizer, practised_model
+from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
 from paw.algo.packing import alike_batches
 from paw.config import Config
@@ -63,7 +63,7 @@ class Recorded(Rollouts):
 def run_updates(config, count):
     """(parameters after every update, groups of every update, metrics of every update)."""
     with open_run(config) as run:
-        rollouts = Recorded(run.suite, run.engine, run.chat, config)
+        rollouts = Recorded(run.factory, run.engine, run.chat, config)
         push_weights(run.policy.lm, run.engine, version=0)
         weights = []
         for _ in range(count):
@@ -75,13 +75,13 @@ def run_updates(config, count):
 def vanilla_grpo(start, count):
     """GRPO as the textbook has it: the same kernels and batches, no row, selection or observation in sight."""
     policy, tokenizer = load_policy(start), load_tokenizer(start)
-    chat, suite = Chat(tokenizer), make_suite()
+    chat, factory = Chat(tokenizer), make_factory()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
-    rollouts = Rollouts(suite, engine, chat, make_config(start, start))
+    rollouts = Rollouts(factory, engine, chat, make_config(start, start))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
     weights = []
     for step in range(count):
-        tasks = suite.train_tasks(step, 4, 0)
+        tasks = factory.train_tasks(step, 4, 0)
         groups, _ = rollouts.play(tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}")
         samples = []
         for group in groups:
@@ -182,7 +182,7 @@ def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_p
     config = make_config(start, tmp_path, optim_minibatch_rows=1000)
     with open_run(config) as run:
         push_weights(run.policy.lm, run.engine, version=0)
-        groups, _ = Rollouts(run.suite, run.engine, run.chat, config).training(0, 4)
+        groups, _ = Rollouts(run.factory, run.engine, run.chat, config).training(0, 4)
         rows = weigh(run, groups)
         next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
         metrics = learn(run, rows)
@@ -195,7 +195,7 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
     """An engine with weights of its own, whose sync does nothing: no optimizer step is made from what it samples."""
     config = make_config(start, tmp_path, policy_old_logp="engine", wm_enabled=wm_enabled, optim_clip=clip)
     with open_run(config) as run:
-        rollouts = Rollouts(run.suite, run.engine, run.chat, config)
+        rollouts = Rollouts(run.factory, run.engine, run.chat, config)
         run.engine.sync([], version=0)
         update(run, rollouts)
         assert 0 < run.log.history[-1]["health/sampler_mismatch"] < 1e-4
@@ -207,7 +207,7 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
         push_weights(run.policy.lm, run.engine, version=1)
         before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
         with pytest.raises(StaleWeightsError, match="the engine does not hold the weights it was sent"):
-            update(run, Rollouts(run.suite, run.engine, run.chat, config))
+            update(run, Rollouts(run.factory, run.engine, run.chat, config))
         assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
 
 

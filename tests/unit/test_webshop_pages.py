@@ -290,14 +290,14 @@ def test_a_paper_prompt_that_gets_too_long_has_no_history():
     ],
 )
 def test_paper_projection(response, action, valid):
-    assert PaperStyle().project(response, {}) == (action, valid)
+    assert PaperStyle().parse_action(response, {}) == (action, valid)
 
 
 def test_paper_answers_are_well_formed():
     for think in (True, False):
         style = PaperStyle(think=think)
-        assert style.project(style.answer("click[red]"), {}) == ("click[red]", True)
-    assert PaperStyle(think=False).project("<action>click[red]</action>", {}) == ("click[red]", True)
+        assert style.parse_action(style.format_action("click[red]"), {}) == ("click[red]", True)
+    assert PaperStyle(think=False).parse_action("<action>click[red]</action>", {}) == ("click[red]", True)
 
 
 COMPACT = make_style("compact", history=1, think=True)
@@ -332,8 +332,8 @@ def test_compact_actions_are_those_of_the_session():
     for session in (play(), play(SHIRTS), item):
         actions = COMPACT.actions(session)
         for name in actions:
-            assert COMPACT.project(COMPACT.answer(name), actions) == (name, True)
-        assert COMPACT.project("\nopen z", actions) == ("open z", False)
+            assert COMPACT.parse_action(COMPACT.answer(name), actions) == (name, True)
+        assert COMPACT.parse_action("\nopen z", actions) == ("open z", False)
 
 
 def test_a_style_that_does_not_exist():

@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from paw.config import EnvConfig, WarmupConfig
-from paw.envs.alfworld.suite import AlfworldSuite
+from paw.envs.alfworld.factory import AlfworldFactory
+from paw.envs.base import admissible_responses
 from paw.rollout.chat import Chat
 from paw.rollout.engines.transformers import TransformersEngine
 from paw.tools import quickstart
@@ -18,24 +19,24 @@ ENV = EnvConfig(difficulty="tiny", style="compact", history=3, max_turns=5, rewa
 MODEL = WarmupConfig(hidden_size=32, layers=2, intermediate_size=48, initializer_range=0.2)
 
 
-def make_suite(**changes):
-    return AlfworldSuite(ENV.model_copy(update=changes))
+def make_factory(**changes):
+    return AlfworldFactory(ENV.model_copy(update=changes))
 
 
 @functools.cache
 def corpus(games=100):
     """(prompts, actions, observations) of expert play with random actions mixed in."""
-    suite, rng = make_suite(), random.Random(0)
-    environment = suite.make()
+    factory, rng = make_factory(), random.Random(0)
+    environment = factory.make()
     prompts, actions, observations = [], set(), []
-    for task in suite.warmup_tasks(0, games, 0):
+    for task in factory.warmup_tasks(0, games, 0):
         environment.reset(task)
         done = False
         while not done:
-            choices = environment.choices()
-            prompts.append(environment.prompt())
+            choices = admissible_responses(environment)
+            prompts.append(environment.context())
             actions.update(choices)
-            outcome = environment.step(rng.choice(choices) if rng.random() < 0.3 else environment.expert())
+            outcome = environment.step(rng.choice(choices) if rng.random() < 0.3 else environment.oracle())
             observations.append(outcome.observation)
             done = outcome.done
     return prompts, actions, observations

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from paw.envs.alfworld.difficulty import Difficulty, Room, get_difficulty
-from paw.envs.alfworld.expert import solve
+from paw.envs.alfworld.oracle import solve
 from paw.envs.alfworld.problem import Game
 from paw.envs.alfworld.tables import (
     ABILITIES,

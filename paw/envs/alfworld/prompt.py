@@ -65,11 +65,11 @@ class Style(Protocol):
         """The user message of a turn."""
         ...
 
-    def project(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
         """(action to play, whether the response was well-formed)."""
         ...
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """A well-formed response that plays `action`."""
         ...
 
@@ -103,11 +103,11 @@ class PaperStyle:
             instruction=instruction,
         )
 
-    def project(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
         """See `tagged_action`; whether the action is admissible does not matter for validity."""
         return tagged_action(response, think=self.think, unparsed=UNPARSED)
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         return tagged_answer(action, think=self.think)
 
 
@@ -143,12 +143,12 @@ class CompactStyle:
             ]
         )
 
-    def project(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
         """The whole response, stripped and lower-cased; valid only if it is one of the actions shown."""
         action = response.strip().lower()
         return action, action != "help" and action in admissible
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action}"
 

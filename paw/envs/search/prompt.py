@@ -72,11 +72,11 @@ class Style(Protocol):
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
         ...
 
-    def project(self, response: str) -> tuple[Action, bool]:
+    def parse_action(self, response: str) -> tuple[Action, bool]:
         """(action to play, whether the response was well-formed)."""
         ...
 
-    def answer(self, action: Action) -> str:
+    def format_action(self, action: Action) -> str:
         """A well-formed response that plays `action`."""
         ...
 
@@ -105,7 +105,7 @@ class PaperStyle:
             question=question, taken=taken, history="\n".join(steps), instruction=self._instruction
         )
 
-    def project(self, response: str) -> tuple[Action, bool]:
+    def parse_action(self, response: str) -> tuple[Action, bool]:
         """The first <search> block, the text cut after it, else the first <answer> block; invalid if neither, both or
         a repeated one is opened anywhere (reference: search_projection, which does not look for a thought either).
         """
@@ -117,7 +117,7 @@ class PaperStyle:
                 return Action(verb, found[1].strip()), valid
         return Action("", ""), False
 
-    def answer(self, action: Action) -> str:
+    def format_action(self, action: Action) -> str:
         thought = f"<think>I should {action.verb} {action.text}.</think>" if self.think else ""
         return f"{thought}{_tagged(action)}"
 
@@ -146,12 +146,12 @@ class CompactStyle:
             lines += ["did:", *(f"{action.verb} {action.text}".strip() for action, _ in past), "see:", past[-1][1]]
         return "\n".join(lines)
 
-    def project(self, response: str) -> tuple[Action, bool]:
+    def parse_action(self, response: str) -> tuple[Action, bool]:
         """One line, "search NAME" or "answer NAME"; anything else is invalid."""
         found = LINE.fullmatch(response.strip())
         return (Action(found[1], found[2]), True) if found else (Action("", ""), False)
 
-    def answer(self, action: Action) -> str:
+    def format_action(self, action: Action) -> str:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action.verb} {action.text}"
 

@@ -79,7 +79,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
 
 
 def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
-    """The generated shop of webshop.products products; one for all suites of a process."""
+    """The generated shop of webshop.products products; one for all factories of a process."""
     return _generated(config.products, config.goals, config.nouns, seed)
 
 

@@ -78,11 +78,11 @@ class Style(Protocol):
         """The user message of a turn."""
         ...
 
-    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
         """(name of the action to play, whether the response was well-formed)."""
         ...
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """A well-formed response that plays the action of that name."""
         ...
 
@@ -120,11 +120,11 @@ class PaperStyle:
                 return text
         return FIRST_TURN.format(**values)
 
-    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
         """See `tagged_action`; whether the action is admissible does not matter for validity."""
         return tagged_action(response, think=self.think, unparsed=UNPARSED)
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         return tagged_answer(action, think=self.think)
 
     def queries(self, session: Session) -> list[str]:
@@ -181,12 +181,12 @@ class CompactStyle:
             ]
         )
 
-    def project(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
+    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
         """The whole response, stripped; valid only if it is one of the actions shown."""
         action = response.strip()
         return action, action in actions
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action}"
 

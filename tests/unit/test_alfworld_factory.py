@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
 from paw.envs.alfworld import generator, index
+from paw.envs.alfworld.factory import GENERATED_EVAL, AlfworldFactory
 from paw.envs.alfworld.problem import Game
-from paw.envs.alfworld.suite import GENERATED_EVAL, AlfworldSuite
+from paw.envs.base import admissible_responses
 from paw.errors import UserError
 from paw.tools import data
 
@@ -25,8 +26,8 @@ HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spe
 ABSOLUTE = '{"train": {"stamp": "x", "digest": "y", "games": [["/etc/a/b", "pick"]]}}'
 
 
-def suite(**settings) -> AlfworldSuite:
-    return AlfworldSuite(EnvConfig(**settings))
+def factory(**settings) -> AlfworldFactory:
+    return AlfworldFactory(EnvConfig(**settings))
 
 
 @pytest.fixture
@@ -43,9 +44,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_generated_tasks_are_pure_and_distinct():
-    first = suite(difficulty="tiny")
+    first = factory(difficulty="tiny")
     tasks = first.train_tasks(3, 4, seed=1)
-    again = suite(difficulty="tiny").train_tasks(3, 4, seed=1)
+    again = factory(difficulty="tiny").train_tasks(3, 4, seed=1)
     assert [(t.id, t.kind, t.payload.scene) for t in tasks] == [(t.id, t.kind, t.payload.scene) for t in again]
     assert {t.id for t in tasks}.isdisjoint(t.id for t in first.train_tasks(4, 4, seed=1))
     assert tasks[0].payload.scene != first.train_tasks(3, 4, seed=2)[0].payload.scene
@@ -56,7 +57,7 @@ def test_generated_tasks_are_pure_and_distinct():
 
 
 def test_generated_splits_share_no_game():
-    games = suite(difficulty="tiny")
+    games = factory(difficulty="tiny")
     streams = [
         games.train_tasks(0, 300, seed=0) + games.train_tasks(0, 100, seed=5),
         games.warmup_tasks(0, 300, seed=0),
@@ -68,43 +69,43 @@ def test_generated_splits_share_no_game():
 
 
 def test_generated_kinds():
-    assert {t.kind for t in suite(difficulty="tiny").train_tasks(0, 60, seed=0)} == {
+    assert {t.kind for t in factory(difficulty="tiny").train_tasks(0, 60, seed=0)} == {
         *("pick", "look", "clean", "heat", "cool")  # the default is whatever the difficulty offers
     }
-    assert {t.kind for t in suite(difficulty="small", kinds=["two", "heat"]).train_tasks(0, 20, seed=0)} == {
+    assert {t.kind for t in factory(difficulty="small", kinds=["two", "heat"]).train_tasks(0, 20, seed=0)} == {
         *("two", "heat")
     }
     with pytest.raises(UserError, match='"two" is not offered by difficulty "tiny"'):
-        suite(difficulty="tiny", kinds=["two"])
+        factory(difficulty="tiny", kinds=["two"])
     with pytest.raises(UserError, match=r"env\.kinds is empty"):
-        suite(kinds=[])
+        factory(kinds=[])
 
 
 def test_generated_evaluation_needs_a_held_out_split():
     for split in ("train", "valid_seen", "nonsense"):
         with pytest.raises(UserError, match=f"no split '{split}' to evaluate on; use 'valid_unseen'"):
-            suite(difficulty="tiny").eval_tasks(split, 4, seed=0)
+            factory(difficulty="tiny").eval_tasks(split, 4, seed=0)
         with pytest.raises(UserError, match=f"no split '{split}'"):
-            suite(difficulty="tiny", eval_split=split)
+            factory(difficulty="tiny", eval_split=split)
     with pytest.raises(UserError, match=r"env\.train_split = 'valid_seen' needs env\.data"):
-        suite(difficulty="tiny", train_split="valid_seen")
+        factory(difficulty="tiny", train_split="valid_seen")
 
 
 def test_fingerprints_tell_games_apart(folder: Path):
     prints = [
-        suite(difficulty="tiny").fingerprint(),
-        suite(difficulty="small").fingerprint(),
-        suite(difficulty="small", kinds=["heat"]).fingerprint(),
-        suite(data=folder).fingerprint(),
+        factory(difficulty="tiny").fingerprint(),
+        factory(difficulty="small").fingerprint(),
+        factory(difficulty="small", kinds=["heat"]).fingerprint(),
+        factory(data=folder).fingerprint(),
     ]
     assert len(set(prints)) == 4
-    assert prints[0] == suite(difficulty="tiny", max_turns=3, style="compact").fingerprint()
+    assert prints[0] == factory(difficulty="tiny", max_turns=3, style="compact").fingerprint()
     assert prints[0].startswith("generated tiny ")
     assert prints[3].startswith("alfworld train ")
     path = next(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
     path.write_text(path.read_text() + " ")
     (folder / "json_2.1.1" / index.INDEX).unlink()
-    assert suite(data=folder).fingerprint() != prints[3]
+    assert factory(data=folder).fingerprint() != prints[3]
 
 
 # ---- episodes
@@ -116,15 +117,15 @@ def test_fingerprints_tell_games_apart(folder: Path):
     ids=["think", "no-think", "compact"],
 )
 def test_the_expert_wins_in_the_style_asked_for(settings: dict):
-    games = suite(difficulty="tiny", reward=5.0, **settings)
+    games = factory(difficulty="tiny", reward=5.0, **settings)
     environment = games.make()
     for task in games.train_tasks(0, 8, seed=0):
         opening = environment.reset(task)
         assert environment.anchor() == opening
         outcome = None
         while outcome is None or not outcome.done:
-            response = environment.expert()
-            assert response in environment.choices()
+            response = environment.oracle()
+            assert response in admissible_responses(environment)
             outcome = environment.step(response)
             assert outcome.valid
             assert environment.anchor() == outcome.observation
@@ -133,12 +134,12 @@ def test_the_expert_wins_in_the_style_asked_for(settings: dict):
 
 
 def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
-    games = suite(difficulty="tiny", max_turns=2, style="compact")
+    games = factory(difficulty="tiny", max_turns=2, style="compact")
     environment = games.make()
     environment.reset(games.train_tasks(0, 1, seed=0)[0])
     first = environment.step("dance\n")
     assert (first.observation, first.action, first.valid, first.done) == ("Nothing happens.", "dance", False, False)
-    assert "did:\ndance\nsee:\nNothing happens." in environment.prompt()
+    assert "did:\ndance\nsee:\nNothing happens." in environment.context()
     second = environment.step("look")
     assert (second.valid, second.done, second.won, second.reward) == (True, True, False, 0.0)
 
@@ -147,34 +148,34 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
 
 
 def test_training_goes_through_the_files_once_an_epoch(folder: Path):
-    games = suite(data=folder)
+    games = factory(data=folder)
     ids = [t.id for step in range(7) for t in games.train_tasks(step, 3, seed=0)]  # 21 tasks: three epochs of 7
     for epoch in range(3):
         assert len(set(ids[7 * epoch : 7 * epoch + 7])) == 7
     assert ids[:7] != ids[7:14]
-    assert ids == [t.id for t in suite(data=folder / "json_2.1.1").train_tasks(0, 21, seed=0)]
+    assert ids == [t.id for t in factory(data=folder / "json_2.1.1").train_tasks(0, 21, seed=0)]
     assert ids != [t.id for t in games.train_tasks(0, 21, seed=1)]
     assert all(task_id.startswith("train/") for task_id in ids)
 
 
 def test_a_group_of_one_task_shares_the_parsed_game(folder: Path):
-    games = suite(data=folder)
+    games = factory(data=folder)
     assert games.train_tasks(0, 1, seed=0)[0].payload is games.train_tasks(0, 1, seed=0)[0].payload
 
 
 def test_evaluation_draws_or_the_whole_split(folder: Path):
-    games = suite(data=folder)
+    games = factory(data=folder)
     whole = [t.id for t in games.eval_tasks("valid_unseen", 0, seed=9)]
     assert len(whole) == len(set(whole)) == 5
     assert whole == sorted(whole)
     drawn = [t.id for t in games.eval_tasks("valid_unseen", 40, seed=9)]
-    assert drawn == [t.id for t in suite(data=folder).eval_tasks("valid_unseen", 40, seed=9)]
+    assert drawn == [t.id for t in factory(data=folder).eval_tasks("valid_unseen", 40, seed=9)]
     assert drawn != [t.id for t in games.eval_tasks("valid_unseen", 40, seed=8)]
     assert set(drawn) <= set(whole) and max(Counter(drawn).values()) > 1
 
 
 def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
-    suite(data=folder).fingerprint()
+    factory(data=folder).fingerprint()
     assert set(json.loads((folder / "json_2.1.1" / index.INDEX).read_text())) == {"train", "valid_unseen"}
 
     def scanned(root: Path, split: str):
@@ -182,33 +183,33 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(index, "_scan", scanned)
-        assert len(suite(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
+        assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
     for game in generator.games("unseen", 5, 2, seed=4, difficulty="tiny"):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
-    assert len(suite(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 7
+    assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 7
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"train": 3}', '{"valid_unseen": {"stamp": "x"}}', ABSOLUTE, "\udcff"])
 def test_a_damaged_index_is_made_anew(folder: Path, content: str):
     (folder / "json_2.1.1" / index.INDEX).write_bytes(content.encode(errors="surrogateescape"))
-    assert len(suite(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
+    assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
 
 
 def test_read_only_data_is_indexed_in_the_cache(folder: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path / "cache"))
     (folder / "json_2.1.1" / index.INDEX).mkdir()  # stands for a folder nothing can be written to, as root can
-    suite(data=folder)
+    factory(data=folder)
     assert len(list((tmp_path / "cache").glob("alfworld-*.json"))) == 1
     assert not list((folder / "json_2.1.1").glob("*.tmp"))
 
 
 def test_kinds_select_games(folder: Path):
-    every = {t.kind for t in suite(data=folder).train_tasks(0, 7, seed=0)}
+    every = {t.kind for t in factory(data=folder).train_tasks(0, 7, seed=0)}
     some = sorted(every)[0]
-    only = suite(data=folder, kinds=[some], eval_split="train")
+    only = factory(data=folder, kinds=[some], eval_split="train")
     assert {t.kind for t in only.train_tasks(0, 7, seed=0)} == {some}
     with pytest.raises(UserError, match=r"holds no game of env\.kinds = \['two'\]"):
-        suite(data=folder, kinds=["two"])
+        factory(data=folder, kinds=["two"])
 
 
 @pytest.mark.parametrize(
@@ -239,12 +240,12 @@ def test_kinds_select_games(folder: Path):
 def test_bad_data_is_one_line(folder: Path, breakage, message: str):
     breakage(folder)
     with pytest.raises(UserError, match=message) as caught:
-        suite(data=folder).eval_tasks("valid_unseen", 0, seed=0)
+        factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)
     assert "\n" not in str(caught.value)
 
 
 def test_a_game_that_vanishes_after_indexing_is_named(folder: Path):
-    games = suite(data=folder)
+    games = factory(data=folder)
     for path in folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"):
         path.unlink()
     with pytest.raises(UserError, match=r"game\.tw-pddl: cannot be read: No such file"):
@@ -253,16 +254,16 @@ def test_a_game_that_vanishes_after_indexing_is_named(folder: Path):
 
 def test_unknown_splits(folder: Path):
     with pytest.raises(UserError, match="unknown ALFWorld split 'valid'; there are: train, valid_train"):
-        suite(data=folder, eval_split="valid")
+        factory(data=folder, eval_split="valid")
     with pytest.raises(UserError, match=r"unknown ALFWorld split '\.\./train'"):
-        suite(data=folder, train_split="../train").train_tasks(0, 1, seed=0)
+        factory(data=folder, train_split="../train").train_tasks(0, 1, seed=0)
 
 
 def test_official_games(tmp_path: Path):
     if not OFFICIAL.is_dir():
         pytest.skip("the official games (../shared/data/alfworld) are not here")
     root = _unpack(tmp_path, per_split=6)
-    games = suite(data=tmp_path, eval_split="valid_seen")
+    games = factory(data=tmp_path, eval_split="valid_seen")
     assert not list(root.glob("valid_unseen"))
     tasks = games.train_tasks(0, 6, seed=0) + games.eval_tasks("valid_seen", 0, seed=0)
     environment = games.make()
@@ -270,7 +271,7 @@ def test_official_games(tmp_path: Path):
         environment.reset(task)
         outcome = None
         for command in task.payload.walkthrough:
-            assert f"'{command}'" in environment.prompt()
+            assert f"'{command}'" in environment.context()
             outcome = environment.step(f"<think>walkthrough</think><action>{command}</action>")
         assert outcome is not None and outcome.won and outcome.reward == 10.0
         assert task.id.split("/")[1].startswith({v: k for k, v in index.KIND_OF_TYPE.items()}[task.kind])
@@ -282,15 +283,15 @@ def test_the_real_engine_in_a_worker_says_the_same(tmp_path: Path):
     if not OFFICIAL.is_dir():
         pytest.skip("the official games (../shared/data/alfworld) are not here")
     _unpack(tmp_path, per_split=1)
-    real = suite(data=tmp_path, eval_split="valid_seen", backend="textworld")
-    generated = suite(difficulty="tiny", backend="textworld")
-    mine, theirs = suite(difficulty="tiny").make(), real.make()
+    real = factory(data=tmp_path, eval_split="valid_seen", backend="textworld")
+    generated = factory(difficulty="tiny", backend="textworld")
+    mine, theirs = factory(difficulty="tiny").make(), real.make()
     for task in real.eval_tasks("valid_seen", 1, seed=0) + generated.train_tasks(0, 2, seed=0):
         assert theirs.reset(task) == mine.reset(task)
         outcome = None
         for command in ["fly", *(task.payload.walkthrough)]:
-            assert theirs.prompt() == mine.prompt()
-            assert theirs.expert() == mine.expert()
+            assert theirs.context() == mine.context()
+            assert theirs.oracle() == mine.oracle()
             response = f"<think>walkthrough</think><action>{command}</action>"
             outcome = theirs.step(response)
             assert outcome == mine.step(response)
@@ -302,7 +303,7 @@ def test_the_real_engine_in_a_worker_says_the_same(tmp_path: Path):
 @pytest.mark.skipif(bool(HAS_TEXTWORLD), reason="alfworld is installed")
 def test_a_missing_engine_names_the_extra():
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[alfworld\]'"):
-        suite(backend="textworld")
+        factory(backend="textworld")
 
 
 # ---- paw data
@@ -321,7 +322,7 @@ def test_data_generates_a_folder_to_train_on(tmp_path: Path, capsys):
     assert lines[0].startswith("train           12 games (")
     assert lines[1].startswith("valid_unseen     1 games (")
     assert lines[-1] == f"use them with --env.data {out}"
-    games = make_suite(Config(model=ModelConfig(path="-"), env=EnvConfig(data=out)))
+    games = make_factory(Config(model=ModelConfig(path="-"), env=EnvConfig(data=out)))
     contents = [
         {_content(task.payload) for task in tasks}
         for tasks in (games.train_tasks(0, 12, 0), games.eval_tasks("valid_unseen", 0, 0))

@@ -1,4 +1,4 @@
-"""ALFWorld as a suite: which games are played in training, warm-up and evaluation, and one episode of them.
+"""ALFWorld as a factory: which games are played in training, warm-up and evaluation, and one episode of them.
 
 With `env.data` the games are files; without it they are generated, endlessly many, and the generator keeps its splits
 apart. Training on files goes through the split in a seeded order, each game once an epoch. Evaluation on files draws
@@ -15,8 +15,8 @@ from pathlib import Path
 from paw.config import EnvConfig
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.difficulty import get_difficulty
-from paw.envs.alfworld.expert import expert
 from paw.envs.alfworld.household import Household
+from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import View, make_style, task_text
 from paw.envs.alfworld.textworld import require_textworld
@@ -34,7 +34,7 @@ KEPT_GAMES = 512
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
-class AlfworldSuite:
+class AlfworldFactory:
     """The games of one `EnvConfig`.
 
     Raises:
@@ -138,9 +138,7 @@ class AlfworldSuite:
 class AlfworldEnv:
     """One episode at a time, in this process (native) or in a child of its own (textworld)."""
 
-    task: str
-    admissible: list[str]
-    """The commands that do something now, sorted, "help" among them."""
+    task: str = ""
 
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
@@ -163,12 +161,12 @@ class AlfworldEnv:
             self._text = self._start(self._worker)
         self.task = task_text(self._text)
         self._past: list[tuple[str, str]] = []
-        self.admissible = self._household.admissible
+        self._admissible = self._household.admissible
         self._done = False
         return self._text
 
-    def prompt(self) -> str:
-        return self.style.prompt(View(self.task, self._past, self._text, self.admissible))
+    def context(self) -> str:
+        return self.style.prompt(View(self.task, self._past, self._text, self._admissible))
 
     def anchor(self) -> str:
         return self._text
@@ -176,11 +174,11 @@ class AlfworldEnv:
     def step(self, response: str) -> Outcome:
         """Play what `response` projects to; the episode ends when won or after env.max_turns turns."""
         assert self._household is not None and not self._done, "step() before reset() or after the end"
-        action, valid = self.style.project(response, self.admissible)
+        action, valid = self.style.parse_action(response, self._admissible)
         feedback = self._household.step(action)
         won = self._household.won
         self._past.append((self._text, action))
-        self._text, self.admissible = feedback, self._household.admissible
+        self._text, self._admissible = feedback, self._household.admissible
         self._done = won or len(self._past) >= self.config.max_turns
         return Outcome(
             observation=feedback,
@@ -191,19 +189,19 @@ class AlfworldEnv:
             valid=valid,
         )
 
-    def expert(self) -> str:
+    def oracle(self) -> str:
         household = self._household
         if not isinstance(household, Household):  # the oracle reads hidden state: replay the episode where it shows
             household = Household(self._game)
             for _, action in self._past:
                 household.step(action)
-        return self.style.answer(expert(household))
+        return self.style.format_action(oracle(household))
 
-    def choices(self) -> list[str]:
-        return [self.style.answer(action) for action in self.admissible if action != "help"]
+    def admissible_actions(self) -> list[str]:
+        return [action for action in self._admissible if action != "help"]
 
-    def answer(self, action: str) -> str:
-        return self.style.answer(action)
+    def format_action(self, action: str) -> str:
+        return self.style.format_action(action)
 
     def close(self) -> None:
         if self._worker is not None:

@@ -1,4 +1,4 @@
-"""WebShop as a suite: which goals are played in training, warm-up and evaluation, and one session of them.
+"""WebShop as a factory: which goals are played in training, warm-up and evaluation, and one session of them.
 
 With `env.data` the catalogue is the user's copy of the original files; without it, it is generated. The first goals are
 for evaluation, drawn with replacement as the reference code's independently seeded environments do; training goes
@@ -28,11 +28,11 @@ class Visit(NamedTuple):
     """A task's payload."""
 
     shop: int
-    """0 is the suite's own catalogue; others are seeds of generated ones."""
+    """0 is the factory's own catalogue; others are seeds of generated ones."""
     goal: Goal
 
 
-class WebshopSuite:
+class WebshopFactory:
     """The goals of one catalogue.
 
     Raises:
@@ -89,9 +89,7 @@ class WebshopSuite:
 class WebshopEnv:
     """One session at a time."""
 
-    task: str
-    admissible: list[str]
-    """`click[...]` of all that does something now; queries in words of one's own do so too, on every page."""
+    task: str = ""
 
     def __init__(self, config: EnvConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
         self.config, self._shop = config, shop
@@ -106,7 +104,7 @@ class WebshopEnv:
         self._look()
         return self._text
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         return self.style.prompt(self.session, self._past)
 
     def anchor(self) -> str:
@@ -114,7 +112,7 @@ class WebshopEnv:
 
     def step(self, response: str) -> Outcome:
         """Play what `response` projects to; the session ends with a purchase or after env.max_turns turns."""
-        name, valid = self.style.project(response, self._actions)
+        name, valid = self.style.parse_action(response, self._actions)
         self.session.step(self._actions.get(name, name))
         self._past.append((self._text, name))
         bought = self.session.reward
@@ -131,22 +129,22 @@ class WebshopEnv:
             score=bought or 0.0,
         )
 
-    def expert(self) -> str:
-        return self.answer(next_action(self.session, self.style.queries(self.session)))
+    def oracle(self) -> str:
+        return self.format_action(next_action(self.session, self.style.queries(self.session)))
 
-    def choices(self) -> list[str]:
-        return [self.style.answer(name) for name in self._actions]
+    def admissible_actions(self) -> list[str]:
+        """`click[...]` of all that does something now; queries in words of one's own do so too, on every page."""
+        return list(self._actions.values())
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         name = next((name for name, played in self._actions.items() if played == action), action)
-        return self.style.answer(name)
+        return self.style.format_action(name)
 
     def close(self) -> None:
         pass
 
     def _look(self) -> None:
         self._text, self._actions = self.style.observation(self.session), self.style.actions(self.session)
-        self.admissible = list(self._actions.values())
 
 
 def _check_held_out(split: str) -> None:

@@ -1,4 +1,4 @@
-"""Search-augmented question answering as a suite: which questions are asked, and one episode of a question.
+"""Search-augmented question answering as a factory: which questions are asked, and one episode of a question.
 
 With `env.data` the questions are files and the documents a corpus or a server's; without it both are a generated
 world. Training goes through the questions in a seeded order, each once an epoch; evaluation draws different ones, or
@@ -27,7 +27,7 @@ WORLDS = 100
 """Generated ones, in compact style."""
 
 
-class SearchSuite:
+class SearchFactory:
     """The questions of one configuration and the retriever that answers searches.
 
     Raises:
@@ -135,16 +135,13 @@ class SearchSuite:
 class SearchEnv:
     """One question at a time."""
 
-    task: str
-    admissible: list[str]
-    """Empty: any query and any answer may be given."""
+    task: str = ""
 
     def __init__(self, config: EnvConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
         self.style: Style = make_style(config.style, history=config.history, think=config.think)
-        self.admissible = []
         self._retrieve = search
-        self._choices = [self.style.answer(Action(verb, name)) for verb in ("search", "answer") for name in names]
+        self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True
 
     def reset(self, task: Task) -> str:
@@ -156,7 +153,7 @@ class SearchEnv:
         self._done = False
         return self.task
 
-    def prompt(self) -> str:
+    def context(self) -> str:
         return self.style.prompt(self.task, self._past)
 
     def anchor(self) -> str:
@@ -172,7 +169,7 @@ class SearchEnv:
             EnvironmentFailure: the search failed.
         """
         assert not self._done, "step() before reset() or after the end"
-        action, valid = self.style.project(response)
+        action, valid = self.style.parse_action(response)
         self._done = action.verb == "answer" or len(self._past) + 1 >= self.config.max_turns
         hits = self._search(action.text) if action.verb == "search" and not self._done else None
         observation = "" if hits is None else self.style.observation([hit.contents for hit in hits])
@@ -188,7 +185,7 @@ class SearchEnv:
             valid=valid,
         )
 
-    def expert(self) -> str:
+    def oracle(self) -> str:
         """Search for the first document that is not in the prompt yet, of those that lead to the answer; then answer.
 
         Raises:
@@ -200,17 +197,17 @@ class SearchEnv:
         shown = set().union(*self._titles[max(0, len(self._titles) - self.style.shown) :])
         found = [i for i, title in enumerate(hops) if title in shown]
         if found and found[-1] == len(hops) - 1:
-            return self.style.answer(Action("answer", self._question.answers[0]))
-        return self.style.answer(Action("search", hops[found[-1] + 1 if found else 0]))
+            return self.style.format_action(Action("answer", self._question.answers[0]))
+        return self.style.format_action(Action("search", hops[found[-1] + 1 if found else 0]))
 
-    def choices(self) -> list[str]:
+    def admissible_actions(self) -> list[str]:
         """Compact style, generated questions: to search for each entity, and to answer with it. Else []."""
-        return self._choices
+        return self._actions
 
-    def answer(self, action: str) -> str:
+    def format_action(self, action: str) -> str:
         """`action` is "search[query]" or "answer[text]"; anything else is played as an invalid response."""
         played = Action.parse(action)
-        return self.style.answer(played) if played.verb else action
+        return self.style.format_action(played) if played.verb else action
 
     def close(self) -> None:
         pass

@@ -5,21 +5,22 @@ import random
 import pytest
 
 from paw.config import Config, EnvConfig, ModelConfig, WebshopConfig
-from paw.envs import make_suite
+from paw.envs import make_factory
+from paw.envs.base import admissible_responses
 from paw.envs.webshop import generator
 from paw.envs.webshop.buyer import next_action, wanted_options
+from paw.envs.webshop.factory import WebshopFactory
 from paw.envs.webshop.prompt import PaperStyle
 from paw.envs.webshop.session import Session
-from paw.envs.webshop.suite import WebshopSuite
 from paw.errors import UserError
 from paw.recipe import load
 from paw.rollout.success import success_metrics
 from paw.types import Group, Trajectory, Turn
 
 
-def suite(products=200, goals="synthetic", **settings) -> WebshopSuite:
+def factory(products=200, goals="synthetic", **settings) -> WebshopFactory:
     env = EnvConfig(**{"name": "webshop", "eval_split": "test", "max_turns": 15, **settings})
-    return WebshopSuite(env, WebshopConfig(products=products, goals=goals))
+    return WebshopFactory(env, WebshopConfig(products=products, goals=goals))
 
 
 def episode(environment, task, respond) -> list:
@@ -34,30 +35,30 @@ def at_random(rng: random.Random):
     """Any action that does something, or a search for what the task is about."""
 
     def respond(environment) -> str:
-        query = environment.answer(f"search[{environment.session.goal.query}]")
-        return rng.choice(environment.choices() or [query])
+        query = environment.format_action(f"search[{environment.session.goal.query}]")
+        return rng.choice(admissible_responses(environment) or [query])
 
     return respond
 
 
-def score_of(suite: WebshopSuite, respond, count: int) -> tuple[float, float]:
+def score_of(factory: WebshopFactory, respond, count: int) -> tuple[float, float]:
     """(share won, mean score)."""
-    environment = suite.make()
-    last = [episode(environment, task, respond)[-1] for task in suite.eval_tasks("test", count, 0)]
+    environment = factory.make()
+    last = [episode(environment, task, respond)[-1] for task in factory.eval_tasks("test", count, 0)]
     return sum(o.won for o in last) / len(last), sum(o.score for o in last) / len(last)
 
 
 @pytest.mark.parametrize("style", ["paper", "compact"])
 @pytest.mark.parametrize("goals", ["synthetic", "human"])
 def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
-    shop = suite(style=style, goals=goals)
-    assert score_of(shop, lambda environment: environment.expert(), 100) == (1.0, 1.0)
+    shop = factory(style=style, goals=goals)
+    assert score_of(shop, lambda environment: environment.oracle(), 100) == (1.0, 1.0)
     won, score = score_of(shop, at_random(random.Random(0)), 100)
     assert won <= 0.05 and score < 0.3
 
 
 def test_the_buyer_reaches_every_goal_from_anywhere():
-    shop = suite()
+    shop = factory()
     rng, style = random.Random(0), PaperStyle()
     for task in shop.eval_tasks("test", 60, 1):
         session = Session(shop.catalogue, task.payload.goal)
@@ -74,7 +75,7 @@ def test_the_buyer_reaches_every_goal_from_anywhere():
 
 
 def test_the_buyer_takes_another_product_that_earns_as_much_and_values_that_are_near():
-    shop = suite()
+    shop = factory()
     goal = next(goal for goal in shop.catalogue.goals if len(goal.options) == 2)
     product = shop.catalogue.by_asin[goal.asin.lower()]
     assert wanted_options(product, goal, "rules") == goal.options
@@ -89,9 +90,9 @@ def _fields(goal) -> dict:
 
 
 def test_tasks_are_pure_and_splits_share_no_goal():
-    shop = suite()
+    shop = factory()
     tasks = shop.train_tasks(3, 4, seed=1)
-    assert tasks == suite().train_tasks(3, 4, seed=1) != shop.train_tasks(3, 4, seed=2)
+    assert tasks == factory().train_tasks(3, 4, seed=1) != shop.train_tasks(3, 4, seed=2)
     assert [t for step in range(4) for t in shop.train_tasks(step, 2, 1)] == shop.train_tasks(0, 8, 1)
     assert shop.warmup_tasks(10, 3, 0)[1] == shop.warmup_tasks(11, 1, 0)[0]
     n = len(shop.catalogue.goals)
@@ -105,7 +106,7 @@ def test_tasks_are_pure_and_splits_share_no_goal():
 
 
 def test_the_warm_up_visits_shops_of_its_own():
-    shop = suite(60, style="compact")
+    shop = factory(60, style="compact")
     tasks = shop.warmup_tasks(0, 130, 0)
     assert len({task.id for task in tasks} | {shop.warmup_tasks(0, 1, 1)[0].id}) == 131
     assert {task.payload.shop for task in tasks} == {1, 2, 3}
@@ -113,26 +114,29 @@ def test_the_warm_up_visits_shops_of_its_own():
     assert all(task.payload.goal.asin not in own for task in tasks)
     environment = shop.make()
     for task in (*tasks[60:66], *shop.train_tasks(0, 2, 0)):
-        assert episode(environment, task, lambda environment: environment.expert())[-1].won
+        assert episode(environment, task, lambda environment: environment.oracle())[-1].won
 
 
 def test_outcomes_of_an_episode():
-    shop = suite(reward=10.0)
+    shop = factory(reward=10.0)
     environment, (task,) = shop.make(), shop.eval_tasks("test", 1, 0)
-    *turns, last = episode(environment, task, lambda environment: environment.expert())
+    *turns, last = episode(environment, task, lambda environment: environment.oracle())
     assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
     assert last.observation == "" and last.action == "click[buy now]"
     assert all((turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns)
     assert environment.reset(task) == "'Search'" == environment.anchor()
-    found = environment.step(environment.expert())
+    found = environment.step(environment.oracle())
     assert found.observation == environment.anchor() and found.observation.startswith("'Back to Search' [SEP] 'Page 1")
     assert found.valid and found.action == f"search[{task.payload.goal.query}]"
-    partly = [environment.step(environment.answer(action)) for action in (environment.admissible[2], "click[buy now]")]
+    partly = [
+        environment.step(environment.format_action(action))
+        for action in (environment.admissible_actions()[2], "click[buy now]")
+    ]
     assert 0 < partly[-1].score < 1 and partly[-1].reward == 0 and partly[-1].done and not partly[-1].won
 
 
 def test_the_step_limit_ends_with_score_zero():
-    shop = suite(max_turns=3)
+    shop = factory(max_turns=3)
     (task,) = shop.eval_tasks("test", 1, 0)
     outcomes = episode(shop.make(), task, lambda environment: "no tags")
     assert [o.done for o in outcomes] == [False, False, True]
@@ -142,50 +146,51 @@ def test_the_step_limit_ends_with_score_zero():
 
 
 def test_playable():
-    environment, (task,) = suite().make(), suite().eval_tasks("test", 1, 0)
+    environment, (task,) = factory().make(), factory().eval_tasks("test", 1, 0)
     environment.reset(task)
-    assert environment.task == task.payload.goal.instruction and environment.admissible == [] == environment.choices()
-    environment.step(environment.answer(f"search[{task.payload.goal.query}]"))
-    assert environment.admissible[:2] == ["click[back to search]", "click[next >]"]
-    assert environment.step(environment.answer("click[next >]")).observation.startswith(
+    assert environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
+    environment.step(environment.format_action(f"search[{task.payload.goal.query}]"))
+    assert environment.admissible_actions()[:2] == ["click[back to search]", "click[next >]"]
+    assert environment.step(environment.format_action("click[next >]")).observation.startswith(
         "'Back to Search' [SEP] 'Page 2"
     )
-    compact = suite(style="compact").make()
+    compact = factory(style="compact").make()
     compact.reset(task)
-    assert compact.answer(compact.admissible[0]) == compact.choices()[0]
+    first = compact.admissible_actions()[0]
+    assert first.startswith("search[") and compact.format_action(first) == admissible_responses(compact)[0] != first
 
 
 def test_the_users_files(tmp_path):
     generator.write(tmp_path, products=60)
-    shop = suite(data=tmp_path)
-    assert "small" in shop.fingerprint() and shop.fingerprint() != suite(60).fingerprint()
+    shop = factory(data=tmp_path)
+    assert "small" in shop.fingerprint() and shop.fingerprint() != factory(60).fingerprint()
     with pytest.raises(UserError, match=r"items_shuffle_1000\.json is missing"):
-        suite(data=tmp_path / "elsewhere")
+        factory(data=tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(("key", "split"), [("eval_split", "valid_unseen"), ("train_split", "test")])
 def test_there_are_no_other_splits(key, split):
     with pytest.raises(UserError, match=f"env.{key} = '{split}'"):
-        suite(**{key: split})
+        factory(**{key: split})
     with pytest.raises(UserError, match=r"env\.eval_split = 'dev'"):
-        suite().eval_tasks("dev", 1, 0)
+        factory().eval_tasks("dev", 1, 0)
 
 
 def test_fingerprint_tells_catalogues_apart():
-    assert suite().fingerprint() == suite().fingerprint()
-    assert len({suite(n, goals=goals).fingerprint() for n in (200, 60) for goals in ("synthetic", "human")}) == 4
+    assert factory().fingerprint() == factory().fingerprint()
+    assert len({factory(n, goals=goals).fingerprint() for n in (200, 60) for goals in ("synthetic", "human")}) == 4
 
 
 def test_the_recipe_is_small_enough_for_its_model():
     config = load("webshop-quickstart")
-    shop = make_suite(Config.model_validate(config.model_dump()))
+    shop = make_factory(Config.model_validate(config.model_dump()))
     environment, lines, words = shop.make(), set(), 0
     for task in shop.warmup_tasks(0, 150, 0):
         environment.reset(task)
         done = False
         while not done:
-            lines.update(environment.choices())
-            words = max(words, len(environment.prompt().split()))
-            done = environment.step(environment.expert()).done
+            lines.update(admissible_responses(environment))
+            words = max(words, len(environment.context().split()))
+            done = environment.step(environment.oracle()).done
     assert len(lines) < 300 and words < 200
-    assert make_suite(Config(model=ModelConfig(path="-"), env=config.env, webshop=config.webshop)).name == "webshop"
+    assert make_factory(Config(model=ModelConfig(path="-"), env=config.env, webshop=config.webshop)).name == "webshop"

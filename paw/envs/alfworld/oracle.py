@@ -10,7 +10,7 @@ from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 
 
-def expert(household: Household) -> str:
+def oracle(household: Household) -> str:
     """The next command of a plan that wins from any state; "look" when won already or beyond help.
 
     The plan depends on the state alone and never loops: among equals it prefers what is at the agent's location, so a
@@ -41,7 +41,7 @@ def solve(game: Game, *, max_steps: int = 60) -> list[str]:
     while not household.won:
         if len(commands) == max_steps:
             raise ValueError(f"game {game.name}: the expert has not won it after {max_steps} steps")
-        commands.append(expert(household))
+        commands.append(oracle(household))
         household.step(commands[-1])
     return commands
 
