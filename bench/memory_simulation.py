@@ -39,7 +39,7 @@ from paw.model.policy import DTYPES, Policy, weights_dtype
 from paw.tools.plan import GIB
 from paw.tools.recorded import hf_config
 from paw.tools.shapes import Shape
-from paw.types import Row
+from paw.types import Sample
 
 ROW = 2048
 """Tokens of a row, all of them targets but the first."""
@@ -149,12 +149,12 @@ def make_policy(config: Config, shape: Shape, *, attention: str, head_backend: s
     return policy
 
 
-def make_rows(tokens: int) -> list[Row]:
+def make_rows(tokens: int) -> list[Sample]:
     """Rows of ROW tokens, or one of what there is."""
     length = min(ROW, tokens)
     numbers = dict(score=0.0, episode_return=0.0, reward=0.0, penalty=0.0, anchor="", separator_ids=[], group=0)
     return [
-        Row(
+        Sample(
             **numbers,  # type: ignore[arg-type]
             trajectory=i,
             step=0,
@@ -171,7 +171,7 @@ def make_rows(tokens: int) -> list[Row]:
 
 
 def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]) -> Peaks:
-    """Two optimizer steps of two micro-batches each, as `train.learn` makes them; peaks of the second.
+    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the second.
 
     `live` has reset_peak(), peak and live, in bytes.
     """
@@ -179,7 +179,7 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
     objective = losses.Objective(kl_coef=config.policy.kl_coef, entropy_coef=config.policy.entropy_coef)
     with unset_fake_temporarily():
         batch = losses.collate(rows, range(len(rows)), with_observation=False, device=torch.device("cpu"))
-        coefficients = losses.loss_rows(batch, rows, objective, update_rows=len(rows))
+        coefficients = losses.loss_rows(batch, rows, objective, update_samples=len(rows))
     batch, coefficients = _placed(batch, place), _placed(coefficients, place)
     flash = config.optim.name == "flash-adamw" and policy.device.type != "cuda"
     optimizer: Any = FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)

@@ -36,7 +36,7 @@ from paw.state.export import export
 from paw.state.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, now
-from paw.types import Row
+from paw.types import Sample
 
 STARTING_OVER = -1
 
@@ -118,14 +118,14 @@ class Run(Parts):
         """Whether any rank was told to stop: signals reach them at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def score(self, model: Policy, rows: list[Row]) -> list[tuple[list[float], float]]:
-        """`algo.loss.score` of all rows, the batches shared among ranks."""
+    def score(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
+        """`algo.loss.score` of all samples, the batches shared among ranks."""
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world)
-        scored = score(model, rows, temperature=temperature, budget=budget, share=share)
+        scored = score(model, samples, temperature=temperature, budget=budget, share=share)
         parts = self.ranks.gather(scored, dict[int, tuple[list[float], float]])
         found = {i: values for part in parts for i, values in part.items()}
-        return [found[i] for i in range(len(rows))]
+        return [found[i] for i in range(len(samples))]
 
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:
@@ -137,11 +137,11 @@ class Run(Parts):
         if visits:
             self.reference.to("cpu")
 
-    def minibatches(self, rows: list[Row]) -> Iterator[list[Row]]:
+    def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Of each optimizer step of the update, all epochs; policy and critic step on the same ones."""
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
-            yield from minibatches(rows, size=self.config.optim.minibatch_rows, seed=seed)
+            yield from minibatches(samples, size=self.config.optim.minibatch_rows, seed=seed)
 
     # --- between updates ---------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Algorithm 1 of PaW (arXiv 2606.02388): policy and world-model co-training, as one loop.
 
-    tasks -> environments x engine -> trajectories -> rows -> advantages -> scoring pass -> selection and weights
+    tasks -> environments x engine -> trajectories -> samples -> advantages -> scoring pass -> selection and weights
           -> packed micro-batches -> fused loss -> optimizer -> weights to the engine
 
-Deviations from the reference code, on purpose: no random duplication of rows to fill a batch, no generation for
+Deviations from the reference code, on purpose: no random duplication of samples to fill a batch, no generation for
 finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
 """
 
@@ -15,7 +15,7 @@ from statistics import fmean
 from paw.algo import loss as losses
 from paw.algo.advantages import advantages
 from paw.algo.gradients import Gradients
-from paw.algo.samples import to_rows
+from paw.algo.samples import to_samples
 from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.lora import adapters_off
@@ -25,7 +25,7 @@ from paw.rollout.success import success_metrics
 from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
-from paw.types import Group, Row
+from paw.types import Group, Sample
 
 PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before an update whose episodes failed is played again; more than two minutes in all."""
@@ -49,9 +49,9 @@ def train(config: Config, *, resume: bool = False, numbered: bool = False) -> Pa
 
 
 def update(run: Run, rollouts: Rollouts) -> None:
-    """One update: sample, weigh, learn, hand over the weights, write down what happened."""
+    """One update: play, prepare samples, optimize, send the weights to the engine, log what happened."""
     log = run.metrics
-    groups, sampled = sample(run, rollouts)
+    groups, sampled = rollout(run, rollouts)
     if not groups:  # told to stop
         return
     run.engine.sleep()  # until the next weights: training needs the memory
@@ -59,9 +59,9 @@ def update(run: Run, rollouts: Rollouts) -> None:
     log.update(sampled.metrics())
 
     with run.clock("score"):
-        rows = weigh(run, groups)
+        samples = prepare(run, groups)
     with run.clock("update"):
-        log.update(learn(run, rows))
+        log.update(optimize(run, samples))
     run.step += 1
     with run.clock("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
@@ -70,7 +70,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         run.say(warning)
 
 
-def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
+def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
     """The update's episodes. While too many fail, as when a server that they need restarts, the run is saved and they
     are played again after PAUSES_S; no groups where it is told to stop meanwhile.
 
@@ -98,10 +98,10 @@ def sample(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
     return groups, RolloutStats.sum(tries)
 
 
-def weigh(run: Run, groups: list[Group]) -> list[Row]:
-    """The update's rows: advantages, old log-probs and, with a world model, selection and weights."""
-    config, log = run.config, run.metrics
-    rows = to_rows(
+def prepare(run: Run, groups: list[Group]) -> list[Sample]:
+    """The update's samples with their advantages, old log-probs and, with a world model, weights of their targets."""
+    config = run.config
+    samples = to_samples(
         groups,
         separator_ids=run.chat.separator_ids,
         reply_ids=run.chat.reply_ids,
@@ -109,64 +109,70 @@ def weigh(run: Run, groups: list[Group]) -> list[Row]:
         encode_observation=run.encode_observation if config.wm.enabled else None,
         invalid_penalty=run.factory.invalid_penalty,
     )
-    if run.critic:
-        log.update(run.critic.judge(rows))
-    else:
-        for row, advantage in zip(rows, advantages(rows, **config.advantage.model_dump()), strict=True):
-            row.advantage = advantage
-    score_rows(run, rows)
+    compute_advantages(run, samples)
+    compute_log_probs(run, samples)
     if config.wm.enabled:
-        selection = select(
-            rows,
-            alpha=config.wm.alpha,
-            weight=config.wm.weight,
-            reward_max=run.factory.reward_max,
-            n_groups=len(groups),
-            dedup=config.wm.dedup,
-        )
-        for row, weight in zip(rows, selection.weights, strict=True):
-            row.world_weight = weight
-        log["world/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
-        log["world/selected_frac"] = sum(selection.selected) / len(rows)
-    return rows
+        select_targets(run, samples, n_groups=len(groups))
+    return samples
 
 
-def score_rows(run: Run, rows: list[Row]) -> None:
+def compute_advantages(run: Run, samples: list[Sample]) -> None:
+    """Advantages relative to the group, or from the critic's values (PPO)."""
+    if run.critic:
+        run.metrics.update(run.critic.compute_values(samples))
+        return
+    found = advantages(samples, **run.config.advantage.model_dump())
+    for sample, advantage in zip(samples, found, strict=True):
+        sample.advantage = advantage
+
+
+def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
+    """World-model weights of the selected samples (PaW Eqs. (8) to (11)); the others keep 0."""
+    wm = run.config.wm
+    options = {"alpha": wm.alpha, "weight": wm.weight, "dedup": wm.dedup, "reward_max": run.factory.reward_max}
+    selection = select(samples, n_groups=n_groups, **options)
+    for sample, weight in zip(samples, selection.weights, strict=True):
+        sample.wm_weight = weight
+    run.metrics["wm/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
+    run.metrics["wm/selected_frac"] = sum(selection.selected) / len(samples)
+
+
+def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     """Fill old log-probs and action entropies from the scoring pass, or from the engine where that is asked for.
 
-    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs; `learn`
+    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs; `optimize`
     compares the sampler's log-probs with the trainer's then.
     """
     config = run.config
     from_engine = config.policy.old_logp == "engine"
     sampled_entropy = config.wm.entropy == "sampled" or not config.wm.enabled
-    entropy_known = sampled_entropy or all(row.sampled_entropy is not None for row in rows)
+    entropy_known = sampled_entropy or all(sample.sampled_entropy is not None for sample in samples)
     pass_needed = not (from_engine and entropy_known)
     if pass_needed:
-        scored = run.score(run.policy, rows)
+        scored = run.score(run.policy, samples)
     else:
-        scored = [(row.sampled_logp, fmean(row.sampled_entropy or [0.0])) for row in rows]
+        scored = [(sample.sampled_logp, fmean(sample.sampled_entropy or [0.0])) for sample in samples]
     if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, entropy)):
         raise TrainingStopped(
             f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its weights have diverged; "
             "resume an earlier checkpoint with a lower optim.lr"
         )
     if pass_needed:
-        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], [row.sampled_logp for row in rows]))
-    for row, (logp, entropy) in zip(rows, scored, strict=True):
-        row.old_logp = row.sampled_logp if from_engine else logp
+        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], [sample.sampled_logp for sample in samples]))
+    for sample, (logp, entropy) in zip(samples, scored, strict=True):
+        sample.old_logp = sample.sampled_logp if from_engine else logp
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
-            entropy = fmean(-math.exp(value) * value for value in row.sampled_logp)
-        row.entropy = entropy
+            entropy = fmean(-math.exp(value) * value for value in sample.sampled_logp)
+        sample.entropy = entropy
     if config.policy.kl_coef > 0.0:
         with adapters_off(run.reference.lm), run.reference_at_hand():
-            reference = run.score(run.reference, rows)
-        for row, (logp, _) in zip(rows, reference, strict=True):
-            row.ref_logp = logp
+            reference = run.score(run.reference, samples)
+        for sample, (logp, _) in zip(samples, reference, strict=True):
+            sample.ref_logp = logp
 
 
-def learn(run: Run, rows: list[Row]) -> dict[str, float]:
-    """Optimizer steps over the update's rows: mini-batches, each cut into micro-batches, each one fused pass.
+def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
+    """Optimizer steps over the update's samples: mini-batches, each cut into micro-batches, each one fused pass.
 
     PPO's critic goes first, over the same mini-batches.
     """
@@ -179,17 +185,17 @@ def learn(run: Run, rows: list[Row]) -> dict[str, float]:
         rho=config.wm.rho,
         observation_loss=config.wm.loss,
         q=config.wm.q,
-        world_scale=config.wm.scale,
+        wm_scale=config.wm.scale,
         temperature=config.rollout.temperature,
     )
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
-    critic = run.critic.learn(run.minibatches(rows)) if run.critic else {}
+    critic = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
     unscored = "health/sampler_mismatch" not in run.metrics
-    gradients = Gradients(config, run.policy, ranks, objective, update_rows=len(rows), unscored=unscored)
+    gradients = Gradients(config, run.policy, ranks, objective, update_samples=len(samples), unscored=unscored)
     norms: list[float] = []
     steps = 0
-    for minibatch in run.minibatches(rows):
+    for minibatch in run.minibatches(samples):
         loss, norm = gradients.form(minibatch)
         steps += 1
         if run.guard.allows(loss=sum(ranks.gather(loss)), grad_norm=norm):

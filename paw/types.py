@@ -1,6 +1,6 @@
-"""What flows through one update, in order: Task -> Turn -> Trajectory -> Group -> Row -> Batch.
+"""What flows through one update, in order: Task -> Turn -> Trajectory -> Group -> Sample -> Batch.
 
-Suffix legend used across the package: T tokens of a batch, N rows of an update, G groups, B rows of a micro-batch,
+Suffix legend of the package: T tokens of a batch, N samples of an update, G groups, B of them in a micro-batch,
 L padded length, V vocabulary, D hidden size.
 """
 
@@ -33,14 +33,14 @@ class Outcome:
     action: str
     """The action that was played, after projection from the response."""
     valid: bool
-    """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its row."""
+    """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its sample."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], where it has one (WebShop)."""
 
 
 @dataclass
 class Turn:
-    """One prompt, one sampled response, one answer of the environment: one training row."""
+    """One prompt, one sampled response, one answer of the environment: one training sample."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -93,7 +93,7 @@ class Group:
 
 
 @dataclass
-class Row:
+class Sample:
     """One turn as the learner sees it: prompt h_t, response a_t, separator, observation o_{t+1}.
 
     Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9] is the sequence
@@ -111,17 +111,17 @@ class Row:
     sampled_logp: list[float]
     sampled_entropy: list[float] | None
     score: float
-    """Episode return less this row's own invalid penalty."""
+    """Episode return less this sample's own invalid penalty."""
     episode_return: float
     reward: float
     penalty: float
     anchor: str
     advantage: float = 0.0
-    """One scalar a row, broadcast to its response tokens."""
+    """One scalar a sample, broadcast to its response tokens."""
     token_advantage: list[float] | None = None
     """PPO: the advantage of each response token, in place of `advantage`."""
     values: list[float] = field(default_factory=list)
-    """PPO: the critic's value before each response token, when the row was played."""
+    """PPO: the critic's value before each response token, when the sample was played."""
     returns: list[float] = field(default_factory=list)
     """PPO: what the critic learns to tell before each response token."""
     old_logp: list[float] = field(default_factory=list)
@@ -132,8 +132,8 @@ class Row:
     """Action entropy H: mean over the response tokens, nats (selection, PaW Eq. (8))."""
     token_weight: float = 0.0
     """1 / (G * response tokens of the group in the update): of a response token, with policy.loss_norm = "group"."""
-    world_weight: float = 0.0
-    """lambda_g / (G |S_g|) for a selected row with a target, else 0 (PaW Eq. (11))."""
+    wm_weight: float = 0.0
+    """lambda_g / (G |S_g|) for a selected sample with a target, else 0 (PaW Eq. (11))."""
     further: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """wm.horizon: of each further turn what leads to its observation (the action, in the template), and that."""
 

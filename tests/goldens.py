@@ -21,7 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 LEFT_OUT = ("time/", "perf/", "health/threads_lost", "health/texts_cut")
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    f"world/{name}": f"wm/{name}"
+    for name in ("lambda", "selected_frac", "loss", "token_loss", "masked_frac", "live_frac")
+}
 """Old metric name -> today's."""
 SMALL = {
     "run.threads": 1, "run.updates": 2, "warmup.max_steps": 40, "rollout.tasks": 4, "rollout.group_size": 4,

@@ -1,8 +1,8 @@
-"""Group-relative advantages: one scalar a row, broadcast to its response tokens; and those of PPO, one a token.
+"""Group-relative advantages: one scalar a sample, broadcast to its response tokens; and those of PPO, one a token.
 
 GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978), with the semantics of
-GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines ran. A row's score is its episode return
-less its own invalid penalty. Rows come in group, trajectory, step order, and answers are in the same order.
+GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines ran. A sample's score is its episode
+return less its own invalid penalty. Samples come in group, trajectory, step order, and answers are in the same order.
 PPO's advantages, one a token, are at the end: `learner.critic` has the values they start from.
 
 Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step invalid (-0.1).
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Literal
 
-from paw.types import Row
+from paw.types import Sample
 
 Stat = Literal["steps", "trajectories"]
 
 
 def advantages(
-    rows: Sequence[Row],
+    samples: Sequence[Sample],
     *,
     estimator: Literal["grpo", "rloo", "gigpo"] = "grpo",
     stat: Stat = "steps",
@@ -33,69 +33,76 @@ def advantages(
     gamma: float = 0.95,
     similarity: float | None = None,
 ) -> list[float]:
-    """Advantage of each row under the chosen estimator; the options are those of the `[advantage]` configuration.
+    """Advantage of each sample under the chosen estimator; the options are those of the `[advantage]` configuration.
 
-    penalty_only "drop": 0 for every row of a group whose episode returns are all equal. There the only variance is the
-    invalid penalty, which the division by its own standard deviation would blow up to full scale.
+    penalty_only "drop": 0 for every sample of a group whose episode returns are all equal. There the only variance is
+    the invalid penalty, which the division by its own standard deviation would blow up to full scale.
     Raises ValueError for an unknown estimator.
     """
     if estimator == "grpo":
-        result = grpo(rows, stat=stat, norm_std=norm_std, eps=eps)
+        result = grpo(samples, stat=stat, norm_std=norm_std, eps=eps)
     elif estimator == "rloo":
-        result = rloo(rows, stat=stat)
+        result = rloo(samples, stat=stat)
     elif estimator == "gigpo":
         by_std = gigpo_norm == "mean_std"
-        result = gigpo(rows, stat=stat, norm_std=by_std, omega=omega, gamma=gamma, eps=eps, similarity=similarity)
+        result = gigpo(samples, stat=stat, norm_std=by_std, omega=omega, gamma=gamma, eps=eps, similarity=similarity)
     else:
         raise ValueError(f"estimator={estimator!r} is unknown; known estimators: grpo, rloo, gigpo")
     if penalty_only == "drop":
-        for members in _by(row.group for row in rows):
-            if len({rows[i].episode_return for i in members}) == 1:
+        for members in _by(sample.group for sample in samples):
+            if len({samples[i].episode_return for i in members}) == 1:
                 for i in members:
                     result[i] = 0.0
     return result
 
 
-def grpo(rows: Sequence[Row], *, stat: Stat = "steps", norm_std: bool = True, eps: float = 1e-6) -> list[float]:
+def grpo(samples: Sequence[Sample], *, stat: Stat = "steps", norm_std: bool = True, eps: float = 1e-6) -> list[float]:
     """(score - mean) / (std + eps) within the group, std unbiased; without the division if not norm_std (Dr. GRPO).
 
-    stat "steps" takes mean and std over all rows of the group, so long trajectories weigh more; "trajectories" over
-    one entry a trajectory, the score of its first row. A single entry has mean 0 and std 1, as in the reference code.
+    stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more; "trajectories" over
+    one entry a trajectory, the score of its first sample. A single entry has mean 0, std 1, as in the reference code.
     """
-    result = [0.0] * len(rows)
-    for members in _by(row.group for row in rows):
-        entries = _entries(rows, members, stat)
+    result = [0.0] * len(samples)
+    for members in _by(sample.group for sample in samples):
+        entries = _entries(samples, members, stat)
         mean, std = (0.0, 1.0) if len(entries) == 1 else (statistics.mean(entries), statistics.stdev(entries))
         for i in members:
-            result[i] = (rows[i].score - mean) / (std + eps if norm_std else 1.0)
+            result[i] = (samples[i].score - mean) / (std + eps if norm_std else 1.0)
     return result
 
 
-def rloo(rows: Sequence[Row], *, stat: Stat = "steps") -> list[float]:
+def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     """(score - mean) n / (n - 1): the score less the mean of the other entries. A single entry keeps its score."""
-    result = [0.0] * len(rows)
-    for members in _by(row.group for row in rows):
-        entries = _entries(rows, members, stat)
+    result = [0.0] * len(samples)
+    for members in _by(sample.group for sample in samples):
+        entries = _entries(samples, members, stat)
         n = len(entries)
         mean, scale = (0.0, 1.0) if n == 1 else (statistics.mean(entries), n / (n - 1))
         for i in members:
-            result[i] = (rows[i].score - mean) * scale
+            result[i] = (samples[i].score - mean) * scale
     return result
 
 
 def gigpo(
-    rows: Sequence[Row], *, stat: Stat, norm_std: bool, omega: float, gamma: float, eps: float, similarity: float | None
+    samples: Sequence[Sample],
+    *,
+    stat: Stat,
+    norm_std: bool,
+    omega: float,
+    gamma: float,
+    eps: float,
+    similarity: float | None,
 ) -> list[float]:
     """Episode advantage (GRPO, divided by std if norm_std) + omega * step advantage.
 
-    The step advantage compares the discounted step returns, less the row's own penalty, of rows of one group that
-    answered the same anchor observation, normalised like the episode's; a row alone with its anchor gets 0.
+    The step advantage compares the discounted step returns, less the sample's own penalty, of samples of one group that
+    answered the same anchor observation, normalised like the episode's; a sample alone with its anchor gets 0.
     Anchors match by equal text, or with `similarity` by difflib ratio >= similarity to a cluster's first anchor.
     """
-    result = grpo(rows, stat=stat, norm_std=norm_std, eps=eps)
-    returns = step_returns(rows, gamma=gamma)
-    for members in _by(row.group for row in rows):
-        for cluster in _clusters(rows, members, similarity):
+    result = grpo(samples, stat=stat, norm_std=norm_std, eps=eps)
+    returns = step_returns(samples, gamma=gamma)
+    for members in _by(sample.group for sample in samples):
+        for cluster in _clusters(samples, members, similarity):
             values = [returns[i] for i in cluster]
             if len(values) > 1:
                 mean = statistics.mean(values)
@@ -105,22 +112,22 @@ def gigpo(
     return result
 
 
-def step_returns(rows: Sequence[Row], *, gamma: float) -> list[float]:
-    """G_t = r_t + gamma G_{t+1} within the trajectory, then less the row's own invalid penalty."""
-    result = [0.0] * len(rows)
-    for members in _by((row.group, row.trajectory) for row in rows):
+def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
+    """G_t = r_t + gamma G_{t+1} within the trajectory, then less the sample's own invalid penalty."""
+    result = [0.0] * len(samples)
+    for members in _by((sample.group, sample.trajectory) for sample in samples):
         following = 0.0
         for i in reversed(members):
-            following = rows[i].reward + gamma * following
-            result[i] = following - rows[i].penalty
+            following = samples[i].reward + gamma * following
+            result[i] = following - samples[i].penalty
     return result
 
 
 def gae(values: Sequence[float], score: float, *, gamma: float, lam: float) -> list[float]:
-    """PPO's advantages of a row's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
+    """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
 
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the last token, after
-    which nothing follows: the row's next turn is another row.
+    which nothing follows: the sample's next turn is another sample.
     """
     result: list[float] = []
     advantage, following, reward = 0.0, 0.0, score
@@ -132,11 +139,11 @@ def gae(values: Sequence[float], score: float, *, gamma: float, lam: float) -> l
 
 
 def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over all tokens of all rows, var unbiased; a single token gets 0."""
-    flat = [value for row in advantages for value in row]
+    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased; a single token gets 0."""
+    flat = [value for sample in advantages for value in sample]
     mean = math.fsum(flat) / max(1, len(flat))
     scale = math.sqrt(math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps)
-    return [[(value - mean) / scale for value in row] for row in advantages]
+    return [[(value - mean) / scale for value in sample] for sample in advantages]
 
 
 def _by(keys: Iterable) -> list[list[int]]:
@@ -147,20 +154,20 @@ def _by(keys: Iterable) -> list[list[int]]:
     return list(members.values())
 
 
-def _entries(rows: Sequence[Row], members: list[int], stat: Stat) -> list[float]:
+def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[float]:
     """Scores that the group's mean and std are taken over."""
-    first = {rows[i].trajectory: rows[i].score for i in reversed(members)}
-    return [rows[i].score for i in members] if stat == "steps" else list(first.values())
+    first = {samples[i].trajectory: samples[i].score for i in reversed(members)}
+    return [samples[i].score for i in members] if stat == "steps" else list(first.values())
 
 
-def _clusters(rows: Sequence[Row], members: list[int], similarity: float | None) -> list[list[int]]:
-    """Rows of a group by anchor; greedy in row order when anchors match by similarity."""
+def _clusters(samples: Sequence[Sample], members: list[int], similarity: float | None) -> list[list[int]]:
+    """Samples of a group by anchor; greedy in sample order when anchors match by similarity."""
     if similarity is None:
-        return [[members[j] for j in cluster] for cluster in _by(rows[i].anchor for i in members)]
+        return [[members[j] for j in cluster] for cluster in _by(samples[i].anchor for i in members)]
     clusters: list[list[int]] = []
     for i in members:
         for cluster in clusters:
-            if SequenceMatcher(None, rows[i].anchor, rows[cluster[0]].anchor).ratio() >= similarity:
+            if SequenceMatcher(None, samples[i].anchor, samples[cluster[0]].anchor).ratio() >= similarity:
                 cluster.append(i)
                 break
         else:

@@ -1,4 +1,4 @@
-"""PPO's critic (arXiv 1707.06347): the start model with a scalar head, which tells what is still to come of a row.
+"""PPO's critic (arXiv 1707.06347): the start model with a scalar head, which tells what is still to come of a sample.
 
     V_t  = w . h_t + b                          h_t: the hidden state that predicts response token t, as in verl
     loss = mean over the mini-batch's response tokens of max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
@@ -25,7 +25,7 @@ from paw.model.optim import make_optimizer
 from paw.model.parallel import Ranks, whole
 from paw.model.policy import Policy, load_policy
 from paw.state.guards import TrainingStopped, UpdateGuard
-from paw.types import Row
+from paw.types import Sample
 
 
 def load_critic(path: str, **options: Any) -> Policy:
@@ -47,18 +47,18 @@ class Critic:
         self.optimizer = make_optimizer(model.parameters(), config.optim.model_copy(update={"lr": config.critic.lr}))
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
-    def judge(self, rows: list[Row]) -> dict[str, float]:
-        """Fill values, returns and token advantages of all rows of an update: GAE in the row, whitened over all tokens.
+    def compute_values(self, samples: list[Sample]) -> dict[str, float]:
+        """Fill values, returns and token advantages of an update: GAE within each sample, whitened over all tokens.
 
         Returns critic/explained_variance, which returns that are all equal do not have. Raises TrainingStopped for
         values that are not finite.
         """
         own: dict[int, list[float]] = {}
         with torch.no_grad():
-            for batch in self._batches(rows):
+            for batch in self._batches(samples):
                 values = self.model(partial(self.values, batch)).tolist()
-                ends = accumulate((len(rows[i].response_ids) for i in batch.row), initial=0)
-                own |= {i: values[start:end] for i, (start, end) in zip(batch.row, pairwise(ends), strict=True)}
+                ends = accumulate((len(samples[i].response_ids) for i in batch.indices), initial=0)
+                own |= {i: values[start:end] for i, (start, end) in zip(batch.indices, pairwise(ends), strict=True)}
         found = {i: values for part in self.ranks.gather(own, dict[int, list[float]]) for i, values in part.items()}
         if not all(math.isfinite(value) for values in found.values() for value in values):
             raise TrainingStopped(
@@ -66,16 +66,16 @@ class Critic:
                 "resume an earlier checkpoint with a lower critic.lr"
             )
         options = self.config.critic
-        raw = [gae(found[i], row.score, gamma=options.gamma, lam=options.lam) for i, row in enumerate(rows)]
-        for i, (row, whitened) in enumerate(zip(rows, whiten(raw), strict=True)):
-            row.values, row.token_advantage = found[i], whitened
-            row.returns = [a + value for a, value in zip(raw[i], found[i], strict=True)]
-        spread = torch.tensor([value for row in rows for value in row.returns]).var()
+        raw = [gae(found[i], sample.score, gamma=options.gamma, lam=options.lam) for i, sample in enumerate(samples)]
+        for i, (sample, whitened) in enumerate(zip(samples, whiten(raw), strict=True)):
+            sample.values, sample.token_advantage = found[i], whitened
+            sample.returns = [a + value for a, value in zip(raw[i], found[i], strict=True)]
+        spread = torch.tensor([value for sample in samples for value in sample.returns]).var()
         unexplained = torch.tensor([value for values in raw for value in values]).var()
         return {"critic/explained_variance": float(1.0 - unexplained / spread)} if spread > 0 else {}
 
-    def learn(self, minibatches: Iterable[list[Row]]) -> dict[str, float]:
-        """An optimizer step over each mini-batch of judged rows; steps with non-finite gradients are left out.
+    def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
+        """An optimizer step over each mini-batch; steps with non-finite gradients are left out.
 
         Returns critic/loss, critic/clip_frac and, unless every step was left out, critic/grad_norm.
         """
@@ -83,7 +83,7 @@ class Critic:
         norms: list[float] = []
         clipped = tokens = 0
         for minibatch in minibatches:
-            n = sum(len(row.response_ids) for row in minibatch)
+            n = sum(len(sample.response_ids) for sample in minibatch)
             loss = 0.0
             batches = self._batches(minibatch)
             for batch in batches:
@@ -111,18 +111,18 @@ class Critic:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
-    def loss(self, batch: Batch, minibatch: list[Row]) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """(sum of the loss, number of tokens that the clip holds back), inside a call of the model."""
         old, returns = (
-            torch.tensor([x for i in batch.row for x in getattr(minibatch[i], name)], device=batch.position.device)
+            torch.tensor([x for i in batch.indices for x in getattr(minibatch[i], name)], device=batch.position.device)
             for name in ("values", "returns")
         )
         loss, limited = value_loss(self.values(batch), old, returns, clip=self.config.critic.value_clip)
         return loss.sum(), limited.sum()
 
-    def _batches(self, rows: list[Row]) -> list[Batch]:
+    def _batches(self, samples: list[Sample]) -> list[Batch]:
         return micro_batches(
-            rows,
+            samples,
             budget=self.config.optim.micro_batch_tokens,
             with_observation=False,
             device=self.model.device,

@@ -1,8 +1,8 @@
 """Gradients of one mini-batch: both terms in one pass, or apart where something must know how they compare.
 
 Apart (beyond the paper): the policy's gradient first, without a single observation token, then the world model's over
-the selected rows. Their sum is the gradient of the joint pass (tested). It costs the forward pass of the selected rows
-once more, and memory for a second gradient.
+the selected samples. Their sum is the gradient of the joint pass (tested). It costs the forward pass of the selected
+samples once more, and memory for a second gradient.
 """
 
 import math
@@ -16,7 +16,7 @@ from paw.config import Config
 from paw.model.parallel import Ranks, whole
 from paw.model.policy import Policy
 from paw.rollout.sync import sampler_mismatch
-from paw.types import Row
+from paw.types import Sample
 from paw_kernels import ACTION, PawLoss
 
 
@@ -28,17 +28,17 @@ class Gradients:
     policy: Policy
     ranks: Ranks
     objective: losses.Objective
-    update_rows: int
-    """Rows of the whole update."""
+    update_samples: int
+    """Samples of the whole update."""
     unscored: bool = False
     """No scoring pass has compared the sampler's log-probs: the first micro-batch does."""
     sampler: dict[str, float] = field(default_factory=dict)
     """What that found."""
     totals: losses.Totals = field(default_factory=losses.Totals)
     terms: list[dict[str, float]] = field(default_factory=list)
-    """Of each mini-batch whose terms are kept apart: policy/grad_norm, world/grad_norm and, balanced, world/factor."""
+    """Of each mini-batch whose terms are kept apart: policy/grad_norm, wm/grad_norm and, balanced, wm/factor."""
 
-    def form(self, minibatch: list[Row]) -> tuple[float, float]:
+    def form(self, minibatch: list[Sample]) -> tuple[float, float]:
         """(loss, norm of the gradient before the joint clip) of a mini-batch; the gradient is clipped.
 
         Raises StaleWeightsError where the first one finds that the sampler had other weights.
@@ -50,13 +50,13 @@ class Gradients:
             return loss, self._clip()
         loss = self._accumulate(minibatch, self.objective.idle, with_observation=False)
         policy, policy_norm = self._take()
-        loss += self._accumulate(minibatch, lambda row: row.world_weight == 0.0, with_action=False)
+        loss += self._accumulate(minibatch, lambda sample: sample.wm_weight == 0.0, with_action=False)
         world, world_norm = self._take()
         factor = 1.0
         if wm.balance == "gradient" and policy_norm > 0.0 and world_norm > 0.0:
             factor = wm.ratio * policy_norm / world_norm
-        norms = {"policy/grad_norm": policy_norm, "world/grad_norm": factor * world_norm}
-        self.terms.append(norms | ({"world/factor": factor} if wm.balance == "gradient" else {}))
+        norms = {"policy/grad_norm": policy_norm, "wm/grad_norm": factor * world_norm}
+        self.terms.append(norms | ({"wm/factor": factor} if wm.balance == "gradient" else {}))
         scales = (1.0, factor)
         if optim.clip == "separate":
             limits = ((optim.grad_clip / (norm + 1e-6)) for norm in (policy_norm, factor * world_norm))
@@ -79,8 +79,8 @@ class Gradients:
     def _clip(self) -> float:
         return float(whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.optim.grad_clip)))
 
-    def _accumulate(self, minibatch: list[Row], skip: Callable[[Row], bool], **terms: bool) -> float:
-        """Adds the gradient of the minibatch's rows but those to `skip`; returns this rank's share of the loss."""
+    def _accumulate(self, minibatch: list[Sample], skip: Callable[[Sample], bool], **terms: bool) -> float:
+        """Adds the gradient of the minibatch's samples but those to `skip`; returns this rank's share of the loss."""
         config, policy, ranks, loss = self.config, self.policy, self.ranks, 0.0
         batches = losses.micro_batches(
             minibatch,
@@ -93,8 +93,8 @@ class Gradients:
         )
         for batch in batches:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
-            coefficients = losses.loss_rows(batch, minibatch, self.objective, update_rows=self.update_rows)
-            # Times world: the weights of rows are those of the whole mini-batch, FSDP averages over ranks.
+            coefficients = losses.loss_rows(batch, minibatch, self.objective, update_samples=self.update_samples)
+            # Times world: the weights of samples are those of the whole mini-batch, FSDP averages over ranks.
             scaled = replace(coefficients, weight=ranks.world * coefficients.weight)
             out = losses.joint_loss(policy, batch, scaled, temperature=self.objective.temperature)
             out.loss.backward()
@@ -104,10 +104,10 @@ class Gradients:
             self.totals.add(out, coefficients)
         return loss
 
-    def _compare(self, out: PawLoss, batch: losses.Batch, minibatch: list[Row]) -> None:
+    def _compare(self, out: PawLoss, batch: losses.Batch, minibatch: list[Sample]) -> None:
         """The responses of a micro-batch, of all ranks, with what the sampler gave for them; before any step."""
         self.unscored = False
-        sampled = [value for i in batch.row for value in minibatch[i].sampled_logp] if batch.with_action else []
+        sampled = [value for i in batch.indices for value in minibatch[i].sampled_logp] if batch.with_action else []
         pair = out.logp[batch.kind == ACTION].tolist(), sampled
         ours, theirs = zip(*self.ranks.gather(pair, tuple[list[float], list[float]]), strict=True)
         if any(ours) and all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped

@@ -1,13 +1,13 @@
 """Micro-batches and the joint objective, PaW Eq. (11), through the fused head.
 
-    Eq. (11):  mean over groups of [ L_RL(g) + lambda_g * mean over the selected rows of g of CMAE ]
+    Eq. (11):  mean over groups of [ L_RL(g) + lambda_g * mean over the selected samples of g of CMAE ]
     computed:  mean over the mini-batch's response tokens of L_RL
-               + mean over groups of lambda_g * mean over the selected rows of g of CMAE
+               + mean over groups of lambda_g * mean over the selected samples of g of CMAE
 
 The world-model term is the equation's. The policy term is that of the reference code: every token weighs the same, so a
 group weighs by its tokens. `loss_norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response
 tokens; "row" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update
-and are scaled by (rows in the update / rows in the mini-batch). All normalisers live in the token weights, so a
+and are scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
 mini-batch's gradient is the same however it is cut into micro-batches.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paw.algo.packing import alike_batches, balanced_batches
-from paw.types import Row
+from paw.types import Sample
 from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, TokenStats, paw_loss, segment_mean, token_stats
 
 
@@ -34,7 +34,7 @@ class Head(Protocol):
         ...
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] int64, rows of the given lengths one after another -> [T, D]; no row sees another."""
+        """[T] int64, samples of the given lengths one after another -> [T, D]; no sample sees another."""
         ...
 
     @property
@@ -46,9 +46,9 @@ class Head(Protocol):
 
     @property
     def quadratic(self) -> float | None:
-        """What attention costs for a row of n tokens over n^2, in units of what the rest costs a token.
+        """What attention costs for a sample of n tokens over n^2, in units of what the rest costs a token.
 
-        None: attention pads the rows of a batch to the longest.
+        None: attention pads the samples of a batch to the longest.
         """
         ...
 
@@ -58,24 +58,24 @@ class Head(Protocol):
 
 @dataclass
 class Batch:
-    """Rows of one forward pass, packed: T tokens one row after another, N of them targets.
+    """Samples of one forward pass, packed: T tokens one sample after another, N of them targets.
 
-    Example: row 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read at
+    Example: sample 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read at
     position [2, 3, 5, 6] (each predicted by the token before it), kind [1, 1, 2, 2].
     """
 
     input_ids: Tensor
     """[T] int64."""
     lengths: list[int]
-    """[B] tokens of each row."""
+    """[B] tokens of each sample."""
     position: Tensor
     """[N] int64 into the T tokens: the one that predicts each target."""
     target: Tensor
     """[N] int64."""
     kind: Tensor
     """[N] uint8: ACTION or OBSERVATION."""
-    row: list[int]
-    """[B] indices of the rows in the sequence the batch was cut from."""
+    indices: list[int]
+    """[B] indices of the samples in the sequence the batch was cut from."""
     with_action: bool = True
     with_observation: bool = True
 
@@ -96,36 +96,36 @@ class Objective:
     rho: float = 0.2
     observation_loss: str = "cmae"
     q: float = 0.7
-    world_scale: float = 1.0
+    wm_scale: float = 1.0
     temperature: float = 1.0
 
-    def dead(self, row: Row) -> bool:
-        """Whether a row can have no gradient at all, so that its forward pass is not worth making."""
-        return self.idle(row) and row.world_weight == 0.0
+    def dead(self, sample: Sample) -> bool:
+        """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
+        return self.idle(sample) and sample.wm_weight == 0.0
 
-    def idle(self, row: Row) -> bool:
-        """Whether a row can have no gradient of the policy term."""
-        return not any(row.advantages) and self.kl_coef == 0.0 and self.entropy_coef == 0.0
+    def idle(self, sample: Sample) -> bool:
+        """Whether a sample can have no gradient of the policy term."""
+        return not any(sample.advantages) and self.kl_coef == 0.0 and self.entropy_coef == 0.0
 
 
 def collate(
-    rows: Sequence[Row],
+    samples: Sequence[Sample],
     indices: Sequence[int],
     *,
     with_observation: bool,
     with_action: bool = True,
     device: torch.device,
 ) -> Batch:
-    """Pack the given rows; observations only of rows that carry a world-model weight. No rows: one token, no target.
+    """Pack the given samples; observations only of those with a world-model weight. No samples: one token, no target.
 
     Without `with_action` responses are context, no targets.
     """
     input_ids, lengths, position, target, kind = [], [], [], [], []
     for i in indices:
-        row, start = rows[i], len(input_ids)
-        spans = [(row.prompt_ids, None), (row.response_ids, ACTION if with_action else None)]
-        if with_observation and row.world_weight > 0.0:
-            spans += [(ids, OBSERVATION if target else None) for ids, target in row.world_spans()]
+        sample, start = samples[i], len(input_ids)
+        spans = [(sample.prompt_ids, None), (sample.response_ids, ACTION if with_action else None)]
+        if with_observation and sample.wm_weight > 0.0:
+            spans += [(ids, OBSERVATION if target else None) for ids, target in sample.world_spans()]
         for ids, what in spans:
             if what is not None:
                 position.extend(range(len(input_ids) - 1, len(input_ids) + len(ids) - 1))
@@ -139,14 +139,14 @@ def collate(
         position=torch.tensor(position, dtype=torch.int64, device=device),
         target=torch.tensor(target, dtype=torch.int64, device=device),
         kind=torch.tensor(kind, dtype=torch.uint8, device=device),
-        row=list(indices),
+        indices=list(indices),
         with_action=with_action,
         with_observation=with_observation,
     )
 
 
 def micro_batches(
-    rows: Sequence[Row],
+    samples: Sequence[Sample],
     *,
     budget: int,
     with_observation: bool,
@@ -156,15 +156,15 @@ def micro_batches(
     skip: Any = None,
     share: tuple[int, int] = (0, 1),
 ) -> list[Batch]:
-    """Batches of at most `budget` tokens over the rows for which `skip(row)` is false; `quadratic` as in Head.
+    """Batches of at most `budget` tokens over the samples for which `skip(sample)` is false; `quadratic` as in Head.
 
     `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, some of them
-    without rows where these are few: their forward passes are collective.
+    without samples where these are few: their forward passes are collective.
     """
     rank, world = share
-    kept = [i for i, row in enumerate(rows) if skip is None or not skip(row)]
+    kept = [i for i, sample in enumerate(samples) if skip is None or not skip(sample)]
     lengths = [
-        len(rows[i]) if with_observation and rows[i].world_weight > 0.0 else _acting_length(rows[i]) for i in kept
+        len(samples[i]) if with_observation and samples[i].wm_weight > 0.0 else _acting_length(samples[i]) for i in kept
     ]
     if quadratic is None:
         cut = alike_batches(lengths, budget=budget, multiple=world)
@@ -172,7 +172,7 @@ def micro_batches(
         cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
     return [
         collate(
-            rows,
+            samples,
             [kept[j] for j in picked],
             with_observation=with_observation,
             with_action=with_action,
@@ -184,11 +184,11 @@ def micro_batches(
 
 @torch.no_grad()
 def score(
-    model: Head, rows: Sequence[Row], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
+    model: Head, samples: Sequence[Sample], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
 ) -> dict[int, tuple[list[float], float]]:
-    """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the row's index.
+    """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the sample's index.
 
-    Of all rows, or of those in this rank's `share` of the batches; in the order of rows.
+    Of all samples, or of those in this rank's `share` of the batches; in the order of samples.
     """
 
     def stats(batch: Batch) -> TokenStats:
@@ -201,39 +201,39 @@ def score(
 
     scores: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(
-        rows, budget=budget, with_observation=False, device=model.device, quadratic=model.quadratic, share=share
+        samples, budget=budget, with_observation=False, device=model.device, quadratic=model.quadratic, share=share
     ):
         found = model(partial(stats, batch))
-        ends = [0, *accumulate(len(rows[i].response_ids) for i in batch.row)]
+        ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
         entropy = segment_mean(found.entropy, torch.tensor(ends, device=model.device)).tolist()
         logp = found.logp.tolist()
-        for i, (start, end), mean in zip(batch.row, pairwise(ends), entropy, strict=True):
+        for i, (start, end), mean in zip(batch.indices, pairwise(ends), entropy, strict=True):
             scores[i] = (logp[start:end], mean)
     return dict(sorted(scores.items()))
 
 
-def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> LossRows:
-    """Token weights and references of a batch cut from `minibatch`; `update_rows` rows were in the whole update."""
-    per_token = _token_weights(minibatch, objective, update_rows=update_rows)
-    world_scale = objective.world_scale * update_rows / len(minibatch)
+def loss_rows(batch: Batch, minibatch: Sequence[Sample], objective: Objective, *, update_samples: int) -> LossRows:
+    """Token weights and references of a batch cut from `minibatch`; the update had `update_samples`."""
+    per_token = _token_weights(minibatch, objective, update_samples=update_samples)
+    wm_scale = objective.wm_scale * update_samples / len(minibatch)
     weight: list[float] = []
     advantage: list[float] = []
     old_logp: list[float] = []
     ref_logp: list[float] = []
-    for i in batch.row:
-        row = minibatch[i]
-        m = row.n_targets if batch.with_observation and row.world_weight > 0.0 else 0
-        n = len(row.response_ids) if batch.with_action else 0
-        weight += [per_token[i]] * n + [row.world_weight * world_scale / max(m, 1)] * m
+    for i in batch.indices:
+        sample = minibatch[i]
+        m = sample.n_targets if batch.with_observation and sample.wm_weight > 0.0 else 0
+        n = len(sample.response_ids) if batch.with_action else 0
+        weight += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
         trust = [1.0] * n
         if objective.tis_cap:
-            pairs = zip(row.old_logp, row.sampled_logp, strict=True)
+            pairs = zip(sample.old_logp, sample.sampled_logp, strict=True)
             trust = [math.exp(min(old - sampled, math.log(objective.tis_cap))) for old, sampled in pairs][:n]
-        advantage += [value * ratio for value, ratio in zip(row.advantages[:n], trust, strict=True)] + [0.0] * m
-        old_logp += row.old_logp[:n] + [0.0] * m
+        advantage += [value * ratio for value, ratio in zip(sample.advantages[:n], trust, strict=True)] + [0.0] * m
+        old_logp += sample.old_logp[:n] + [0.0] * m
         if objective.kl_coef > 0.0:
-            assert row.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
-            ref_logp += row.ref_logp[:n] + [0.0] * m
+            assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+            ref_logp += sample.ref_logp[:n] + [0.0] * m
 
     def as_tensor(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=batch.target.device)
@@ -255,11 +255,11 @@ def loss_rows(batch: Batch, minibatch: Sequence[Row], objective: Objective, *, u
     )
 
 
-def _token_weights(minibatch: Sequence[Row], objective: Objective, *, update_rows: int) -> list[float]:
-    """What a response token of each row weighs in the mean: over tokens, rows, groups, or verl's micro-batches."""
-    lengths = [len(row.response_ids) for row in minibatch]
+def _token_weights(minibatch: Sequence[Sample], objective: Objective, *, update_samples: int) -> list[float]:
+    """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
+    lengths = [len(sample.response_ids) for sample in minibatch]
     if objective.loss_norm == "group":
-        return [row.token_weight * update_rows / len(minibatch) for row in minibatch]
+        return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
     if objective.loss_norm == "row":
         return [1.0 / (len(lengths) * n) for n in lengths]
     size = objective.verl_rows if objective.loss_norm == "verl" else len(lengths)
@@ -267,14 +267,14 @@ def _token_weights(minibatch: Sequence[Row], objective: Objective, *, update_row
     return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
 
 
-def joint_loss(model: Head, batch: Batch, rows: LossRows, *, temperature: float) -> PawLoss:
+def joint_loss(model: Head, batch: Batch, samples: LossRows, *, temperature: float) -> PawLoss:
     """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
     return model(
         lambda: paw_loss(
             model.hidden(batch.input_ids, batch.lengths)[batch.position],
             model.head_weight,
             batch.target,
-            rows,
+            samples,
             **model.head_options(temperature),
         )
     )
@@ -290,14 +290,14 @@ class Totals:
     masked: int = 0
     clipped: int = 0
     policy_loss: float = 0.0
-    world_loss: float = 0.0
+    wm_loss: float = 0.0
     row_loss: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
 
-    def add(self, out: PawLoss, rows: LossRows) -> None:
-        action, observation = rows.kind == ACTION, rows.kind == OBSERVATION
-        weighted = rows.weight * out.row_loss
+    def add(self, out: PawLoss, samples: LossRows) -> None:
+        action, observation = samples.kind == ACTION, samples.kind == OBSERVATION
+        weighted = samples.weight * out.row_loss
         sums = torch.stack(
             [
                 action.sum(),
@@ -323,7 +323,7 @@ class Totals:
         """Losses are means over the optimizer steps, fractions and means are over tokens.
 
         What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
-        masks none. Rows without any gradient made no forward pass and are in no mean.
+        masks none. Samples without any gradient made no forward pass and are in no mean.
         """
         steps = max(1, minibatches)
         metrics = {"policy/loss": self.policy_loss / steps}
@@ -331,19 +331,19 @@ class Totals:
             metrics |= {
                 "policy/clip_frac": self.clipped / self.actions,
                 "policy/entropy": self.entropy / self.actions,
-                "world/live_frac": self.live / (self.actions + self.observations),
+                "wm/live_frac": self.live / (self.actions + self.observations),
             }
             if objective.kl_coef > 0.0:
                 metrics["policy/kl"] = self.kl / self.actions
         if self.observations:
             metrics |= {
-                "world/loss": self.world_loss / steps,
-                "world/token_loss": self.row_loss / self.observations,
+                "wm/loss": self.wm_loss / steps,
+                "wm/token_loss": self.row_loss / self.observations,
             }
             if objective.observation_loss == "cmae":
-                metrics["world/masked_frac"] = self.masked / self.observations
+                metrics["wm/masked_frac"] = self.masked / self.observations
         return metrics
 
 
-def _acting_length(row: Row) -> int:
-    return len(row.prompt_ids) + len(row.response_ids)
+def _acting_length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)

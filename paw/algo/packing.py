@@ -1,20 +1,20 @@
-"""Rows -> mini-batches -> micro-batches. Pure; the gradient does not depend on how the rows are cut (tested)."""
+"""Samples -> mini-batches -> micro-batches. Pure; the gradient does not depend on how the samples are cut (tested)."""
 
 import heapq
 import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from paw.types import Row
+from paw.types import Sample
 
 
-def minibatches(rows: Sequence[Row], *, size: int, seed: int) -> list[list[Row]]:
-    """Cut a seeded shuffle of the update's rows into round(n / size) mini-batches of nearly equal size."""
-    order = list(range(len(rows)))
+def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
+    """Cut a seeded shuffle of the update's samples into round(n / size) mini-batches of nearly equal size."""
+    order = list(range(len(samples)))
     random.Random(seed).shuffle(order)
-    count = max(1, round(len(rows) / size))
-    cuts = [len(rows) * i // count for i in range(count + 1)]
-    return [[rows[i] for i in order[start:end]] for start, end in pairwise(cuts) if end > start]
+    count = max(1, round(len(samples) / size))
+    cuts = [len(samples) * i // count for i in range(count + 1)]
+    return [[samples[i] for i in order[start:end]] for start, end in pairwise(cuts) if end > start]
 
 
 def balanced_batches(
@@ -22,10 +22,10 @@ def balanced_batches(
 ) -> list[list[int]]:
     """Indices in batches of at most `budget` tokens and nearly equal work, their number a multiple of `multiple`.
 
-    A row of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention. Longest-processing-time
-    first (Graham 1969): each row, dearest first, goes to the batch with the least work. Batches are sorted, dearest
-    first, so that ranks which take every `multiple`-th one work side by side on equals; where rows are few, some are
-    empty. A row longer than the budget has a batch of its own.
+    A sample of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention. Longest-processing-time
+    first (Graham 1969): each sample, dearest first, goes to the batch with the least work. Batches are sorted, dearest
+    first, so that ranks which take every `multiple`-th one work side by side on equals; where samples are few, some are
+    empty. A sample longer than the budget has a batch of its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
@@ -40,7 +40,7 @@ def balanced_batches(
 
 
 def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> list[list[int]] | None:
-    """`count` batches, or None where the batch with the least work has no room for the next row."""
+    """`count` batches, or None where the batch with the least work has no room for the next sample."""
     heap = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
     works = [0.0] * count
@@ -56,10 +56,10 @@ def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> 
 
 
 def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:
-    """Indices in batches of neighbours in length, longest first, for attention that pads each to its longest row.
+    """Indices in batches of neighbours in length, longest first, for attention that pads each to its longest sample.
 
-    At most `budget` padded tokens a batch, but a row longer than that has one of its own; empty ones make their number
-    a multiple of `multiple`.
+    At most `budget` padded tokens a batch, but a sample longer than that has one of its own; empty ones make their
+    number a multiple of `multiple`.
 
     >>> alike_batches([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]

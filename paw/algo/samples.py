@@ -1,12 +1,12 @@
-"""Trajectories -> rows: one row per turn (ALGORITHM: prompt h_t, response a_t, separator, observation o_{t+1})."""
+"""Trajectories -> samples: one per turn (prompt h_t, response a_t, separator, observation o_{t+1})."""
 
 from collections import Counter
 from collections.abc import Callable
 
-from paw.types import Group, Row
+from paw.types import Group, Sample
 
 
-def to_rows(
+def to_samples(
     groups: list[Group],
     *,
     separator_ids: list[int],
@@ -14,15 +14,15 @@ def to_rows(
     horizon: int = 0,
     encode_observation: Callable[[str], list[int]] | None,
     invalid_penalty: float,
-) -> list[Row]:
-    """Rows of an update in group, trajectory, step order.
+) -> list[Sample]:
+    """Samples of an update in group, trajectory, step order.
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the raw next
-    observation into target ids; None (world model off) leaves every row without a target, as an empty observation does.
+    observation into target ids; None (world model off) leaves samples without a target, as an empty observation does.
     `horizon` further turns of the trajectory follow (beyond the paper): `reply_ids`, the action, `separator_ids`, and
     its observation, up to the first turn without one.
     """
-    rows = []
+    samples = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
@@ -33,8 +33,8 @@ def to_rows(
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
                 target = targets[step]
-                rows.append(
-                    Row(
+                samples.append(
+                    Sample(
                         group=group_index,
                         trajectory=trajectory_index,
                         step=step,
@@ -58,8 +58,8 @@ def to_rows(
                 )
             trajectory_index += 1
     tokens = Counter[int]()
-    for row in rows:
-        tokens[row.group] += len(row.response_ids)
-    for row in rows:
-        row.token_weight = 1.0 / (len(groups) * tokens[row.group])
-    return rows
+    for sample in samples:
+        tokens[sample.group] += len(sample.response_ids)
+    for sample in samples:
+        sample.token_weight = 1.0 / (len(groups) * tokens[sample.group])
+    return samples

@@ -1,6 +1,6 @@
-"""Which rows the world model learns from, and how much: PaW Eqs. (8) to (11).
+"""Which samples the world model learns from, and how much: PaW Eqs. (8) to (11).
 
-The rows whose action the policy was least sure of (top share alpha by action entropy) are selected over the whole
+The samples whose action the policy was least sure of (top share alpha by action entropy) are selected over the whole
 update; a group's term weighs more the less the group succeeds (lambda_g). The normalisation by the observation's
 length happens at token level, in the loss.
 """
@@ -12,26 +12,26 @@ from typing import Literal
 
 import torch
 
-from paw.types import Row
+from paw.types import Sample
 from paw_kernels import top_alpha
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Example: two rows with a target in group 0, mean return 2.5 of 10, both selected, one group:
+    """Example: two samples with a target in group 0, mean return 2.5 of 10, both selected, one group:
     weights [0.375, 0.375], selected [True, True], lambdas [0.75].
     """
 
     weights: list[float]
-    """[N] lambda_g / (n_groups * |S_g|) on selected rows, 0 elsewhere."""
+    """[N] lambda_g / (n_groups * |S_g|) on selected samples, 0 elsewhere."""
     selected: list[bool]
     """[N]"""
     lambdas: list[float]
-    """lambda_g of each group that has rows, in the order of their first row."""
+    """lambda_g of each group that has samples, in the order of their first sample."""
 
 
 def select(
-    rows: Sequence[Row],
+    samples: Sequence[Sample],
     *,
     alpha: float,
     weight: Literal["adaptive"] | float,
@@ -39,52 +39,56 @@ def select(
     n_groups: int,
     dedup: bool = False,
 ) -> Selection:
-    """Select the top ceil(alpha n) rows by `row.entropy` and weigh them.
+    """Select the top ceil(alpha n) samples by `sample.entropy` and weigh them.
 
-    Only rows with a target (non-empty observation_ids) take part: n counts them alone, since a row without a target
-    has nothing to learn and would waste a place. Ties go to the lower row index. S_g are the selected rows of group
-    g; a group without any adds nothing, but still counts in n_groups.
-    dedup (beyond the paper): of rows with the same prompt, response and targets only the first takes part.
+    Only samples with a target (non-empty observation_ids) take part: n counts them alone, since another has nothing to
+    learn and would take a place. Ties go to the lower index. S_g are the selected samples of group g; a group without
+    any adds nothing, but still counts in n_groups.
+    dedup (beyond the paper): of samples with the same prompt, response and targets only the first takes part.
     lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped to [0, 1], or the constant
-    `weight`. Groups are told apart by row.group; each trajectory counts once.
+    `weight`. Groups are told apart by sample.group; each trajectory counts once.
 
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer n_groups than groups, or
     entropy that is not finite.
     """
     if weight == "adaptive" and not reward_max > 0:
         raise ValueError(f"reward_max must be positive, got {reward_max}")
-    lambdas = group_weights(rows, weight=weight, reward_max=reward_max)
+    lambdas = group_weights(samples, weight=weight, reward_max=reward_max)
     if n_groups < len(lambdas):
-        raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the rows")
+        raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples")
 
-    candidate = torch.tensor([bool(row.observation_ids) for row in rows], dtype=torch.bool)
+    candidate = torch.tensor([bool(sample.observation_ids) for sample in samples], dtype=torch.bool)
     if dedup:
-        candidate &= torch.tensor(_first_of_its_kind(rows), dtype=torch.bool)
-    entropy = torch.tensor([row.entropy for row in rows], dtype=torch.float32)
+        candidate &= torch.tensor(_first_of_its_kind(samples), dtype=torch.bool)
+    entropy = torch.tensor([sample.entropy for sample in samples], dtype=torch.float32)
     if not entropy[candidate].isfinite().all():
-        raise ValueError("row.entropy must be finite on every row with a target")
+        raise ValueError("row.entropy must be finite on every sample with a target")
     selected = top_alpha(entropy, candidate, alpha).tolist()
 
-    size = Counter(row.group for row, on in zip(rows, selected, strict=True) if on)
+    size = Counter(sample.group for sample, on in zip(samples, selected, strict=True) if on)
     weights = [
-        lambdas[row.group] / (n_groups * size[row.group]) if on else 0.0 for row, on in zip(rows, selected, strict=True)
+        lambdas[sample.group] / (n_groups * size[sample.group]) if on else 0.0
+        for sample, on in zip(samples, selected, strict=True)
     ]
     return Selection(weights, selected, list(lambdas.values()))
 
 
-def _first_of_its_kind(rows: Sequence[Row]) -> list[bool]:
+def _first_of_its_kind(samples: Sequence[Sample]) -> list[bool]:
     seen: dict[tuple, int] = {}
     keys = (
-        (*map(tuple, (row.prompt_ids, row.response_ids)), *(tuple(ids) for ids, _ in row.world_spans())) for row in rows
+        (*map(tuple, (sample.prompt_ids, sample.response_ids)), *(tuple(ids) for ids, _ in sample.world_spans()))
+        for sample in samples
     )
     return [seen.setdefault(key, i) == i for i, key in enumerate(keys)]
 
 
-def group_weights(rows: Sequence[Row], *, weight: Literal["adaptive"] | float, reward_max: float) -> dict[int, float]:
-    """lambda_g of each group that has rows (PaW Eq. (10))."""
+def group_weights(
+    samples: Sequence[Sample], *, weight: Literal["adaptive"] | float, reward_max: float
+) -> dict[int, float]:
+    """lambda_g of each group that has samples (PaW Eq. (10))."""
     returns: dict[int, dict[int, float]] = {}
-    for row in rows:
-        returns.setdefault(row.group, {})[row.trajectory] = row.episode_return
+    for sample in samples:
+        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
     if weight != "adaptive":
         return dict.fromkeys(returns, float(weight))
     return {group: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max)) for group, of in returns.items()}

@@ -1,6 +1,6 @@
 """What a run writes about itself: metrics.jsonl and samples.jsonl.
 
-Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} world/{loss,lambda,selected_frac,masked_frac,
+Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} wm/{loss,lambda,selected_frac,masked_frac,
 live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
 sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,
 texts_cut,threads_lost,valid_actions,sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from itertools import groupby
@@ -112,7 +113,7 @@ class MetricsLog:
                         broken.append(number)
                     elif update <= step:
                         new.write(line)
-                        kept.append(record)
+                        kept.append(today(record))
 
         write_file(path, copy)
         if broken:
@@ -128,6 +129,11 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def today(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl under the names of today: older runs have `world/` for `wm/`."""
+    return {re.sub("^world/", "wm/", name): value for name, value in record.items()}
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from paw.errors import UserError
 from paw.files import json_object, update_of
+from paw.state.log import today
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""
@@ -70,6 +71,7 @@ def load_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
     lines, unreadable = _json_lines(path)
+    lines = [today(line) for line in lines]
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         if (step := update_of(line)) is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LINE = {
     "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval": "eval {}",
-    "world/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "world/loss": "world {:.3g}",
+    "wm/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "wm/loss": "world {:.3g}",
     "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
     "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
     "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
@@ -28,8 +28,8 @@ LINE = {
 """The plain line of an update: metric -> how it is written."""
 ROWS = {
     "world": {
-        "world/lambda": "λ {:.3f}", "world/loss": "loss {:.3g}", "world/selected_frac": "selected {:.0%}",
-        "world/live_frac": "live {:.0%}",
+        "wm/lambda": "λ {:.3f}", "wm/loss": "loss {:.3g}", "wm/selected_frac": "selected {:.0%}",
+        "wm/live_frac": "live {:.0%}",
     },
     "policy": {
         "policy/loss": "loss {:.3g}", "policy/kl": "kl {:.3g}", "policy/entropy": "entropy {:.3g}",

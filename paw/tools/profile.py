@@ -32,7 +32,7 @@ from paw.state.rundir import code_commit
 from paw.tools.fit import changed
 from paw.tools.overhead import STAGES, Record, chart, pick, table, write_csv
 from paw.tools.recorded import random_groups, random_model, read_groups
-from paw.train import learn, weigh
+from paw.train import optimize, prepare
 from paw.types import Group
 
 
@@ -107,7 +107,7 @@ def measure(
     for name, config in arms.items():
         one_pass(run, config, groups, nullcontext)  # makes the optimizer's state
         metrics = one_pass(run, config, groups, partial(memory, run, fixed[name]))
-        fixed[name]["update"]["live_frac"] = metrics.get("world/live_frac", 0.0)
+        fixed[name]["update"]["live_frac"] = metrics.get("wm/live_frac", 0.0)
     records: list[Record] = []
     for repeat in range(1, repeats + 1):
         for name in list(arms)[:: 1 if repeat % 2 else -1]:
@@ -129,9 +129,9 @@ def one_pass(
     run.engine.sleep()
     gc.collect()
     with meter("score"):
-        rows = weigh(run, groups)
+        rows = prepare(run, groups)
     with meter("update"):
-        metrics = learn(run, rows)
+        metrics = optimize(run, rows)
     with meter("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
     return metrics

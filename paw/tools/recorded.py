@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paw.algo.samples import to_rows
+from paw.algo.samples import to_samples
 from paw.config import Config
 from paw.errors import UserError
 from paw.run import Run
@@ -130,7 +130,7 @@ def hf_config(shape: Shape) -> Any:
 
 def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
     """The groups as if this run's model had sampled them: another one's log-probs would pass for stale weights."""
-    rows = to_rows(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
+    rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
     for turn, (logp, _) in zip(turns, run.score(run.policy, rows), strict=True):
         turn.sampled_logp = logp

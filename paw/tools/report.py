@@ -51,12 +51,12 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("optim/lr", "Learning rate", chart=False),
     ],
     "World model": [
-        Metric("world/lambda", "Weight λ", note="Mean of 1 − return / R_max over groups: falls as tasks are solved."),
-        Metric("world/loss", "World-model loss", note="As it enters the objective, weights included."),
-        Metric("world/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."),
-        Metric("world/grad_norm", "Gradient norm of the world-model term alone", note="Its factor included."),
-        Metric("world/factor", "Factor that balances the gradients", chart=False),
-        Metric("world/selected_frac", "Turns selected by entropy", "%", chart=False),
+        Metric("wm/lambda", "Weight λ", note="Mean of 1 − return / R_max over groups: falls as tasks are solved."),
+        Metric("wm/loss", "World-model loss", note="As it enters the objective, weights included."),
+        Metric("wm/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."),
+        Metric("wm/grad_norm", "Gradient norm of the world-model term alone", note="Its factor included."),
+        Metric("wm/factor", "Factor that balances the gradients", chart=False),
+        Metric("wm/selected_frac", "Turns selected by entropy", "%", chart=False),
     ],
     "Critic": [
         Metric("critic/loss", "Value loss"),
@@ -68,7 +68,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ],
     "Cost": [
         Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
-        Metric("world/live_frac", "Live rows f", "%", "Rows with a gradient; the head costs 1 + 2f passes."),
+        Metric("wm/live_frac", "Live rows f", "%", "Rows with a gradient; the head costs 1 + 2f passes."),
         Metric("perf/peak_gib", "Peak memory", "GiB", chart=False),
         Metric("time/rollout", "Rollout", "s", chart=False),
         Metric("time/score", "Scoring pass", "s", chart=False),

@@ -36,7 +36,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import full_parameters, push_weights
 from paw.state.export import export
 from paw.tools.player import open_player, progress, resolve, tell
-from paw.types import Group, Row, Task
+from paw.types import Group, Sample, Task
 from paw_kernels import OBSERVATION, LossRows
 
 
@@ -213,10 +213,10 @@ def _load(config: Config, path: str) -> Policy:
     )
 
 
-def _row(prompt_ids: list[int], response_ids: list[int]) -> Row:
+def _row(prompt_ids: list[int], response_ids: list[int]) -> Sample:
     unused: dict[str, Any] = {name: 0 for name in ("group", "trajectory", "step", "score", "episode_return", "reward")}
     unused |= {"separator_ids": [], "observation_ids": [], "sampled_logp": [], "sampled_entropy": None}
-    return Row(prompt_ids=prompt_ids, response_ids=response_ids, penalty=0.0, anchor="", **unused)
+    return Sample(prompt_ids=prompt_ids, response_ids=response_ids, penalty=0.0, anchor="", **unused)
 
 
 def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> None:

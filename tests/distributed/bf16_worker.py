@@ -32,7 +32,7 @@ def log_probs(policy, rows, ranks):
 def gradient(policy, rows, ranks):
     optim = {"micro_batch_tokens": 100, "grad_clip": 1e9}
     config = validate({"model": {"path": "here"}, "optim": optim}, origin="test")
-    Gradients(config, policy, ranks, Objective(rho=0.05), update_rows=len(rows)).form(rows)
+    Gradients(config, policy, ranks, Objective(rho=0.05), update_samples=len(rows)).form(rows)
     found = {n: whole(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
     return torch.cat([found[name] for name in sorted(found)])
 

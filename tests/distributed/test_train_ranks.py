@@ -152,12 +152,12 @@ import os
 if os.environ.get("RANK") == "1":
     import torch
     import paw.train
-    learn = paw.train.learn
+    optimize = paw.train.optimize
     def starved(run, rows):
         if run.step == 1:
             torch.empty(2**60, dtype=torch.uint8)
-        return learn(run, rows)
-    paw.train.learn = starved
+        return optimize(run, rows)
+    paw.train.optimize = starved
 """
 
 
@@ -179,14 +179,14 @@ import os
 if os.environ.get("RANK") == "1":
     import paw.train
     from paw.algo import loss
-    joint_loss, learn, step = loss.joint_loss, paw.train.learn, [0]
+    joint_loss, optimize, step = loss.joint_loss, paw.train.optimize, [0]
     def learned(run, rows):
         step[0] = run.step
-        return learn(run, rows)
+        return optimize(run, rows)
     def poisoned(*args, **options):
         out = joint_loss(*args, **options)
         return out._replace(loss=out.loss * float("nan")) if step[0] >= 1 else out
-    paw.train.learn, loss.joint_loss = learned, poisoned
+    paw.train.optimize, loss.joint_loss = learned, poisoned
 """
 
 

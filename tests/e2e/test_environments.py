@@ -24,7 +24,7 @@ def test_an_environment_trains_with_paw(paw, quick, tmp_path, name):
     for line in updates:
         assert all(math.isfinite(value) for value in line.values())
         assert line["health/env_failures"] == 0 == line["health/groups_dropped"]
-        assert line["optim/grad_norm"] > 0 and line["world/loss"] > 0
+        assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert any(WORDS[name] in turn["prompt"] for sample in samples for turn in sample["turns"])
     assert json.loads((run / "run.json").read_text())["engine"] == engine.get("rollout.engine", "transformers")

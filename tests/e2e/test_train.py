@@ -19,7 +19,7 @@ STEP_METRICS = {
     "reward/mean",
     "success/all",
     "policy/loss", "policy/clip_frac", "policy/entropy",
-    "world/loss", "world/token_loss", "world/lambda", "world/selected_frac", "world/masked_frac", "world/live_frac",
+    "wm/loss", "wm/token_loss", "wm/lambda", "wm/selected_frac", "wm/masked_frac", "wm/live_frac",
     "optim/lr", "optim/grad_norm", "optim/skipped",
     "time/rollout", "time/score", "time/update", "time/sync",
     "perf/tokens_per_s", "perf/peak_gib",
@@ -61,8 +61,8 @@ def test_metrics_are_complete_and_finite(quick_run):
     assert found[1].keys() >= STEP_METRICS and not found[1].keys() & EVAL_METRICS
     assert all(type(v) in (int, float) and math.isfinite(v) for line in found for v in line.values())
     last = found[-1]
-    assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["world/live_frac"] <= 1
-    assert last["world/selected_frac"] == 0.75 and last["eval/games"] == 8
+    assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["wm/live_frac"] <= 1
+    assert last["wm/selected_frac"] == 0.75 and last["eval/games"] == 8
     assert sum(key.startswith("success/") for key in last) > 1
 
 
@@ -211,7 +211,7 @@ games = 2
     _, first, second = lines(run / "metrics.jsonl")
     assert all(math.isfinite(v) for line in (first, second) for v in line.values())
     assert first["health/sampler_mismatch"] < 1e-4 and second["health/sampler_mismatch"] < 1e-4
-    assert second["policy/kl"] > 0 and second["policy/entropy"] > 1 and second["world/loss"] > 0
+    assert second["policy/kl"] > 0 and second["policy/entropy"] > 1 and second["wm/loss"] > 0
     before, after = load_file(model / "model.safetensors"), load_file(run / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     moved = [name for name in before if not torch.equal(before[name], after[name])]

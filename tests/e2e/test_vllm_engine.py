@@ -16,7 +16,7 @@ from paw.model.lora import add_adapters
 from paw.model.policy import Policy
 from paw.rollout.engines.base import Request
 from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
-from paw.types import Row
+from paw.types import Sample
 
 pytestmark = [
     pytest.mark.slow,
@@ -256,12 +256,12 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
         none = dict.fromkeys(("score", "episode_return", "reward", "penalty"), 0.0)
         ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
         rows = [
-            Row(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, sampled_entropy=None, anchor="",
-                advantage=(-1.0) ** i, old_logp=logp, world_weight=0.1, **ids, **none)
+            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, sampled_entropy=None,
+                anchor="", advantage=(-1.0) ** i, old_logp=logp, wm_weight=0.1, **ids, **none)
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
         (batch,) = losses.micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
-        coefficients = losses.loss_rows(batch, rows, losses.Objective(observation_loss="ce"), update_rows=len(rows))
+        coefficients = losses.loss_rows(batch, rows, losses.Objective(observation_loss="ce"), update_samples=len(rows))
         losses.joint_loss(policy, batch, coefficients, temperature=1.0).loss.backward()
         found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         policy.zero_grad(set_to_none=True)

@@ -120,7 +120,7 @@ def test_training_on_the_real_game_engine(paw, quick, quick_model, tmp_path):
     paw("train", "quickstart", quick | small, where)
     line = lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert line["health/env_failures"] == 0 and line["health/groups_dropped"] == 0 and line["eval/games"] == 1
-    assert line["optim/grad_norm"] > 0 and line["world/loss"] > 0
+    assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["games"].startswith("textworld 1.")
 
 

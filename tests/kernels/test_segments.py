@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paw.algo.world_model import select
-from paw.types import Row
+from paw.types import Sample
 from paw_kernels import segments
 
 OPS = torch.ops.paw_kernels
@@ -93,7 +93,7 @@ def test_top_alpha_selects_as_the_trainer_does():
     empty = {name: [] for name in ("prompt_ids", "response_ids", "separator_ids", "sampled_logp", "sampled_entropy")}
     zero = dict.fromkeys(("step", "score", "episode_return", "reward", "penalty"), 0)
     rows = [
-        Row(group=0, trajectory=i, observation_ids=[1] * v, anchor="", entropy=h, **empty, **zero)
+        Sample(group=0, trajectory=i, observation_ids=[1] * v, anchor="", entropy=h, **empty, **zero)
         for i, (h, v) in enumerate(zip(entropy.tolist(), valid.tolist(), strict=True))
     ]
     want = select(rows, alpha=0.3, weight=1.0, reward_max=1.0, n_groups=1).selected

@@ -19,9 +19,9 @@ def test_kl_without_a_reference_is_absent_and_appears_once_there_is_one(paw_here
     recipe.write_text('[model]\npath = "-"\n')
     done = paw_here("train", recipe, settings)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert first["world/loss"] > 0 and "policy/entropy" in first and "world/grad_norm" in first
+    assert first["wm/loss"] > 0 and "policy/entropy" in first and "wm/grad_norm" in first
     # KL without a reference, the mask of a loss without one, a factor that balances nothing, an engine without a cache
-    absent = {"policy/kl", "world/masked_frac", "world/factor", "perf/cached_frac"}
+    absent = {"policy/kl", "wm/masked_frac", "wm/factor", "perf/cached_frac"}
     assert not first.keys() & absent and "  kl " not in done.stdout
     page = (run / "report.html").read_text()
     assert "policy/entropy" in page and not any(key in page for key in absent)

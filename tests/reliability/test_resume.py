@@ -111,12 +111,12 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
 ):
     run = tmp_path / "run"
     arguments = arguments | {"run.dir": tmp_path, "run.name": "run"}
-    learn = train.learn
+    optimize = train.optimize
 
     def stop_in_update_5(run, rows):
         if run.step == 4:
             os.kill(os.getpid(), number)
-        return learn(run, rows)
+        return optimize(run, rows)
 
     monkeypatch.setattr(train, "learn", stop_in_update_5)
     paw_here("train", "quickstart", arguments)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from paw.algo.loss import Objective, joint_loss, loss_rows, micro_batches, score
 from paw.model.policy import Policy
-from paw.types import Row
+from paw.types import Sample
 
 VOCAB = 61
 FAMILIES = {
@@ -52,7 +52,7 @@ def make_row(rng, group=0, trajectory=0, step=0, **values):
         anchor="",
         advantage=rng.choice([0.0, rng.gauss(0, 1), rng.gauss(0, 1)]),
     )
-    return Row(**(row | values))
+    return Sample(**(row | values))
 
 
 def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
@@ -65,7 +65,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
         if reference:
             row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
         if row.observation_ids and rng.random() < 0.75:
-            row.world_weight = rng.random() / n
+            row.wm_weight = rng.random() / n
     return rows
 
 
@@ -76,7 +76,9 @@ def gradients(policy, loss=None):
     return torch.cat([part.double().flatten() for part in parts])
 
 
-def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_observation=True, skip=None, share=(0, 1)):
+def packed(
+    policy, minibatch, objective, *, update_samples, budget=10**6, with_observation=True, skip=None, share=(0, 1)
+):
     """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the fused head."""
     total = 0.0
     batches = micro_batches(
@@ -89,7 +91,7 @@ def packed(policy, minibatch, objective, *, update_rows, budget=10**6, with_obse
         share=share,
     )
     for batch in batches:
-        coefficients = loss_rows(batch, minibatch, objective, update_rows=update_rows)
+        coefficients = loss_rows(batch, minibatch, objective, update_samples=update_samples)
         loss = joint_loss(policy, batch, coefficients, temperature=objective.temperature).loss
         loss.backward()
         total += loss.item()
@@ -102,7 +104,7 @@ def token_logps(lm, row, *, temperature=1.0):
     return (lm(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
 
 
-def dense(policy, minibatch, objective: Objective, *, update_rows):
+def dense(policy, minibatch, objective: Objective, *, update_samples):
     """(loss, gradient, number of masked, of live observation tokens) by full logits in float64."""
     lm = copy.deepcopy(policy.lm).double()
     rows = objective.verl_rows if objective.loss_norm == "verl" else len(minibatch)
@@ -130,7 +132,7 @@ def dense(policy, minibatch, objective: Objective, *, update_rows):
         total = total + per_row * surrogate
         start += n
         targets = []
-        for ids, target in row.world_spans() if row.world_weight else []:
+        for ids, target in row.world_spans() if row.wm_weight else []:
             targets += [(start + t, token) for t, token in enumerate(ids)] if target else []
             start += len(ids)
         for at, token in targets:
@@ -142,8 +144,8 @@ def dense(policy, minibatch, objective: Objective, *, update_rows):
             live += 1
             q = objective.q if objective.observation_loss == "gce" else 1
             term = -logp if objective.observation_loss == "ce" else (1 - p**q) / q
-            scale = objective.world_scale * update_rows / len(minibatch)
-            total = total + scale * row.world_weight * term / m
+            scale = objective.wm_scale * update_samples / len(minibatch)
+            total = total + scale * row.wm_weight * term / m
     total.backward()
     return float(total.detach()), gradients(lm), masked, live
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from paw.algo.advantages import advantages, grpo, rloo, step_returns
-from paw.types import Row
+from paw.types import Sample
 
 gigpo = partial(advantages, estimator="gigpo")
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "advantages.json"
 
 
 def make_row(group, trajectory, step, *, reward=0.0, episode_return=0.0, penalty=0.0, anchor=""):
-    return Row(
+    return Sample(
         group=group,
         trajectory=trajectory,
         step=step,

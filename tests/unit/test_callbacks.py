@@ -19,7 +19,7 @@ METRICS = {
     "success/all": 0.32,
     "success/pick": 0.5,
     "success/two": 0.05,
-    "world/lambda": 0.68,
+    "wm/lambda": 0.68,
     "time/rollout": 8.2,
     "time/update": 3.3,
     "perf/tokens_per_s": 2310.4,

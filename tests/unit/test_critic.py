@@ -102,7 +102,7 @@ def judged_rows(critic, n=24, seed=0):
     with torch.no_grad():
         for parameter in critic.model.lm.get_output_embeddings().parameters():
             parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(seed))
-    critic.judge(rows)
+    critic.compute_values(rows)
     for row in rows:  # as if the critic had moved on since
         row.values = [value + rng.gauss(0, 0.5) for value in row.values]
     return rows
@@ -111,14 +111,14 @@ def judged_rows(critic, n=24, seed=0):
 def test_the_head_starts_at_zero_and_advantages_are_then_whitened_scores(critic):
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(12)]
-    metrics = critic.judge(rows)
+    metrics = critic.compute_values(rows)
     assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
     assert [row.returns for row in rows] == [[row.score] * len(row.response_ids) for row in rows]
     assert [row.token_advantage for row in rows] == whiten([[row.score] * len(row.response_ids) for row in rows])
     assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
     for row in rows:
         row.score = 0.0
-    assert critic.judge(rows) == {}
+    assert critic.compute_values(rows) == {}
     assert not any(value for row in rows for value in row.token_advantage)
 
 
@@ -150,14 +150,14 @@ def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, b
     values, expected, loss = dense(critic, rows)
     optimizer, formed = critic.optimizer, []
     optimizer.step = lambda: formed.append([p.grad.clone() for p in critic.model.parameters()])
-    metrics = critic.learn([rows])
+    metrics = critic.optimize([rows])
     for parameter, gradient in zip(critic.model.parameters(), formed[0], strict=True):
         parameter.grad = gradient
     assert relative(gradients(critic.model), expected) < 1e-6
     assert metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["critic/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
     assert 0 < metrics["critic/clip_frac"] < 1
-    critic.judge(rows)
+    critic.compute_values(rows)
     for row, theirs in zip(rows, values, strict=True):
         assert row.values == pytest.approx(theirs, abs=1e-5)
 
@@ -165,9 +165,9 @@ def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, b
 def test_the_critic_learns_the_returns(critic):
     rng = random.Random(1)
     rows = [make_row(rng) for _ in range(16)]
-    found = [critic.judge(rows) | critic.learn([rows]) for _ in range(20)]
+    found = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
     assert found[-1]["critic/loss"] < 0.2 * found[0]["critic/loss"]
-    assert critic.judge(rows)["critic/explained_variance"] > 0.5
+    assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
@@ -181,7 +181,7 @@ def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
     assert 0.0 <= metrics[0]["critic/clip_frac"] <= 1.0
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["critic/explained_variance"] != 0.0
-    assert metrics[0]["world/loss"] > 0  # PaW beside it, lambda_g from groups of one
+    assert metrics[0]["wm/loss"] > 0  # PaW beside it, lambda_g from groups of one
 
 
 def run_to(step, config, *, resume=False):
@@ -216,15 +216,15 @@ def test_numbers_that_are_not_finite_reach_no_weight(critic):
     rows = judged_rows(critic)
     before = [p.clone() for p in critic.model.parameters()]
     rows[3].returns[0] = math.nan
-    metrics = critic.learn([rows, rows])
+    metrics = critic.optimize([rows, rows])
     assert critic.guard.skipped == 2 and "critic/grad_norm" not in metrics
     assert all(torch.equal(a, b) for a, b in zip(before, critic.model.parameters(), strict=True))
     with pytest.raises(TrainingStopped, match=r"lower critic\.lr"):
-        critic.learn([rows])
+        critic.optimize([rows])
     with torch.no_grad():
         critic.model.lm.get_output_embeddings().bias.fill_(math.inf)
     with pytest.raises(TrainingStopped, match=r"the critic's values are not finite"):
-        critic.judge(rows)
+        critic.compute_values(rows)
 
 
 def test_lora_with_ppo_is_refused():

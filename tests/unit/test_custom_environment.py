@@ -108,4 +108,4 @@ def test_training_on_the_example(paw, quick, tiny_llm, read_metrics, tmp_path):
     small |= {"run.updates": 1, "rollout.max_response_tokens": 3, "run.name": "guess"}
     paw("train", "quickstart", quick, small, cwd=tmp_path)
     last = read_metrics(tmp_path / "runs" / "guess")[-1]
-    assert last["step"] == 1 and last["world/lambda"] > 0.5 and last["world/selected_frac"] == 0.75
+    assert last["step"] == 1 and last["wm/lambda"] > 0.5 and last["wm/selected_frac"] == 0.75

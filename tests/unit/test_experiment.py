@@ -175,7 +175,7 @@ def finished(tmp_path):
     after = {"grpo": (0.50, 0.60, 0.40), "paw": (0.60, 0.69, 0.51), "ce": (0.30,)}
     for seed in range(3):
         for job in make_plan(tmp_path, arms="grpo,paw,ce" if seed == 0 else "grpo,paw", seeds=[seed], run__updates="4"):
-            world = {} if job.arm == "grpo" else {"world/live_frac": 0.3, "world/lambda": 0.8}
+            world = {} if job.arm == "grpo" else {"wm/live_frac": 0.3, "wm/lambda": 0.8}
             finish(job, {0: 0.2, 2: 0.3, 4: after[job.arm][seed]}, training=0.05 * seed, **world)
     return tmp_path
 

@@ -34,7 +34,7 @@ def form(policy, rows, objective=OBJECTIVE, *, wm=None, optim=None):
         "wm": wm or {},
         "optim": {"micro_batch_tokens": 100, "grad_clip": 1e9} | (optim or {}),
     }
-    maker = Gradients(validate(tree, origin="test"), policy, Ranks(CPU, tasks=1), objective, update_rows=len(rows))
+    maker = Gradients(validate(tree, origin="test"), policy, Ranks(CPU, tasks=1), objective, update_samples=len(rows))
     loss, norm = maker.form(rows)
     return gradients(policy), norm, maker.metrics(minibatches=1) | {"loss": loss}
 
@@ -42,9 +42,9 @@ def form(policy, rows, objective=OBJECTIVE, *, wm=None, optim=None):
 def terms(policy, rows):
     """The gradients of the policy term and of the world-model term, each formed alone."""
     world = packed(
-        policy, [replace(r, advantage=0.0) for r in rows], replace(OBJECTIVE, entropy_coef=0.0), update_rows=40
+        policy, [replace(r, advantage=0.0) for r in rows], replace(OBJECTIVE, entropy_coef=0.0), update_samples=40
     )
-    acting = packed(policy, rows, OBJECTIVE, update_rows=40, with_observation=False)
+    acting = packed(policy, rows, OBJECTIVE, update_samples=40, with_observation=False)
     return acting[1], world[1]
 
 
@@ -55,10 +55,10 @@ def test_apart_or_joint_the_gradient_is_the_same(policy, rows):
     assert norm == pytest.approx(float(joint.norm()), rel=1e-5) and norm_apart == pytest.approx(norm, rel=1e-5)
     acting, world = terms(policy, rows)
     assert found_apart["policy/grad_norm"] == pytest.approx(float(acting.norm()), rel=1e-5)
-    assert found_apart["world/grad_norm"] == pytest.approx(float(world.norm()), rel=1e-5)
-    more = {"policy/grad_norm", "world/grad_norm"}
+    assert found_apart["wm/grad_norm"] == pytest.approx(float(world.norm()), rel=1e-5)
+    more = {"policy/grad_norm", "wm/grad_norm"}
     assert found_apart.keys() - found.keys() == more and not found.keys() & more
-    shared = found.keys() - {"world/live_frac"}  # apart, rows without any policy gradient are not even run
+    shared = found.keys() - {"wm/live_frac"}  # apart, rows without any policy gradient are not even run
     assert {key: found_apart[key] for key in shared} == pytest.approx({key: found[key] for key in shared}, rel=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_balance_holds_the_ratio_of_the_norms(policy, rows, ratio):
     balanced, _, found = form(policy, rows, wm={"balance": "gradient", "ratio": ratio, "scale": 3.0})
     factor = ratio * acting.norm() / world.norm()
     assert relative(balanced, acting + factor * world) < 1e-5
-    assert found["world/grad_norm"] == pytest.approx(ratio * found["policy/grad_norm"], rel=1e-5)
+    assert found["wm/grad_norm"] == pytest.approx(ratio * found["policy/grad_norm"], rel=1e-5)
 
 
 def test_without_a_policy_gradient_the_world_term_stays_as_it_is(policy, rows):
@@ -77,14 +77,14 @@ def test_without_a_policy_gradient_the_world_term_stays_as_it_is(policy, rows):
     plain, _, _ = form(policy, still, objective)
     balanced, _, found = form(policy, still, objective, wm={"balance": "gradient"})
     assert plain.norm() > 0 and relative(balanced, plain) < 1e-6
-    assert found["policy/grad_norm"] == 0.0 and found["world/factor"] == 1.0
+    assert found["policy/grad_norm"] == 0.0 and found["wm/factor"] == 1.0
 
 
 def test_clipped_apart_a_large_world_term_leaves_the_policy_term_alone(policy, rows):
     """The world term is made 100 times the limit, the policy term stays below it."""
     acting, world = terms(policy, rows)
     limit = 2 * float(acting.norm())
-    objective = replace(OBJECTIVE, world_scale=100 * limit / float(world.norm()))
+    objective = replace(OBJECTIVE, wm_scale=100 * limit / float(world.norm()))
     apart, norm, _ = form(policy, rows, objective, optim={"clip": "separate", "grad_clip": limit})
     expected = acting + limit * world / world.norm()
     assert relative(apart, expected) < 1e-5 and norm == pytest.approx(float(expected.norm()), rel=1e-5)
@@ -100,8 +100,8 @@ def test_targets_beyond_one_turn_are_those_of_full_logits(policy, rows, loss):
         replace(row, further=[([4, 9, 2], [5, 6]), ([7], [8, 3, 1])] if row.observation_ids else []) for row in rows
     ]
     objective = replace(OBJECTIVE, observation_loss=loss)
-    expected = dense(policy, longer, objective, update_rows=50)
-    found = packed(policy, longer, objective, update_rows=50, budget=100)
+    expected = dense(policy, longer, objective, update_samples=50)
+    found = packed(policy, longer, objective, update_samples=50, budget=100)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert relative(found[1], expected[1]) < 1e-5
-    assert relative(found[1], packed(policy, rows, objective, update_rows=50)[1]) > 1e-3
+    assert relative(found[1], packed(policy, rows, objective, update_samples=50)[1]) > 1e-3

@@ -21,11 +21,11 @@ def test_the_gradient_of_an_update_is_that_of_plain_torch(backend, family, dtype
     policy = tiny_policy(family).to(DEVICE)
     objective = Objective(kl_coef=0.1, entropy_coef=0.01, rho=0.05)
     rows = make_rows(policy, reference=True)
-    _, exact, masked, live = dense(policy, rows, objective, update_rows=len(rows))
+    _, exact, masked, live = dense(policy, rows, objective, update_samples=len(rows))
     assert masked and live
     policy.dtype, errors = dtype, {}
     for policy.head_backend in ("torch", backend):
-        _, gradient = packed(policy, rows, objective, update_rows=len(rows), budget=60)
+        _, gradient = packed(policy, rows, objective, update_samples=len(rows), budget=60)
         errors[policy.head_backend] = relative(gradient, exact)
     assert 0 < errors[backend] <= 2 * errors["torch"] + (1e-6 if dtype == torch.float32 else 1e-4)
 

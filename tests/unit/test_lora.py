@@ -93,7 +93,7 @@ def named_gradients(policy, rows):
     """(loss, gradients by name in float64) of the joint objective."""
     found, named = {}, policy.named_parameters_once().items()
     hooks = [p.register_hook(lambda g, n=n: found.update({n: found.get(n, 0) + g.double()})) for n, p in named]
-    loss, _ = packed(policy, rows, Objective(), update_rows=len(rows))
+    loss, _ = packed(policy, rows, Objective(), update_samples=len(rows))
     for hook in hooks:
         hook.remove()
     return loss, found

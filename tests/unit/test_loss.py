@@ -17,7 +17,7 @@ OBJECTIVES = {
     "kl and entropy": Objective(rho=0.05, kl_coef=0.1, entropy_coef=0.01),
     "row mean": Objective(rho=0.05, loss_norm="row", clip_high=0.28),
     "verl's mean": Objective(rho=0.05, loss_norm="verl", verl_rows=7),
-    "mae, scaled": Objective(observation_loss="mae", world_scale=3.0),
+    "mae, scaled": Objective(observation_loss="mae", wm_scale=3.0),
     "gce": Objective(observation_loss="gce", q=0.4),
     "ce, at a temperature": Objective(observation_loss="ce", temperature=0.7, dual_clip=1.5),
 }
@@ -37,7 +37,7 @@ def rows(policy):
 
 def test_collate_as_documented():
     row = replace(make_row(random.Random(0)), prompt_ids=[1, 5, 6], response_ids=[7, 2], separator_ids=[1])
-    selected = replace(row, observation_ids=[8, 9], world_weight=0.5)
+    selected = replace(row, observation_ids=[8, 9], wm_weight=0.5)
     batch = collate([selected], [0], with_observation=True, device=CPU)
     assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9]
     assert batch.lengths == [8]
@@ -47,8 +47,8 @@ def test_collate_as_documented():
 
 
 def test_collate_packs_and_leaves_out_observations_that_carry_no_weight(rows):
-    unselected = next(i for i, row in enumerate(rows) if row.observation_ids and not row.world_weight)
-    selected = next(i for i, row in enumerate(rows) if row.world_weight)
+    unselected = next(i for i, row in enumerate(rows) if row.observation_ids and not row.wm_weight)
+    selected = next(i for i, row in enumerate(rows) if row.wm_weight)
     batch = collate(rows, [unselected, selected], with_observation=True, device=CPU)
     row = rows[unselected]
     ids = row.prompt_ids + row.response_ids
@@ -68,8 +68,8 @@ def test_loss_and_gradient_are_those_of_full_logits(family, name):
     objective = OBJECTIVES[name]
     policy = tiny_policy(family)
     rows = make_rows(policy, reference=True)
-    loss, gradient = packed(policy, rows, objective, update_rows=40)
-    expected, expected_gradient, masked, live = dense(policy, rows, objective, update_rows=40)
+    loss, gradient = packed(policy, rows, objective, update_samples=40)
+    expected, expected_gradient, masked, live = dense(policy, rows, objective, update_samples=40)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-5
     assert live > 20 and (masked > 2) is (objective.observation_loss == "cmae")
@@ -78,30 +78,30 @@ def test_loss_and_gradient_are_those_of_full_logits(family, name):
 def test_an_advantage_for_each_token(policy, rows):
     rng = random.Random(5)
     rows = [replace(row, token_advantage=[rng.gauss(0, 1) for _ in row.response_ids]) for row in rows]
-    loss, gradient = packed(policy, rows, FULL, update_rows=40, budget=100)
-    expected, expected_gradient, *_ = dense(policy, rows, FULL, update_rows=40)
+    loss, gradient = packed(policy, rows, FULL, update_samples=40, budget=100)
+    expected, expected_gradient, *_ = dense(policy, rows, FULL, update_samples=40)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-5
 
 
 def test_verls_mean_by_hand(policy, rows):
     """Responses of 1, 3 and 2 tokens, two rows a micro-batch: means over 4 and over 2 tokens, each weighs a half."""
-    minibatch = [replace(rows[0], response_ids=[3] * n, old_logp=[-1.0] * n, world_weight=0.0) for n in (1, 3, 2)]
+    minibatch = [replace(rows[0], response_ids=[3] * n, old_logp=[-1.0] * n, wm_weight=0.0) for n in (1, 3, 2)]
     batch = collate(minibatch, [2, 0, 1], with_observation=False, device=CPU)  # however it is packed
-    found = loss_rows(batch, minibatch, Objective(loss_norm="verl", verl_rows=2), update_rows=3)
+    found = loss_rows(batch, minibatch, Objective(loss_norm="verl", verl_rows=2), update_samples=3)
     assert found.weight.tolist() == [1 / 4] * 2 + [1 / 8] + [1 / 8] * 3
-    one = loss_rows(batch, minibatch, Objective(loss_norm="verl", verl_rows=3), update_rows=3)
-    assert torch.equal(one.weight, loss_rows(batch, minibatch, Objective(), update_rows=3).weight)
+    one = loss_rows(batch, minibatch, Objective(loss_norm="verl", verl_rows=3), update_samples=3)
+    assert torch.equal(one.weight, loss_rows(batch, minibatch, Objective(), update_samples=3).weight)
 
 
 @pytest.mark.parametrize("budget", [1, 100])
 def test_packing_does_not_change_verls_mean(policy, rows, budget):
     objective = replace(FULL, loss_norm="verl", verl_rows=5)
-    whole = packed(policy, rows, objective, update_rows=40)
-    cut = packed(policy, rows, objective, update_rows=40, budget=budget, skip=objective.dead)
+    whole = packed(policy, rows, objective, update_samples=40)
+    cut = packed(policy, rows, objective, update_samples=40, budget=budget, skip=objective.dead)
     assert cut[0] == pytest.approx(whole[0], rel=1e-6)
     assert relative(cut[1], whole[1]) < 1e-6
-    assert relative(packed(policy, rows, FULL, update_rows=40)[1], whole[1]) > 1e-3
+    assert relative(packed(policy, rows, FULL, update_samples=40)[1], whole[1]) > 1e-3
 
 
 def test_scores_are_those_of_full_logits(policy, rows):
@@ -119,17 +119,17 @@ def test_scores_are_those_of_full_logits(policy, rows):
 def test_the_micro_batch_budget_does_not_change_the_gradient(family, budget):
     policy = tiny_policy(family)
     rows = make_rows(policy, reference=True)
-    whole = packed(policy, rows, FULL, update_rows=40)
-    cut = packed(policy, rows, FULL, update_rows=40, budget=budget)
+    whole = packed(policy, rows, FULL, update_samples=40)
+    cut = packed(policy, rows, FULL, update_samples=40, budget=budget)
     assert cut[0] == pytest.approx(whole[0], rel=1e-6)
     assert relative(cut[1], whole[1]) < 1e-6
 
 
 def test_row_order_does_not_change_the_gradient(policy, rows):
-    whole = packed(policy, rows, FULL, update_rows=40, budget=100)
+    whole = packed(policy, rows, FULL, update_samples=40, budget=100)
     for seed in range(3):
         shuffled = random.Random(seed).sample(rows, len(rows))
-        other = packed(policy, shuffled, FULL, update_rows=40, budget=100)
+        other = packed(policy, shuffled, FULL, update_samples=40, budget=100)
         assert other[0] == pytest.approx(whole[0], rel=1e-6)
         assert relative(other[1], whole[1]) < 1e-6
 
@@ -139,8 +139,8 @@ def test_padding_does_not_change_the_gradient(policy, rows):
     long = replace(make_row(random.Random(1)), prompt_ids=[3] * 90, response_ids=[4], advantage=0.0, old_logp=[-1.0])
     long.ref_logp, long.observation_ids = [-1.0], []
     objective = OBJECTIVES["paper"]
-    together = packed(policy, [*rows, long], objective, update_rows=41)[1]
-    apart = packed(policy, [*rows, long], objective, update_rows=41, skip=lambda row: row is long)[1]
+    together = packed(policy, [*rows, long], objective, update_samples=41)[1]
+    apart = packed(policy, [*rows, long], objective, update_samples=41, skip=lambda row: row is long)[1]
     assert relative(together, apart) < 1e-6
 
 
@@ -150,18 +150,18 @@ def test_skipping_dead_rows_does_not_change_the_gradient(policy, rows):
     assert 0 < dead < len(rows)
     for norm in ("token", "row"):
         variant = replace(objective, loss_norm=norm)
-        kept = packed(policy, rows, variant, update_rows=40, budget=100)
-        skipped = packed(policy, rows, variant, update_rows=40, budget=100, skip=variant.dead)
+        kept = packed(policy, rows, variant, update_samples=40, budget=100)
+        skipped = packed(policy, rows, variant, update_samples=40, budget=100, skip=variant.dead)
         assert skipped[0] == pytest.approx(kept[0], rel=1e-6)
         assert relative(skipped[1], kept[1]) < 1e-6
 
 
 def test_a_row_is_dead_only_without_any_term():
     plain = Objective()
-    row = replace(make_row(random.Random(0)), advantage=0.0, world_weight=0.0)
+    row = replace(make_row(random.Random(0)), advantage=0.0, wm_weight=0.0)
     assert plain.dead(row)
     assert not plain.dead(replace(row, advantage=-0.1))
-    assert not plain.dead(replace(row, world_weight=0.1))
+    assert not plain.dead(replace(row, wm_weight=0.1))
     assert not plain.dead(replace(row, token_advantage=[0.0] * (len(row.response_ids) - 1) + [0.1]))
     assert plain.dead(replace(row, advantage=1.0, token_advantage=[0.0] * len(row.response_ids)))
     assert not Objective(kl_coef=0.01).dead(row)
@@ -169,9 +169,9 @@ def test_a_row_is_dead_only_without_any_term():
 
 
 def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows):
-    without = [row if row.world_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows]
+    without = [row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows]
     assert sum(len(a) - len(b) for a, b in zip(rows, without, strict=True)) > 0
-    a, b = packed(policy, rows, FULL, update_rows=40), packed(policy, without, FULL, update_rows=40)
+    a, b = packed(policy, rows, FULL, update_samples=40), packed(policy, without, FULL, update_samples=40)
     assert a[0] == b[0]
     assert torch.equal(a[1], b[1])
 
@@ -181,7 +181,7 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(fami
     """Causal attention: same shape, same bits, whatever follows the response."""
     policy = tiny_policy(family)
     rows = make_rows(policy)
-    selected = [replace(row, world_weight=1.0) for row in rows if row.observation_ids]
+    selected = [replace(row, wm_weight=1.0) for row in rows if row.observation_ids]
     batch = collate(selected, range(len(selected)), with_observation=True, device=CPU)
     bare = batch.input_ids.clone()
     for end, row in zip(accumulate(batch.lengths), selected, strict=True):
@@ -200,30 +200,30 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(fami
 def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
     """The gradient is the sum of both; without weights it is the policy's, bit for bit."""
     objective = OBJECTIVES["paper"]
-    joint = packed(policy, rows, objective, update_rows=40)[1]
-    no_weight = [replace(row, world_weight=0.0) for row in rows]
-    alone = packed(policy, no_weight, objective, update_rows=40)[1]
-    world = packed(policy, [replace(row, advantage=0.0) for row in rows], objective, update_rows=40)[1]
+    joint = packed(policy, rows, objective, update_samples=40)[1]
+    no_weight = [replace(row, wm_weight=0.0) for row in rows]
+    alone = packed(policy, no_weight, objective, update_samples=40)[1]
+    world = packed(policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40)[1]
     assert world.norm() > 1e-3 * alone.norm()
     assert relative(alone + world, joint) < 1e-6
-    disabled = packed(policy, no_weight, objective, update_rows=40, with_observation=False)[1]
+    disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)[1]
     assert torch.equal(disabled, alone)
 
 
 def test_kl_needs_reference_log_probs(policy):
     rows = make_rows(policy)
     with pytest.raises(AssertionError, match="reference"):
-        packed(policy, rows, FULL, update_rows=40)
+        packed(policy, rows, FULL, update_samples=40)
 
 
 def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
-    fresh = [replace(row, world_weight=0.0) for row in rows]
+    fresh = [replace(row, wm_weight=0.0) for row in rows]
     for row, (logp, _) in zip(fresh, score(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True):
         row.old_logp = row.ref_logp = logp
     objective = Objective(kl_coef=0.1)
     batch = collate(fresh, range(len(fresh)), with_observation=False, device=CPU)
-    coefficients = loss_rows(batch, fresh, objective, update_rows=len(fresh))
+    coefficients = loss_rows(batch, fresh, objective, update_samples=len(fresh))
     out = joint_loss(policy, batch, coefficients, temperature=1.0)
     tokens = sum(len(row.response_ids) for row in fresh)
     mean = sum(row.advantage * len(row.response_ids) for row in fresh) / tokens
@@ -236,14 +236,14 @@ def test_totals_of_micro_batches_are_those_of_one(policy, rows):
     def metrics(budget):
         totals = Totals()
         for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
-            coefficients = loss_rows(batch, rows, FULL, update_rows=40)
+            coefficients = loss_rows(batch, rows, FULL, update_samples=40)
             totals.add(joint_loss(policy, batch, coefficients, temperature=1.0), coefficients)
         return totals.metrics(FULL, minibatches=1)
 
     whole = metrics(10**6)
     assert metrics(50) == pytest.approx(whole, rel=1e-5)
-    assert whole["policy/loss"] + whole["world/loss"] == pytest.approx(packed(policy, rows, FULL, update_rows=40)[0])
-    assert 0 < whole["policy/clip_frac"] < 1 and 0 < whole["world/masked_frac"] < 1 and 0 < whole["world/live_frac"] < 1
+    assert whole["policy/loss"] + whole["wm/loss"] == pytest.approx(packed(policy, rows, FULL, update_samples=40)[0])
+    assert 0 < whole["policy/clip_frac"] < 1 and 0 < whole["wm/masked_frac"] < 1 and 0 < whole["wm/live_frac"] < 1
     assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log()
     assert whole["policy/kl"] > 0
 
@@ -254,12 +254,12 @@ def test_totals_of_nothing_report_no_means():
 
 
 @pytest.mark.parametrize(
-    ("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"observation_loss": "ce"}, "world/masked_frac")]
+    ("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"observation_loss": "ce"}, "wm/masked_frac")]
 )
 def test_what_was_not_measured_is_absent(policy, rows, changed, absent):
     def keys(objective):
         batch = collate(rows, range(len(rows)), with_observation=True, device=CPU)
-        coefficients, totals = loss_rows(batch, rows, objective, update_rows=40), Totals()
+        coefficients, totals = loss_rows(batch, rows, objective, update_samples=40), Totals()
         totals.add(joint_loss(policy, batch, coefficients, temperature=1.0), coefficients)
         return totals.metrics(objective, minibatches=1).keys()
 
@@ -271,9 +271,9 @@ def test_truncated_importance_sampling_by_hand():
     row = replace(make_row(random.Random(0)), prompt_ids=[1], response_ids=[7, 2], observation_ids=[], advantage=-3.0)
     row.sampled_logp, row.old_logp = [-1.0, -4.0], [-0.8, -2.0]
     batch = collate([row], [0], with_observation=False, device=CPU)
-    plain = loss_rows(batch, [row], Objective(), update_rows=1)
+    plain = loss_rows(batch, [row], Objective(), update_samples=1)
     assert plain.advantage.tolist() == [-3.0, -3.0]
-    cut = loss_rows(batch, [row], Objective(tis_cap=2.0), update_rows=1)
+    cut = loss_rows(batch, [row], Objective(tis_cap=2.0), update_samples=1)
     assert cut.advantage.tolist() == pytest.approx([-3.0 * math.exp(0.2), -6.0])
     assert cut.old_logp.tolist() == plain.old_logp.tolist()
 
@@ -288,7 +288,7 @@ def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign(poli
         row.old_logp = [value - math.log(ratio) for value in logp]
         batch = collate([row], [0], with_observation=False, device=CPU)
         policy.zero_grad()
-        out = joint_loss(policy, batch, loss_rows(batch, [row], truncated, update_rows=1), temperature=1.0)
+        out = joint_loss(policy, batch, loss_rows(batch, [row], truncated, update_samples=1), temperature=1.0)
         out.loss.backward()
         assert float(out.loss.detach()) == pytest.approx(-advantage * min(ratio, 2.0), rel=1e-4)
         assert (sum(float(p.grad.norm()) for p in policy.parameters()) > 0) is (ratio < 2)

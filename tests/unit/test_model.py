@@ -154,7 +154,7 @@ def test_bfloat16_keeps_float32_parameters_and_gradients(family):
     exact = tiny_policy(family, initializer_range=0.05)
     rows, objective = make_rows(exact), Objective(observation_loss="ce")
     assert policy.hidden(torch.tensor([1, 2]), [2]).dtype == policy.head_weight.dtype == torch.bfloat16
-    gradient, expected = (packed(p, rows, objective, update_rows=len(rows))[1] for p in (policy, exact))
+    gradient, expected = (packed(p, rows, objective, update_samples=len(rows))[1] for p in (policy, exact))
     assert 0 < relative(gradient, expected) < 0.02
     policy.hidden(torch.tensor([1, 2]), [2]).sum().backward()
     assert all(p.dtype == torch.float32 for p in policy.parameters())
@@ -177,7 +177,7 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
     assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
     rows = make_rows(policy)
-    ours, theirs = (packed(p, rows, Objective(), update_rows=len(rows))[1] for p in (policy, plain))
+    ours, theirs = (packed(p, rows, Objective(), update_samples=len(rows))[1] for p in (policy, plain))
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
     assert all(parameter.dtype == torch.float32 and parameter.is_leaf for parameter in policy.parameters())
 
@@ -187,8 +187,8 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
     plain, thrifty = tiny_policy(family), Policy(make_lm(family), checkpointing="full")
     rows, calls = make_rows(plain), []
     thrifty.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    a = packed(plain, rows, Objective(), update_rows=len(rows))
-    b = packed(thrifty, rows, Objective(), update_rows=len(rows))
+    a = packed(plain, rows, Objective(), update_samples=len(rows))
+    b = packed(thrifty, rows, Objective(), update_samples=len(rows))
     assert len(calls) == 2  # forward, and once more in the backward pass
     assert a[0] == b[0]
     assert relative(b[1], a[1]) < 1e-6

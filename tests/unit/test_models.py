@@ -71,8 +71,8 @@ def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
     assert logp_difference(policy, [17, 1, 17, 30, 2]).max() < 2e-5
     rows = make_rows(policy, n=6)
     objective = Objective(observation_loss="ce", temperature=0.7)
-    together = packed(policy, rows, objective, update_rows=len(rows), budget=10**6)[1]
-    alone = packed(policy, rows, objective, update_rows=len(rows), budget=1)[1]
+    together = packed(policy, rows, objective, update_samples=len(rows), budget=10**6)[1]
+    alone = packed(policy, rows, objective, update_samples=len(rows), budget=1)[1]
     assert relative(together, alone) < 1e-4
 
 
@@ -137,7 +137,7 @@ def test_an_engine_that_samples_from_something_else_is_refused():
 def test_rows_stay_apart_when_layers_are_recomputed_or_compiled():
     plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
     rows = make_rows(plain, n=6)
-    a, b = (packed(p, rows, Objective(), update_rows=len(rows)) for p in (plain, thrifty))
+    a, b = (packed(p, rows, Objective(), update_samples=len(rows)) for p in (plain, thrifty))
     assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
 
 
@@ -153,7 +153,7 @@ def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
     run = {"model.dtype": "bfloat16", "run.updates": 1, "run.threads": 1}
     paw_here("train", "quickstart", sizes, where, run, {"model.chat_template_kwargs.enable_thinking": "false"})
     line = read_metrics(tmp_path / "run")[-1]
-    assert line["optim/grad_norm"] > 0 and line["world/loss"] > 0 and line["health/sampler_mismatch_mean"] < 0.01
+    assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0 and line["health/sampler_mismatch_mean"] < 0.01
     exported = (tmp_path / "run" / "hf" / "chat_template.jinja").read_text()
     assert exported.startswith("{%- set enable_thinking = false -%}")
 

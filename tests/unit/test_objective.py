@@ -13,7 +13,7 @@ from joint import VOCAB, gradients, packed, relative, tiny_policy
 from paw.algo.advantages import advantages
 from paw.algo.loss import Objective, score
 from paw.algo.packing import minibatches
-from paw.algo.samples import to_rows
+from paw.algo.samples import to_samples
 from paw.algo.world_model import select
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -54,7 +54,7 @@ def encode(text):
 
 def prepared(policy, groups, *, drift=0.0):
     """Rows after every stage; `drift` moves old log-probs away from the policy's."""
-    rows = to_rows(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
+    rows = to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
     for row, advantage in zip(rows, advantages(rows), strict=True):
         row.advantage = advantage
     rng = random.Random(7)
@@ -63,7 +63,7 @@ def prepared(policy, groups, *, drift=0.0):
         row.entropy = entropy
     chosen = select(rows, alpha=ALPHA, weight="adaptive", reward_max=REWARD_MAX, n_groups=len(groups))
     for row, weight in zip(rows, chosen.weights, strict=True):
-        row.world_weight = weight
+        row.wm_weight = weight
     return rows
 
 
@@ -114,9 +114,9 @@ def equation_11(policy, groups, old_logps, norm):
 def test_an_update_in_one_step_is_equation_11(family, seed, norm):
     policy, groups = tiny_policy(family), play(seed)
     rows = prepared(policy, groups, drift=0.3)
-    assert {row.group for row in rows if row.world_weight} == {0, 1, 2}
+    assert {row.group for row in rows if row.wm_weight} == {0, 1, 2}
     objective = Objective(rho=RHO, loss_norm=norm)
-    loss, gradient = packed(policy, rows, objective, update_rows=len(rows), budget=60)
+    loss, gradient = packed(policy, rows, objective, update_samples=len(rows), budget=60)
     expected, expected_gradient = equation_11(policy, groups, [row.old_logp for row in rows], norm)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-5
@@ -128,14 +128,14 @@ def test_neither_micro_batches_nor_ranks_change_the_mean_over_groups(budget, wor
     rows = prepared(policy, play(), drift=0.3)
     policy.double()  # the body: its rounding depends on what a row is batched with
     part, objective = rows[::2], Objective(rho=RHO, loss_norm="group", entropy_coef=0.01)
-    loss, gradient = packed(policy, part, objective, update_rows=len(rows))
+    loss, gradient = packed(policy, part, objective, update_samples=len(rows))
     shares = [
-        packed(policy, part, objective, update_rows=len(rows), budget=budget, share=(rank, world))
+        packed(policy, part, objective, update_samples=len(rows), budget=budget, share=(rank, world))
         for rank in range(world)
     ]
     assert sum(share[0] for share in shares) == pytest.approx(loss, rel=1e-6)
     assert relative(sum(share[1] for share in shares), gradient) < 1e-6
-    by_token = packed(policy, part, replace(objective, loss_norm="token"), update_rows=len(rows))[1]
+    by_token = packed(policy, part, replace(objective, loss_norm="token"), update_samples=len(rows))[1]
     assert relative(by_token, gradient) > 1e-2  # it can tell
 
 
@@ -143,7 +143,7 @@ def test_weights_are_lambda_over_groups_and_selected_rows():
     policy, groups = tiny_policy(), play()
     rows = prepared(policy, groups)
     for g, returns in enumerate(RETURNS):
-        weights = [row.world_weight for row in rows if row.group == g and row.world_weight]
+        weights = [row.wm_weight for row in rows if row.group == g and row.wm_weight]
         expected = (1 - sum(returns) / len(returns) / REWARD_MAX) / len(RETURNS)
         assert sum(weights) == pytest.approx(expected)
         assert len(set(weights)) <= 1
@@ -158,11 +158,11 @@ def test_mini_batches_sum_to_the_whole_update(norm, size):
     objective = Objective(rho=RHO, loss_norm=norm)
     policy.double()  # the body: its rounding depends on what a row is batched with
 
-    def split(part, update_rows):
+    def split(part, update_samples):
         """Gradients of the policy and of the world-model term of one mini-batch."""
-        acting = packed(policy, part, objective, update_rows=update_rows, with_observation=False)[1]
+        acting = packed(policy, part, objective, update_samples=update_samples, with_observation=False)[1]
         observing = [replace(row, advantage=0.0) for row in part]
-        return acting, packed(policy, observing, objective, update_rows=update_rows)[1]
+        return acting, packed(policy, observing, objective, update_samples=update_samples)[1]
 
     acting, world = split(rows, len(rows))
     parts = minibatches(rows, size=size, seed=0)
@@ -181,5 +181,5 @@ def test_mini_batches_sum_to_the_whole_update(norm, size):
 def test_a_group_that_always_wins_learns_no_world_model():
     policy = tiny_policy()
     rows = prepared(policy, play())
-    assert not any(row.world_weight for row in rows if row.group == 3)
+    assert not any(row.wm_weight for row in rows if row.group == 3)
     assert any(row.observation_ids for row in rows if row.group == 3)

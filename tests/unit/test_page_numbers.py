@@ -224,7 +224,7 @@ def gradient_ratios(rows: Rows, run: str) -> tuple[float, float]:
     """Mean norm of the world model's gradient over the policy's, of the first and of the last ten updates."""
     mine = [row for row in rows if row["run"] == run and row["policy/grad_norm"]]
     policy = [float(row["policy/grad_norm"]) for row in mine]
-    world = [float(row["world/grad_norm"]) / float(row["world/factor"] or 1) for row in mine]
+    world = [float(row["wm/grad_norm"]) / float(row["wm/factor"] or 1) for row in mine]
     return fmean(world[:10]) / fmean(policy[:10]), fmean(world[-10:]) / fmean(policy[-10:])
 
 

@@ -26,7 +26,7 @@ def assert_same(fast, plain, *, n=24, budgets=(10**6, 60)):
     rows = make_rows(plain, n)
     for budget in budgets:
         assert logps(fast, rows, budget) == pytest.approx(logps(plain, rows, budget), abs=1e-5)
-        ours, theirs = (packed(p, rows, Objective(), update_rows=len(rows), budget=budget) for p in (fast, plain))
+        ours, theirs = (packed(p, rows, Objective(), update_samples=len(rows), budget=budget) for p in (fast, plain))
         assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
         assert relative(ours[1], theirs[1]) < 1e-5
 

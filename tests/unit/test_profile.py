@@ -28,7 +28,7 @@ from paw.tools.overhead import STAGES, overhead, pick, table
 from paw.tools.player import rollout_model
 from paw.tools.profile import make_arms, measure, memory, one_pass, play, timed
 from paw.tools.recorded import random_groups, random_model, read_groups
-from paw.train import update, weigh
+from paw.train import prepare, update
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
         as_played = copy.deepcopy(turns(groups))
         rows = {}
         for name, run.config in arms.items():
-            rows[name] = weigh(run, groups)
+            rows[name] = prepare(run, groups)
         records = measure(run, arms, groups, played, repeats=2)
         moments = [state["exp_avg"] for state in run.optimizer.state.values()]
         assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
         assert run.step == 0
     for vanilla, paw in zip(*rows.values(), strict=True):  # what only the world model reads put aside
-        assert replace(paw, separator_ids=[], observation_ids=[], world_weight=0.0, entropy=vanilla.entropy) == vanilla
+        assert replace(paw, separator_ids=[], observation_ids=[], wm_weight=0.0, entropy=vanilla.entropy) == vanilla
     assert turns(groups) == as_played
     assert any(moment.any() for moment in moments)  # the optimizer did work
 

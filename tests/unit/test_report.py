@@ -90,11 +90,11 @@ def make_run(folder: Path, *, updates: int = 30, seed: int = 0, world: bool = Tr
         }
         if world:
             line |= {
-                "world/loss": 0.2 - 0.1 * done + rng.gauss(0, 0.01),
-                "world/lambda": 1 - success,
-                "world/selected_frac": 0.75,
+                "wm/loss": 0.2 - 0.1 * done + rng.gauss(0, 0.01),
+                "wm/lambda": 1 - success,
+                "wm/selected_frac": 0.75,
             }
-            line |= {"world/masked_frac": 0.66 + 0.1 * done + rng.gauss(0, 0.01), "world/live_frac": 0.3 - 0.1 * done}
+            line |= {"wm/masked_frac": 0.66 + 0.1 * done + rng.gauss(0, 0.01), "wm/live_frac": 0.3 - 0.1 * done}
         line |= {"time/rollout": 0.6 + rng.random() * 0.1, "time/score": 0.12, "time/update": 0.45, "time/sync": 0.01}
         line |= {"perf/tokens_per_s": 30_000 * rng.uniform(0.9, 1.1), "perf/peak_gib": 0.61, "optim/skipped": 0}
         line |= {
@@ -185,7 +185,7 @@ def test_a_repeated_step_counts_once(tmp_path):
         {"step": 0, "eval/success": 0.5},
         {"step": 1, "reward/mean": 0.0},
         {"step": 1, "policy/kl": None, "time/rollout": 1.0, "eval/success": 0.0, "eval/ci_low": None},
-        {"step": 7, "world/loss": math.nan, "success/all": 1, "eval/success_pick": 1.0},
+        {"step": 7, "wm/loss": math.nan, "success/all": 1, "eval/success_pick": 1.0},
     ],
 )
 def test_missing_keys_leave_gaps(tmp_path, line):

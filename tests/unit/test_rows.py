@@ -1,6 +1,6 @@
 """Trajectories become rows: one a turn, in order, with the engine's own ids."""
 
-from paw.algo.samples import to_rows
+from paw.algo.samples import to_samples
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
@@ -26,7 +26,7 @@ def make_groups():
 
 
 def rows_of(groups, *, encode=lambda text: [ord(c) for c in text], penalty=0.1):
-    return to_rows(groups, separator_ids=[7, 8], encode_observation=encode, invalid_penalty=penalty)
+    return to_samples(groups, separator_ids=[7, 8], encode_observation=encode, invalid_penalty=penalty)
 
 
 def test_one_row_a_turn_in_group_trajectory_step_order():
@@ -62,7 +62,7 @@ def test_an_empty_observation_gives_neither_target_nor_separator():
 def test_without_world_model_no_row_has_a_target():
     rows = rows_of(make_groups(), encode=None)
     assert all(not row.observation_ids and not row.separator_ids for row in rows)
-    assert all(row.world_weight == 0.0 for row in rows)
+    assert all(row.wm_weight == 0.0 for row in rows)
 
 
 def test_length_counts_every_part():
@@ -75,7 +75,7 @@ def test_a_horizon_appends_the_next_turns_up_to_one_without_an_observation():
 
     def further(horizon):
         encode = lambda text: [ord(c) for c in text][:3]  # noqa: E731
-        rows = to_rows(
+        rows = to_samples(
             make_groups(),
             separator_ids=[7, 8],
             reply_ids=[5],

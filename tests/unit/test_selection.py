@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paw.algo.world_model import select
-from paw.types import Row
+from paw.types import Sample
 
 
 def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, target=True):
-    return Row(
+    return Sample(
         group=group,
         trajectory=trajectory,
         step=0,

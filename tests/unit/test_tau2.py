@@ -267,4 +267,4 @@ def test_training_on_it(paw_here, quick, tiny_llm, read_metrics, tmp_path):
     small |= {"env.max_turns": 2, "run.updates": 1, "rollout.max_response_tokens": 3, "run.name": "served"}
     paw_here("train", "quickstart", quick, small, cwd=tmp_path)
     last = read_metrics(tmp_path / "runs" / "served")[-1]
-    assert last["step"] == 1 and last["health/env_failures"] == 0 and last["world/selected_frac"] == 0.75
+    assert last["step"] == 1 and last["health/env_failures"] == 0 and last["wm/selected_frac"] == 0.75

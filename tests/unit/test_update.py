@@ -20,7 +20,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
-from paw.train import learn, update, weigh
+from paw.train import optimize, prepare, update
 from paw_kernels import LossRows, paw_loss, token_stats
 
 LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
@@ -147,7 +147,7 @@ def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_pa
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     initial = load_policy(start).named_parameters_once()
     assert any(not torch.equal(trained[0][name], p) for name, p in initial.items())
-    assert not any(key.startswith("world/") and key != "world/live_frac" for line in metrics for key in line)
+    assert not any(key.startswith("wm/") and key != "wm/live_frac" for line in metrics for key in line)
 
 
 def test_a_world_model_of_weight_zero_changes_nothing(start, tmp_path):
@@ -163,7 +163,7 @@ def test_the_world_model_trains_without_changing_the_first_rollouts(start, tmp_p
     assert groups_off[0] == groups_on[0]
     assert groups_off[1] != groups_on[1]
     assert any(not torch.equal(off[0][name], on[0][name]) for name in off[0])
-    assert metrics[-1]["world/loss"] > 0 and 0.7 < metrics[-1]["world/selected_frac"] <= 0.8
+    assert metrics[-1]["wm/loss"] > 0 and 0.7 < metrics[-1]["wm/selected_frac"] <= 0.8
 
 
 def test_the_same_configuration_trains_to_the_same_bits(start, tmp_path):
@@ -183,9 +183,9 @@ def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_p
     with open_run(config) as run:
         push_weights(run.policy.lm, run.engine, version=0)
         groups, _ = Rollouts(run.factory, run.engine, run.chat, config).training(0, 4)
-        rows = weigh(run, groups)
+        rows = prepare(run, groups)
         next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
-        metrics = learn(run, rows)
+        metrics = optimize(run, rows)
     assert metrics["optim/skipped"] == 1 and "optim/grad_norm" not in metrics
 
 

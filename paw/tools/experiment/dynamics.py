@@ -14,14 +14,14 @@ CURVES = {
     "health/valid_actions": "Valid actions (%)",
     "policy/response_tokens": "Response length (tokens)",
     "policy/kl": "KL to the start model (nats)",
-    "world/loss": "World-model loss",
-    "world/lambda": "lambda",
-    "world/live_frac": "Head rows with a gradient (%)",
-    "world/masked_frac": "Observation tokens masked (%)",
+    "wm/loss": "World-model loss",
+    "wm/lambda": "lambda",
+    "wm/live_frac": "Head rows with a gradient (%)",
+    "wm/masked_frac": "Observation tokens masked (%)",
     "optim/grad_norm": "Gradient norm",
     "policy/grad_norm": "Gradient norm: policy term",
-    "world/grad_norm": "Gradient norm: world model",
-    "world/factor": "Factor of wm.balance",
+    "wm/grad_norm": "Gradient norm: world model",
+    "wm/factor": "Factor of wm.balance",
 }
 """Metrics that make a panel where a run has them."""
 WINDOW = 10

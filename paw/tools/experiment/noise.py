@@ -127,7 +127,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
     import torch
 
     from paw.algo.loss import micro_batches
-    from paw.algo.samples import to_rows
+    from paw.algo.samples import to_samples
     from paw.model.policy import load_policy, load_tokenizer, pick_device
     from paw.rollout.chat import Chat
     from paw.tools.player import open_player, progress, tell
@@ -144,11 +144,11 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
         groups = read_episodes(rollouts, vocabulary=len(policy.head_weight))
 
     encode = partial(chat.observation_ids, max_tokens=limit)
-    rows = to_rows(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
+    rows = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
     noise: list[list[bool]] = []
     for row, turn in zip(rows, turns, strict=True):
-        row.world_weight, text = 1.0, turn.outcome.observation
+        row.wm_weight, text = 1.0, turn.outcome.observation
         noise.append(noisy(chat.observation_spans(text, limit), rule(turn.prompt, turn.outcome.action, text)))
 
     def rated(batch: Any) -> list[tuple[float, float]]:
@@ -165,7 +165,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
     tokens = []
     with torch.no_grad():
         for batch in micro_batches(rows, with_action=False, with_observation=True, **sizes):
-            flags = [flag for i in batch.row for flag in noise[i]]
+            flags = [flag for i in batch.indices for flag in noise[i]]
             tokens += [Token(flag, *of) for flag, of in zip(flags, policy(partial(rated, batch)), strict=True)]
     return tokens
 
