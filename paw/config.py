@@ -278,16 +278,8 @@ class WorldConfig(Section):
     entropy: Literal["full", "sampled"] = "full"
     scale: NonNegative = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
-    balance: Literal["none", "gradient"] = "none"
-    """`gradient` scales the world-model term in each optimizer step so that its gradient's norm is `ratio` times the
-    policy's (a second backward pass)."""
-    ratio: Positive = 0.3
-    grad_norms: bool = False
-    """Log the gradient norms of both terms (a second backward pass); balance and optim.clip = "separate" do too."""
     dedup: bool = False
     """Predict identical (prompt, response, observation) rows of an update once."""
-    horizon: Natural = 0
-    """Further turns of the trajectory (action, observation) appended to a row; their observations are targets too."""
     max_tokens: Count = 512
 
 
@@ -305,8 +297,6 @@ class OptimConfig(Section):
     betas: tuple[Share, Share] = (0.9, 0.999)
     weight_decay: NonNegative = 0.01
     grad_clip: Positive = 1.0
-    clip: Literal["joint", "separate"] = "joint"
-    """`separate` clips the gradients of the policy and the world-model term each to grad_clip before they are added."""
     warmup_updates: Natural = 0
     schedule: Literal["constant", "cosine"] = "constant"
     final_lr: Share = 0.1

@@ -7,11 +7,9 @@ from paw.config import Config
 from paw.recipe import known_keys
 
 RULES: tuple[tuple[str, str, Callable[[Config], object]], ...] = (
-    ("wm.alpha wm.rho wm.loss wm.q wm.weight wm.entropy wm.scale wm.balance wm.ratio wm.grad_norms wm.dedup wm.horizon "
-     "optim.clip", "wm.enabled", lambda c: c.wm.enabled),
+    ("wm.alpha wm.rho wm.loss wm.q wm.weight wm.entropy wm.scale wm.dedup", "wm.enabled", lambda c: c.wm.enabled),
     ("wm.rho", "wm.loss = 'cmae'", lambda c: c.wm.loss == "cmae"),
     ("wm.q", "wm.loss = 'gce'", lambda c: c.wm.loss == "gce"),
-    ("wm.ratio", "wm.balance = 'gradient'", lambda c: c.wm.balance == "gradient"),
     ("policy.verl_rows", "policy.loss_norm = 'verl'", lambda c: c.policy.loss_norm == "verl"),
     ("policy.clip_low policy.clip_high policy.dual_clip", "no policy.tis_cap beside policy.old_logp = 'engine'",
      lambda c: not (c.policy.tis_cap and c.policy.old_logp == "engine")),

@@ -104,8 +104,6 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
     samples = to_samples(
         groups,
         separator_ids=run.chat.separator_ids,
-        reply_ids=run.chat.reply_ids,
-        horizon=config.wm.horizon if config.wm.enabled else 0,
         encode_observation=run.encode_observation if config.wm.enabled else None,
         invalid_penalty=run.factory.invalid_penalty,
     )

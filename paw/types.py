@@ -134,23 +134,11 @@ class Sample:
     """1 / (G * response tokens of the group in the update): of a response token, with policy.loss_norm = "group"."""
     wm_weight: float = 0.0
     """lambda_g / (G |S_g|) for a selected sample with a target, else 0 (PaW Eq. (11))."""
-    further: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """wm.horizon: of each further turn what leads to its observation (the action, in the template), and that."""
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids) + sum(len(ids) for ids, _ in self.world_spans())
-
-    def world_spans(self) -> list[tuple[list[int], bool]]:
-        """What follows the response, in pieces: (ids, whether they are a target of the world model)."""
-        pairs = [(self.separator_ids, self.observation_ids), *self.further]
-        return [span for context, target in pairs for span in ((context, False), (target, True))]
+        return sum(map(len, (self.prompt_ids, self.response_ids, self.separator_ids, self.observation_ids)))
 
     @property
     def advantages(self) -> list[float]:
         """Of each response token."""
         return self.token_advantage or [self.advantage] * len(self.response_ids)
-
-    @property
-    def n_targets(self) -> int:
-        """Observation tokens that the world model learns to predict."""
-        return len(self.observation_ids) + sum(len(target) for _, target in self.further)

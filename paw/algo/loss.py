@@ -125,7 +125,7 @@ def collate(
         sample, start = samples[i], len(input_ids)
         spans = [(sample.prompt_ids, None), (sample.response_ids, ACTION if with_action else None)]
         if with_observation and sample.wm_weight > 0.0:
-            spans += [(ids, OBSERVATION if target else None) for ids, target in sample.world_spans()]
+            spans += [(sample.separator_ids, None), (sample.observation_ids, OBSERVATION)]
         for ids, what in spans:
             if what is not None:
                 position.extend(range(len(input_ids) - 1, len(input_ids) + len(ids) - 1))
@@ -222,7 +222,7 @@ def loss_rows(batch: Batch, minibatch: Sequence[Sample], objective: Objective, *
     ref_logp: list[float] = []
     for i in batch.indices:
         sample = minibatch[i]
-        m = sample.n_targets if batch.with_observation and sample.wm_weight > 0.0 else 0
+        m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
         n = len(sample.response_ids) if batch.with_action else 0
         weight += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
         trust = [1.0] * n

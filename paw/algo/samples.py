@@ -10,8 +10,6 @@ def to_samples(
     groups: list[Group],
     *,
     separator_ids: list[int],
-    reply_ids: list[int] | None = None,
-    horizon: int = 0,
     encode_observation: Callable[[str], list[int]] | None,
     invalid_penalty: float,
 ) -> list[Sample]:
@@ -19,20 +17,15 @@ def to_samples(
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the raw next
     observation into target ids; None (world model off) leaves samples without a target, as an empty observation does.
-    `horizon` further turns of the trajectory follow (beyond the paper): `reply_ids`, the action, `separator_ids`, and
-    its observation, up to the first turn without one.
     """
     samples = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
             episode_return = trajectory.episode_return
-            targets = [
-                encode_observation(turn.outcome.observation) if encode_observation else [] for turn in trajectory.turns
-            ]
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
-                target = targets[step]
+                target = encode_observation(turn.outcome.observation) if encode_observation else []
                 samples.append(
                     Sample(
                         group=group_index,
@@ -49,11 +42,6 @@ def to_samples(
                         reward=turn.outcome.reward,
                         penalty=penalty,
                         anchor=turn.anchor,
-                        further=[
-                            ((reply_ids or []) + trajectory.turns[later].response_ids + separator_ids, targets[later])
-                            for later in range(step + 1, min(step + 1 + horizon, len(targets)))
-                            if all(targets[step : later + 1])
-                        ],
                     )
                 )
             trajectory_index += 1

@@ -75,10 +75,7 @@ def select(
 
 def _first_of_its_kind(samples: Sequence[Sample]) -> list[bool]:
     seen: dict[tuple, int] = {}
-    keys = (
-        (*map(tuple, (sample.prompt_ids, sample.response_ids)), *(tuple(ids) for ids, _ in sample.world_spans()))
-        for sample in samples
-    )
+    keys = (tuple(map(tuple, (s.prompt_ids, s.response_ids, s.observation_ids))) for s in samples)
     return [seen.setdefault(key, i) == i for i, key in enumerate(keys)]
 
 

@@ -46,7 +46,6 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("optim/grad_norm", "Gradient norm", note="Mean over optimizer steps, before clipping."),
         Metric("health/groups_mixed", "Mixed groups", "%", "Groups with wins and losses: what the policy learns from."),
         Metric("health/valid_actions", "Valid actions", "%", chart=False),
-        Metric("policy/grad_norm", "Gradient norm of the policy term alone"),
         Metric("policy/loss", "Policy loss", chart=False),
         Metric("optim/lr", "Learning rate", chart=False),
     ],
@@ -54,8 +53,6 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("wm/lambda", "Weight λ", note="Mean of 1 − return / R_max over groups: falls as tasks are solved."),
         Metric("wm/loss", "World-model loss", note="As it enters the objective, weights included."),
         Metric("wm/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."),
-        Metric("wm/grad_norm", "Gradient norm of the world-model term alone", note="Its factor included."),
-        Metric("wm/factor", "Factor that balances the gradients", chart=False),
         Metric("wm/selected_frac", "Turns selected by entropy", "%", chart=False),
     ],
     "Critic": [

@@ -134,7 +134,7 @@ def test_two_ranks_with_an_engine_each(start, tmp_path):
 @pytest.mark.slow
 def test_what_saves_memory_changes_no_weight_of_policy_and_critic(start, tmp_path):
     ppo = {"run_updates": 1, "advantage_estimator": "ppo", "critic_lr": 3e-3}
-    ppo |= {"wm_loss": "gce", "wm_balance": "gradient", "optim_clip": "separate"}  # both gradients apart
+    ppo |= {"wm_loss": "gce"}
     one = train(tmp_path, start, "one", **ppo)
     thrifty = {
         "model_checkpointing": "full",

@@ -13,15 +13,15 @@ def test_kl_without_a_reference_is_absent_and_appears_once_there_is_one(paw_here
         "run.updates": 1, "run.threads": 1, "env.name": GUESS, "env.max_turns": 2, "env.invalid_penalty": 0.1,
         "rollout.tasks": 2, "rollout.group_size": 4, "rollout.engine": "transformers",
         "rollout.max_response_tokens": 4, "eval.games": 2, "advantage.penalty_only": "keep", "wm.loss": "ce",
-        "wm.grad_norms": True, "policy.kl_coef": 0,
+        "policy.kl_coef": 0,
     }  # fmt: skip
     recipe, run = tmp_path / "guess.toml", tmp_path / "run"
     recipe.write_text('[model]\npath = "-"\n')
     done = paw_here("train", recipe, settings)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert first["wm/loss"] > 0 and "policy/entropy" in first and "wm/grad_norm" in first
-    # KL without a reference, the mask of a loss without one, a factor that balances nothing, an engine without a cache
-    absent = {"policy/kl", "wm/masked_frac", "wm/factor", "perf/cached_frac"}
+    assert first["wm/loss"] > 0 and "policy/entropy" in first
+    # KL without a reference, the mask of a loss without one, an engine without a cache
+    absent = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}
     assert not first.keys() & absent and "  kl " not in done.stdout
     page = (run / "report.html").read_text()
     assert "policy/entropy" in page and not any(key in page for key in absent)

@@ -100,7 +100,7 @@ def packed(
 
 def token_logps(lm, row, *, temperature=1.0):
     """[T, V] float64 log-probs of every next token of one row alone, unpadded, its observation included."""
-    ids = row.prompt_ids + row.response_ids + [i for span, _ in row.world_spans() for i in span]
+    ids = row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
     return (lm(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
 
 
@@ -127,15 +127,12 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
                 gap = row.ref_logp[t] - at[token]
                 term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
             surrogate = surrogate + term + objective.entropy_coef * (at.exp() * at).sum()
-        n, m = len(row.response_ids), row.n_targets
+        n, m = len(row.response_ids), len(row.observation_ids)
         per_row = 1 / (n * len(minibatch)) if objective.loss_norm == "row" else 1 / tokens
         total = total + per_row * surrogate
         start += n
-        targets = []
-        for ids, target in row.world_spans() if row.wm_weight else []:
-            targets += [(start + t, token) for t, token in enumerate(ids)] if target else []
-            start += len(ids)
-        for at, token in targets:
+        start += len(row.separator_ids)
+        for at, token in enumerate(row.observation_ids if row.wm_weight else [], start):
             logp = logps[at - 1, token]
             p = logp.exp()
             if objective.observation_loss == "cmae" and p > objective.rho:

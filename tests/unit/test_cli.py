@@ -125,8 +125,6 @@ RANGES = {
     "wm.alpha": ("0", "greater than 0"),
     "wm.rho": ("1.5", "less than or equal to 1"),
     "wm.q": ("0", "greater than 0"),
-    "wm.ratio": ("0", "greater than 0"),
-    "wm.horizon": ("-1", "greater than or equal to 0"),
     "wm.scale": ("-1", "greater than or equal to 0"),
     "env.reward": ("0", "greater than 0"),
     "advantage.gamma": ("1.1", "less than or equal to 1"),

@@ -24,7 +24,6 @@ def test_the_rules_name_keys_that_exist():
     [
         ("wm.rho", "0.3", "wm.loss = 'cmae'", {"wm.loss": "ce"}),
         ("wm.q", "0.5", "wm.loss = 'gce'", {}),
-        ("wm.ratio", "0.5", "wm.balance = 'gradient'", {}),
         ("wm.alpha", "0.5", "wm.enabled", {"wm.enabled": "false"}),
         ("policy.verl_rows", "8", "policy.loss_norm = 'verl'", {}),
         ("advantage.omega", "2.0", "advantage.estimator = 'gigpo'", {}),
@@ -61,7 +60,7 @@ def test_a_setting_without_effect_is_told(setting, value, need, others):
 @pytest.mark.parametrize(
     "given",
     [
-        {"wm.loss": "gce", "wm.q": "0.5", "wm.balance": "gradient", "wm.ratio": "0.5"},
+        {"wm.loss": "gce", "wm.q": "0.5"},
         {"wm.enabled": "false", "wm.rho": "0.2"},  # as it is by default
         {"advantage.estimator": "ppo", "critic.lr": "0.1", "rollout.group_size": "1"},
         {"lora.rank": "8", "lora.alpha": "8.0"},

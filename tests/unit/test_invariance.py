@@ -21,7 +21,6 @@ VARIANTS = {
     "one micro-batch": {"optim_micro_batch_tokens": 10**6},
     "the plain torch head": {"model_head_backend": "torch"},
     "full checkpointing": {"model_checkpointing": "full"},
-    "both terms apart": {"wm_grad_norms": True},
     "another order of groups and members": {"order": 1},
 }
 

@@ -70,29 +70,5 @@ def test_length_counts_every_part():
     assert [len(row) for row in rows[:2]] == [1 + 2 + 2 + 13, 1 + 2]
 
 
-def test_a_horizon_appends_the_next_turns_up_to_one_without_an_observation():
-    """Two turns further: action and observation each; the winning turn's empty observation ends it."""
-
-    def further(horizon):
-        encode = lambda text: [ord(c) for c in text][:3]  # noqa: E731
-        rows = to_samples(
-            make_groups(),
-            separator_ids=[7, 8],
-            reply_ids=[5],
-            horizon=horizon,
-            encode_observation=encode,
-            invalid_penalty=0.1,
-        )
-        return rows, [row.further for row in rows]
-
-    you = [ord(c) for c in "you"]
-    step = {n: ([5, 20 + n, 2, 7, 8], you) for n in (4, 5)}
-    assert further(0)[1] == [[]] * 6
-    assert further(1)[1] == [[], [], [], [step[4]], [step[5]], []]
-    rows, found = further(2)
-    assert found == [[], [], [], [step[4], step[5]], [step[5]], []]
-    assert (len(rows[3]), rows[3].n_targets) == (1 + 2 + 2 + 3 + 2 * (5 + 3), 9)
-
-
 def test_no_groups_no_rows():
     assert rows_of([]) == []

@@ -101,8 +101,6 @@ def test_with_dedup_of_equal_rows_only_the_first_takes_part():
     select_all = {"alpha": 1.0, "weight": 1.0, "reward_max": 1.0, "n_groups": 2}
     assert select(rows, **select_all).selected == [True] * 4
     assert select(rows, **select_all, dedup=True).selected == [True, False, False, True]
-    rows[2].further = [([2], [3])]
-    assert select(rows, **select_all, dedup=True).selected == [True, False, True, True]
     assert select(rows, **select_all | {"alpha": 0.3}, dedup=True).weights == [0.5, 0.0, 0.0, 0.0]
 
 

@@ -26,10 +26,7 @@ ARMS: dict[str, tuple[Overrides, str]] = {
     "unselected": (PAW | {"wm.alpha": "1.0"}, "every turn a target, no selection by entropy"),
     "echo": (PAW | {"wm.loss": "ce", "wm.weight": "1.0", "wm.alpha": "1.0"}, "ECHO (arXiv 2605.24517)"),
     "scaled": (PAW | {"wm.scale": "10"}, "PaW's term ten times as large"),
-    "balanced": (PAW | {"wm.balance": "gradient"}, "its gradient held at wm.ratio times the policy's"),
-    "clipped": (PAW | {"optim.clip": "separate"}, "both gradients clipped apart"),
     "dedup": (PAW | {"wm.dedup": "true"}, "identical rows predicted once"),
-    "horizon": (PAW | {"wm.horizon": "2"}, "two further turns predicted"),
     **{name: (keys | {"wm.enabled": "false"}, f"{name} without a world model") for name, keys in ESTIMATORS.items()},
     **{f"{name}-paw": (keys | {"wm.enabled": "true"}, f"{name} + PaW") for name, keys in ESTIMATORS.items()},
 }

@@ -19,9 +19,6 @@ CURVES = {
     "wm/live_frac": "Head rows with a gradient (%)",
     "wm/masked_frac": "Observation tokens masked (%)",
     "optim/grad_norm": "Gradient norm",
-    "policy/grad_norm": "Gradient norm: policy term",
-    "wm/grad_norm": "Gradient norm: world model",
-    "wm/factor": "Factor of wm.balance",
 }
 """Metrics that make a panel where a run has them."""
 WINDOW = 10
