@@ -1,128 +1,92 @@
-"""Sample episodes as HTML: each action, the real next observation shaded by the model's surprise, and its own guess.
-
-Everything shown was written by a model or an environment, so every string passes `esc`.
-"""
+"""Sample episodes for the report: which are shown, and for each turn the observation's tokens and the model's guess."""
 
 import difflib
-import html
 import re
-from collections.abc import Sequence
-from typing import Any, TypeGuard
-
-from paw.errors import clean
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 PER_END = 3
 """Episodes shown of the first and of the last sampled update."""
-EPISODE_BYTES = 200_000
-TEXT_CHARS = 4_000
-MAX_TOKENS = 600
-
-
-def esc(value: object) -> str:
-    """Any value as HTML text, also inside a quoted attribute, without the controls that no page should show."""
-    return html.escape(clean(value, EPISODE_BYTES, lines=True))
+EPISODE_CHARS, TEXT_CHARS, MAX_TOKENS = 100_000, 4_000, 600
+"""Of the texts of an episode, of one text, and tokens of an observation that are shaded: the page stays small."""
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to `PER_END` episodes of the first sampled update and of the last, the same tasks in both where there are."""
+    """Up to `PER_END` episodes of the first sampled update and of the last, the same tasks in both where there are.
+
+    The first of the last update gets "open".
+    """
     samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
     steps = sorted(s["step"] for s in samples)
     early = [s for s in samples if s["step"] == steps[0]][:PER_END]
     late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
     tasks = {str(s.get("task")) for s in early}
-    return early + sorted(late, key=lambda s: str(s.get("task")) not in tasks)[:PER_END]
+    picked = early + sorted(late, key=lambda s: str(s.get("task")) not in tasks)[:PER_END]
+    first_late = len(early) if late else 0
+    return [s | {"open": i == first_late} for i, s in enumerate(picked)]
 
 
-def episode_html(sample: dict[str, Any], *, rho: float | None, is_open: bool = False) -> str:
-    """One collapsible episode; long ones are cut after `EPISODE_BYTES` and say so."""
+def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a record of samples.jsonl, anything of which may be missing or of another type."""
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
-    won, reward = sample.get("won"), sample.get("return")
-    when = f"Update {sample['step']}" if sample["step"] else "Before training"
-    outcome = "" if won is None else _badge("won", "good") if won else _badge("not won", "bad")
-    total = sample["length"] if type(sample.get("length")) is int else len(turns)
-    body, shown = "", 0
-    while shown < len(turns) and len(body) <= EPISODE_BYTES:
-        body += _turn(turns[shown], shown, rho)
-        shown += 1
-    if shown < total:
-        body += f'<p class="note">The first {shown} of {total} turns.</p>'
-    return (
-        f'<details class="episode"{" open" if is_open else ""}><summary><b>{when}</b>'
-        f"<span>{esc(sample.get('kind', ''))}</span>{outcome}"
-        f'<span class="note">{total} turns · return {f"{reward:g}" if _is_number(reward) else "–"}</span>'
-        f'<span class="task">{esc(sample.get("task", ""))}</span></summary>{body}</details>'
-    )
+    shown, size = [], 0
+    while len(shown) < len(turns) and size <= EPISODE_CHARS:
+        shown.append(_turn(turns[len(shown)]))
+        size += sum(len(text) for text, _ in shown[-1]["tokens"]) + 50 * len(shown[-1]["tokens"])
+        size += sum(len(clip(shown[-1][key])) for key in ("prompt", "response", "action"))
+    return {
+        "step": sample["step"],
+        "task": sample.get("task", ""),
+        "kind": sample.get("kind", ""),
+        "won": sample.get("won"),
+        "reward": sample.get("return"),
+        "total": sample["length"] if type(sample.get("length")) is int else len(turns),
+        "turns": shown,
+        "open": sample["open"],
+    }
 
 
-def _turn(turn: dict[str, Any], index: int, rho: float | None) -> str:
-    badges = _badge("selected", "pick") if turn.get("selected") else ""
-    if turn.get("valid") is False:
-        badges += _badge("invalid", "bad")
-    if _is_number(entropy := turn.get("entropy")):
-        badges += f'<span class="note">H {entropy:.2f} nats</span>'
-    action, response = str(turn.get("action") or ""), str(turn.get("response") or "")
-    parts = [f'<p class="action"><code>{esc(_clip(action)) or "–"}</code>{badges}</p>']
-    if turn.get("prompt"):
-        parts.insert(0, _folded("Prompt", turn["prompt"], is_open=index == 0))
-    if response.strip() not in ("", action.strip()):
-        parts.append(_folded("Response", response))
-    observation = str(turn.get("observation") or "")
-    real = f"<div><h4>Next observation</h4><pre>{_shaded(observation, turn, rho) or '–'}</pre></div>"
-    if turn.get("predicted") is not None:
-        real += _prediction(str(turn["predicted"]), observation)
-    parts.append(f'<div class="pair">{real}</div>')
-    return f'<section class="turn"><span class="index">{index + 1}</span><div>{"".join(parts)}</div></section>'
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    texts = {key: str(turn.get(key) or "") for key in ("prompt", "action", "response", "observation")}
+    guess, real = turn.get("predicted"), texts["observation"]
+    return texts | {
+        "selected": turn.get("selected"),
+        "valid": turn.get("valid"),
+        "entropy": turn.get("entropy"),
+        "tokens": list(_shaded(real, turn.get("observation_tokens"), turn.get("observation_token_p"))),
+        "predicted": None if guess is None else list(_compared(str(guess), real)),
+        "exact": guess is not None and str(guess).strip() == real.strip(),
+    }
 
 
-def _folded(title: str, text: object, *, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{title}</summary><pre>{esc(_clip(text))}</pre></details>"
+def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
+    """The model's greedy guess in pieces: (text, whether it differs from the real one)."""
+    words, real = (re.findall(r"\s+|\S+", clip(text.strip())) for text in (predicted, observation))
+    for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
+        if low < high:
+            yield "".join(words[low:high]), tag != "equal"
 
 
-def _prediction(predicted: str, observation: str) -> str:
-    """The model's greedy guess, words that differ from the real text marked."""
-    marked = badge = ""
-    if predicted.strip() == observation.strip():
-        marked, badge = esc(_clip(predicted)), _badge("exact", "good")
-    else:
-        words, real = (re.findall(r"\s+|\S+", _clip(text)) for text in (predicted, observation))
-        for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
-            text = esc("".join(words[low:high]))
-            marked += f"<mark>{text}</mark>" if tag in ("replace", "delete") else text
-    return f"<div><h4>Model's prediction {badge}</h4><pre>{marked or '–'}</pre></div>"
+def _shaded(observation: str, tokens: Any, probabilities: Any) -> Iterator[tuple[str, float | None]]:
+    """The observation in pieces: (text, its probability where it is a token that has one)."""
+    at = 0
+    if isinstance(tokens, list) and isinstance(probabilities, list):
+        for token, p in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
+            text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+            if not observation.startswith(text, at):
+                # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
+                text = text.strip() or text
+            found = observation.find(text, at, at + len(text) + 16)
+            if found >= 0:
+                if (gap := observation[at:found]).isspace():
+                    yield gap, None
+                at = found + len(text)
+            known = type(p) in (int, float) and 0 <= p <= 1
+            yield text, p if known else None
+    if observation[at:]:
+        yield clip(observation[at:]), None
 
 
-def _shaded(observation: str, turn: dict[str, Any], rho: float | None) -> str:
-    """The observation with one `<i>` per token, darker the less probable, underlined where p <= rho."""
-    tokens, probabilities = turn.get("observation_tokens"), turn.get("observation_token_p")
-    if not isinstance(tokens, list) or not isinstance(probabilities, list):
-        return esc(_clip(observation))
-    out, at = "", 0
-    for token, p in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
-        text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
-        if not observation.startswith(text, at):
-            # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
-            text = text.strip() or text
-        found = observation.find(text, at, at + len(text) + 16)
-        if found >= 0:
-            gap = observation[at:found]
-            out += gap if gap.isspace() else ""
-            at = found + len(text)
-        if _is_number(p) and 0 <= p <= 1:
-            kept = ' class="kept"' if rho is not None and p <= rho else ""
-            out += f'<i{kept} style="--q:{1 - p:.2f}" title="p = {p:.3f}">{esc(text)}</i>'
-        else:
-            out += esc(text)
-    return out + esc(_clip(observation[at:]) if at else "")
-
-
-def _badge(text: str, look: str) -> str:
-    return f'<span class="badge {look}">{text}</span>'
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float)
-
-
-def _clip(text: object) -> str:
+def clip(text: object) -> str:
     text = str(text)
     return text if len(text) <= TEXT_CHARS else text[:TEXT_CHARS] + " …"

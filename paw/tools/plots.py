@@ -73,7 +73,7 @@ def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) 
             _mark_ends(axes, steps, shown, colour)
     axes.set(xlabel="Update", ylabel="Success rate (%)", ylim=(0, 100))
     if whole:
-        legend(axes, columns=3 if not single else 2 if wide else 1)
+        legend(axes)
     return figure
 
 
@@ -99,7 +99,7 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
     axes.set(xlabel="Success rate (%)", xlim=(0, 106))
     axes.set_xticks(range(0, 101, 25))
     _name_bars(axes, kinds)
-    legend(axes, columns=2 if len(runs) < 3 else 3)
+    legend(axes)
     return figure
 
 
@@ -122,7 +122,7 @@ def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bo
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -2), min(high, 102))
     if len(runs) > 1:
-        legend(axes, columns=2 if len(runs) < 3 else 3)
+        legend(axes)
     return figure
 
 
@@ -155,7 +155,7 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
         axes.set(xlabel="Time (s per update)")
         axes.xaxis.set_major_locator(MaxNLocator(5))
         _name_bars(axes, [run.name for run in runs])
-    legend(axes, columns=3)
+    legend(axes)
     return figure
 
 
@@ -222,12 +222,14 @@ def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> 
     axes.set_xlim(steps[0] - 0.19 * span, steps[-1] + 0.17 * span)
 
 
-def legend(axes: Axes, *, columns: int) -> None:
-    """Above the axes, where it hides no data."""
-    if axes.get_legend_handles_labels()[1]:
+def legend(axes: Axes) -> None:
+    """Above the axes, where it hides no data, in as many columns as its texts leave room for."""
+    texts = axes.get_legend_handles_labels()[1]
+    if texts:
+        widest = 0.4 + 0.075 * max(map(len, texts))  # inches, about
         axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.2, handlelength=1.4,
-            handletextpad=0.5, borderaxespad=0.2,
+            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=max(1, int(axes.figure.get_figwidth() / widest)),
+            columnspacing=1.2, handlelength=1.4, handletextpad=0.5, borderaxespad=0.2,
         )  # fmt: skip
 
 

@@ -1,28 +1,29 @@
-"""`paw report`: one HTML page that says what a run learnt, at what cost, and shows what it did; or
-compares several runs.
+"""`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
-The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so,
-since part of its text comes from environments and models. The figures are also saved as PNG.
+The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so:
+part of its text comes from environments and models. Its template, report.html.j2, escapes all text. The figures are
+also saved as PNG.
 """
 
 import argparse
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paw.errors import UserError
+import jinja2
+from markupsafe import Markup, escape
+
+from paw.errors import UserError, clean
 from paw.files import cause, write_file
 from paw.state.rundir import Run, load_run
-from paw.tools.episodes import episode_html, esc, pick_episodes
+from paw.tools.episodes import TEXT_CHARS, clip, pick_episodes, shown_episode
 
 if TYPE_CHECKING:
     from paw.run import Run as LiveRun
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 TAIL = 10
 """Updates averaged for the first and last columns of the table."""
 
@@ -34,6 +35,15 @@ class Metric(NamedTuple):
     """`%`: a share, shown in per cent. `n`: a count of each update; `sum`: its sum so far. Anything else is a unit."""
     note: str = ""
     chart: bool = True
+
+    @property
+    def counts(self) -> bool:
+        return self.unit in ("n", "sum")
+
+    def total(self, run: Run) -> float:
+        """A count over the whole run."""
+        values = run.series(self.key)[1]
+        return sum(values) if self.unit == "n" else max(values, default=0)
 
 
 SECTIONS: dict[str, list[Metric]] = {
@@ -57,9 +67,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ],
     "Critic": [
         Metric("critic/loss", "Value loss"),
-        Metric(
-            "critic/explained_variance", "Explained variance", note="Of returns, by values; below 0 worse than none."
-        ),
+        Metric("critic/explained_variance", "Explained variance", note="Of the returns, by the values."),
         Metric("critic/grad_norm", "Gradient norm of the critic", chart=False),
         Metric("critic/clip_frac", "Clipped values", "%", chart=False),
     ],
@@ -90,6 +98,14 @@ LEADS = {
 }
 
 
+class Report:
+    """A callback that writes the report of a run that ended in order, or was told to stop."""
+
+    def on_end(self, run: "LiveRun") -> None:
+        if run.ranks.first and not run.failed:
+            write_report(run.directory)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
     default = "RUN_DIR; for several, comparison/ beside it"
@@ -99,14 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     print(write_report(*args.run_dir, out=args.out))
     return 0
-
-
-class Report:
-    """A callback that writes the report of a run that ended in order, or was told to stop."""
-
-    def on_end(self, run: "LiveRun") -> None:
-        if run.ranks.first and not run.failed:
-            write_report(run.directory)
 
 
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
@@ -128,48 +136,85 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    run, single = runs[0], len(runs) == 1
-    title = esc(run.name if single else f"{len(runs)} runs compared")
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    version = esc(run.info.get("paw", ""))
-    lead = f'<p class="lead">{esc(_what(run))}</p>' if single else ""
-    return "".join([
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title} · PaW</title><style>{css}</style></head><body><main>",
-        f'<header><p class="note">PaW {version} · run report</p><h1>{title}</h1>{lead}</header>',
-        _hero(run) if single else _comparison(runs),
-        _figures(runs, plots_dir),
-        _numbers(runs),
-        _episodes(run) + _config(run) if single else _differences(runs),
-        "</main></body></html>\n",
-    ])  # fmt: skip
+    from paw.tools.plots import CSS_NAMES, PALETTE  # matplotlib takes a while to load, and `paw --help` needs none
+
+    folder, run, single = Path(__file__).parent, runs[0], len(runs) == 1
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, finalize=_printable,
+    )  # fmt: skip
+    pages.filters |= {"value": _value, "duration": _duration, "what": _what, "clip": clip}
+    masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+    return pages.get_template("report.html.j2").render(
+        title=run.name if single else f"{len(runs)} runs compared",
+        css=Markup((folder / "report.css").read_text(encoding="utf-8")),
+        run=run,
+        runs=runs,
+        single=single,
+        colours=[CSS_NAMES[colour] for colour in PALETTE],
+        facts=_facts(run),
+        galleries=_galleries(runs, plots_dir),
+        sections=SECTIONS,
+        logged={key for run in runs for key in run.metrics},
+        count=min(TAIL, max(run.updates for run in runs)),
+        rho=run.config.get("wm.rho") if masked else None,
+        episodes=[shown_episode(sample) for sample in pick_episodes(run.samples)] if single else [],
+        differences=_differences(runs),
+    )
 
 
-def _section(title: str, lead: str, body: str) -> str:
-    """A heading with the sentence under it, or nothing where there is nothing to show."""
-    lead = f'<p class="lead">{lead}</p>' if lead else ""
-    return f"<h2>{title}</h2>{lead}{body}" if body else ""
+def _printable(value: Any) -> Any:
+    """Text without the control characters that no page should show; None as nothing."""
+    return value if isinstance(value, Markup) else clean(value, 50 * TEXT_CHARS, lines=True)
 
 
-def _table(head: Iterable[str], body: str) -> str:
-    cells = "".join(f"<th>{cell}</th>" for cell in head)
-    table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="card scroll">{table}</div>' if body else ""
+def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
+    """(title, lead, layout, figures) of each section; every figure for which there is data is drawn and saved."""
+    from paw.tools import plots
 
+    single = len(runs) == 1
 
-def _row(*cells: str) -> str:
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    def figures(*given: tuple[str, str, Any], **more: Any) -> list[dict[str, Any]]:
+        """Of (file name, title, figure or None); `png` is what to save in place of the first."""
+        found = []
+        for name, title, figure in given:
+            if figure:
+                svg = Markup(plots.to_svg(figure, name, escape(_printable(title))))
+                saved = more.get("png") or figure
+                write_file(plots_dir / f"{name}.png", partial(saved.savefig, dpi=150, facecolor="white"))
+                found.append({"title": title, "svg": svg, "aside": more.get("aside", ""), "note": more.get("note", "")})
+        return found
+
+    curve, large = plots.learning_curve(runs, (4.8, 3.04)), plots.learning_curve(runs, (6.4, 3.7))
+    by_kind = plots.success_by_kind(runs, (3.6, 3.4))
+    wide = figures(("learning_curve", "Success over training", curve), png=large)
+    yield "Learning", "", "pair-wide", [*wide, *figures(("success_by_kind", "Success by task type", by_kind))]
+    kinds = [
+        (f"success_{i}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}", kind,
+         plots.learning_curve(runs, (3.7, 2.2), kind=kind))
+        for i, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds))
+        if any(len(run.metrics.get(f"eval/success_{kind}", ())) > 1 for run in runs)
+    ]  # fmt: skip
+    lead = "Evaluations in blue, training games in orange." if single else "Evaluations of each run."
+    yield "Task types", lead, "", figures(*kinds)
+    for section, lead in LEADS.items():
+        times = plots.phase_times(runs, (3.7, 2.5)) if section == "Cost" else None
+        found = figures(("time", "Time by phase", times))
+        for m in filter(lambda m: m.chart, SECTIONS[section]):
+            unit = f" ({m.unit})" if m.unit else ""
+            figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
+            ends = " → ".join(_value(mean(m.key, TAIL), m.unit) for mean in (runs[0].first, runs[0].last))
+            found += figures((m.key.replace("/", "_"), m.label, figure), aside=ends if single else "", note=m.note)
+        yield section, lead, "", found
 
 
 def _what(run: Run) -> str:
     """The run in one line: algorithm, environment, model."""
     config, info = run.config, run.info
     parts = []
-    if estimator := config.get("advantage.estimator"):
+    if estimator := config.get("advantage.type") or config.get("advantage.estimator"):
         world = " + world-model co-training" if config.get("wm.enabled") else ", no world model"
-        parts.append({"grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO"}.get(estimator, str(estimator)) + world)
+        parts.append({"gigpo": "GiGPO"}.get(estimator, str(estimator).upper()) + world)
     if environment := config.get("env.name"):
         where = "games" if config.get("env.data") else f"generated games ({config.get('env.difficulty', 'full')})"
         parts.append(f"{environment}, {where}")
@@ -179,39 +224,11 @@ def _what(run: Run) -> str:
     return " · ".join(parts)
 
 
-def _hero(run: Run) -> str:
-    steps, values = run.series("eval/success")
-    change = '<p class="lead">No evaluation was logged.</p>'
-    if steps:
-        ends = {"before": 0, "after": -1} if len(steps) > 1 else {"after": -1}
-        parts = []
-        for look, at in ends.items():
-            when = f"after update {steps[at]}" if steps[at] else "before training"
-            interval = f"<span>{_interval(run, steps[at])}<br>{when}</span>"
-            parts.append(f'<div class="{look}"><b>{100 * values[at]:.1f}%</b>{interval}</div>')
-        games, heat = run.last("eval/games"), run.config.get("eval.temperature")
-        on = f"{games:g} unseen games" if games else "unseen games"
-        warmth = f" at temperature {heat:g}" if type(heat) in (int, float) else ""
-        points = f", {100 * (values[-1] - values[0]):+.1f} points" if len(steps) > 1 else ""
-        scores = '<span class="arrow">→</span>'.join(parts)
-        change = (
-            f'<div class="change">{scores}</div><p class="lead">Success on {on}{warmth}{points}. '
-            "In brackets the 95% Wilson interval of that one evaluation; other seeds may end elsewhere.</p>"
-        )
-    rows = "".join(f"<dt>{label}</dt><dd>{esc(value)}</dd>" for label, value in _facts(run).items())
-    return f'<div class="hero card"><div>{change}</div><dl>{rows}</dl></div>'
-
-
-def _interval(run: Run, step: int) -> str:
-    low, high = run.at("eval/ci_low", step), run.at("eval/ci_high", step)
-    return "" if low is None or high is None else f"[{100 * low:.1f}, {100 * high:.1f}]"
-
-
 def _facts(run: Run) -> dict[str, str]:
     info, planned = run.info, run.config.get("run.updates")
     peak, speed = max(run.series("perf/peak_gib")[1], default=None), run.last("perf/tokens_per_s", TAIL)
     software = (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels"))
-    health = [(_total(run, m), m.label.lower()) for m in SECTIONS["Health"] if m.unit in ("n", "sum")]
+    health = [(metric.total(run), metric.label.lower()) for metric in SECTIONS["Health"] if metric.counts]
     lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
     facts = {
         "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates),
@@ -229,121 +246,10 @@ def _facts(run: Run) -> dict[str, str]:
     return {label: value for label, value in facts.items() if value}
 
 
-def _total(run: Run, metric: Metric) -> float:
-    """A counter over the whole run."""
-    values = run.series(metric.key)[1]
-    return sum(values) if metric.unit == "n" else max(values, default=0)
-
-
-def _comparison(runs: Sequence[Run]) -> str:
-    from paw.tools.plots import CSS_NAMES, PALETTE
-
-    rows = ""
-    for colour, run in zip(cycle(PALETTE), runs, strict=False):
-        steps, values = run.series("eval/success")
-        rows += _row(
-            f'<span class="key" style="background:var(--{CSS_NAMES[colour]})"></span>{esc(run.name)}<br>'
-            f'<span class="note">{esc(_what(run))}</span>',
-            f"{100 * values[0]:.1f}%" if len(steps) > 1 else "–",
-            f"<b>{100 * values[-1]:.1f}%</b> {_interval(run, steps[-1])}" if steps else "–",
-            str(run.updates),
-            _duration(run.info.get("wall_s")) or "–",
-        )
-    note = "Success on each run's unseen games. The intervals cover the games drawn, not other training seeds."
-    head = ("Run", "Start", "End [95% interval]", "Updates", "Wall time")
-    return f'<p class="lead">{note}</p>{_table(head, rows)}'
-
-
-def _figures(runs: Sequence[Run], plots_dir: Path) -> str:
-    """Draw, save and inline every figure for which there is data."""
-    from paw.tools import plots  # matplotlib takes a while to load, and `paw --help` does not need it
-
-    def card(name: str, title: str, figure, *, aside: str = "", note: str = "", png=None) -> str:
-        if figure is None:
-            return ""
-        svg = plots.to_svg(figure, name, title)
-        write_file(plots_dir / f"{name}.png", partial((png or figure).savefig, dpi=150, facecolor="white"))
-        foot = f"<p>{note}</p>" if note else ""
-        return f'<figure class="card"><figcaption><h3>{title}</h3><span>{aside}</span></figcaption>{svg}{foot}</figure>'
-
-    curve, large = plots.learning_curve(runs, (4.8, 3.04)), plots.learning_curve(runs, (6.4, 3.7))
-    wide = card("learning_curve", "Success over training", curve, png=large)
-    wide += card("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
-    page = _section("Learning", "", wide and f'<div class="grid pair-wide">{wide}</div>')
-    kinds = ""
-    for index, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds)):
-        name = f"success_{index}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}"
-        if any(len(run.metrics.get(f"eval/success_{kind}", ())) > 1 for run in runs):
-            kinds += card(name, esc(kind), plots.learning_curve(runs, (3.7, 2.2), kind=kind))
-    lead = "Evaluations in blue, training games in orange." if len(runs) == 1 else "Evaluations of each run."
-    page += _section("Task types", lead, kinds and f'<div class="grid">{kinds}</div>')
-    for section, lead in LEADS.items():
-        cards = card("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5))) if section == "Cost" else ""
-        for m in filter(lambda m: m.chart, SECTIONS[section]):
-            unit = f" ({m.unit})" if m.unit else ""
-            figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
-            ends = (_value(mean(m.key, TAIL), m.unit) for mean in (runs[0].first, runs[0].last))
-            aside = " → ".join(ends) if len(runs) == 1 else ""
-            cards += card(m.key.replace("/", "_"), m.label, figure, aside=aside, note=m.note)
-        page += _section(section, lead, cards and f'<div class="grid">{cards}</div>')
-    return page
-
-
-def _numbers(runs: Sequence[Run]) -> str:
-    single = len(runs) == 1
-    count = min(TAIL, max(run.updates for run in runs))
-    columns = [(esc(run.name), run.last) for run in runs]
-    if single:
-        columns = [(f"First {count}", runs[0].first), (f"Last {count}", runs[0].last)]
-    body = ""
-    for section, metrics in SECTIONS.items():
-        rows = ""
-        for m in metrics:
-            if not any(m.key in run.metrics for run in runs):
-                continue
-            if m.unit in ("n", "sum"):
-                cells = [*([""] if single else []), *(f"{_total(run, m):g} in all" for run in runs)]
-            else:
-                cells = [_value(mean(m.key, count), m.unit) for _, mean in columns]
-            unit = f", {m.unit}" if m.unit not in ("", "%", "n", "sum") else ""
-            rows += _row(f"{m.label}{unit} <code>{m.key}</code>", *cells)
-        if rows:
-            body += f'<tr><th colspan="{1 + len(columns)}">{section}</th></tr>{rows}'
-    lead = f"Means over {'the first and the last' if single else 'the last'} {count} values of each metric."
-    return _section("Numbers", lead, _table(("Metric", *(name for name, _ in columns)), body))
-
-
-def _episodes(run: Run) -> str:
-    picked = pick_episodes(run.samples)
-    if not picked:
-        return ""
-    masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
-    rho = run.config.get("wm.rho") if masked else None
-    scale = "".join(f'<i style="--q:{1 - p:.2f}">p {p:g}</i>' for p in (1.0, 0.75, 0.5, 0.25, 0.0))
-    kept = "" if rho is None else f", underlined at p ≤ ρ = {rho:g}, where the world-model loss acts"
-    lead = (
-        "Sampled as training began and as it ended. Each token of a real observation is shaded by the probability the "
-        f'model gave it, <span class="scale">{scale}</span>{kept}. Beside it is what the model itself '
-        "would have predicted, <mark>wavy</mark> where it differs."
-    )
-    first_late = [sample["step"] for sample in picked].index(picked[-1]["step"])
-    body = "".join(episode_html(s, rho=rho, is_open=i == first_late) for i, s in enumerate(picked))
-    return _section("Episodes", lead, body)
-
-
-def _config(run: Run) -> str:
-    text = f"<summary>config.toml</summary><pre>{esc(run.config_text)}</pre>"
-    return _section("Configuration", "", run.config_text and f'<details class="card config">{text}</details>')
-
-
-def _differences(runs: Sequence[Run]) -> str:
-    rows = ""
-    for key in dict.fromkeys(key for run in runs for key in run.config):
-        values = [run.config.get(key, "–") for run in runs]
-        if any(value != values[0] for value in values) and key != "run.name":
-            rows += _row(f"<code>{esc(key)}</code>", *map(esc, values))
-    lead = "Where the runs differ." if rows else "The same in all."
-    return f'<h2>Configuration</h2><p class="lead">{lead}</p>' + _table(("Key", *(esc(run.name) for run in runs)), rows)
+def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Keys of the configuration in which the runs differ, with each one's value."""
+    values = {key: [run.config.get(key, "–") for run in runs] for run in runs for key in run.config}
+    return {key: found for key, found in values.items() if key != "run.name" and any(v != found[0] for v in found)}
 
 
 def _value(value: float | None, unit: str) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paw.config import Config, ModelConfig
 from paw.errors import UserError
-from paw.run import make_callbacks
+from paw.plugins import load
 from paw.tools.live import LiveView
 from paw.tools.trackers import TensorBoard
 
@@ -119,7 +119,7 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="pip install wandb"):
-        make_callbacks(Config(model=ModelConfig(path="-"), run={"trackers": ["wandb"]}))
+        load("callbacks", "wandb")()
 
 
 def test_tensorboard_shows_a_resumed_run_once(tmp_path):

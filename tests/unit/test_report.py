@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paw.errors import UserError
+from paw.state.rundir import load_run
 from paw.tools import report
 from paw.tools.report import write_report
 
@@ -176,7 +177,7 @@ def test_a_repeated_step_counts_once(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step":1,"reward/mean":1}\n{"step":2,"reward/mean":5}\n{"step":2,"reward/mean":3}\n'
     )
-    assert report.load_run(tmp_path).series("reward/mean") == ([1, 2], [1.0, 3.0])
+    assert load_run(tmp_path).series("reward/mean") == ([1, 2], [1.0, 3.0])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def comparison(curves: Mapping[str, Curve], differences: Mapping[str, Interval],
     for index, (arm, curve) in enumerate(curves.items()):
         _band(left, curve, index, arm, 100)
     left.set(xlabel="Update", ylabel=f"{label} (%)", ylim=(0, None))
-    legend(left, columns=4)
+    legend(left)
     arms = [arm for arm in curves if arm in differences]
     for place, arm in enumerate(arms):
         colour, _ = look(list(curves).index(arm))

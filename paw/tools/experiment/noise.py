@@ -231,5 +231,5 @@ def draw(lines: list[dict[str, Any]]) -> "Figure":
             axes.set_xticks(range(len(SLOPES) + 1), ["tokens", *SLOPES])
             axes.set_xlabel(f"by {label}")
         panels[0].set_ylabel("On noise (%)")
-        plots.legend(panels[0], columns=2)
+        plots.legend(panels[0])
     return figure
