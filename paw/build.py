@@ -9,12 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from paw.algo.critic import Critic, load_critic
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
@@ -31,6 +30,9 @@ from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner, TrainState
 
+if TYPE_CHECKING:
+    from paw.algo.critic import Critic
+
 PLANNED = 64
 """Bytes of host memory for each byte of the model's files, below which a run is planned before it is loaded."""
 
@@ -45,7 +47,7 @@ class Parts:
     policy: Policy
     reference: Policy
     """The policy itself where none is needed; with LoRA, which has its adapters switched off for it."""
-    critic: Critic | None
+    critic: "Critic | None"
     engine: Engine
     state: TrainState
     encode_observation: Callable[[str], list[int]]
@@ -136,6 +138,8 @@ def build(
         reference = load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
     models = [policy] if reference is policy else [policy, reference]
     if ppo:
+        from paw.algo.critic import load_critic
+
         models.append(load_critic(path, **trained, **options))
     if config.model.liger:
         from paw.model.patches import apply_liger
@@ -161,8 +165,11 @@ def build(
     learners = [
         Learner("", policy, make_optimizer(policy.parameters(), config.optim), UpdateGuard(config.run.max_skipped))
     ]
-    critic = Critic(models[-1], config, ranks) if ppo else None
-    if critic:
+    critic = None
+    if ppo:
+        from paw.algo.critic import Critic
+
+        critic = Critic(models[-1], config, ranks)
         learners.append(Learner("critic_", critic.model, critic.optimizer, critic.guard))
     # After the warm-up, which a cached model has not gone through. A run's draws derive from run.seed without these
     # generators; their states are saved all the same.

@@ -21,6 +21,7 @@ from paw.envs import make_factory
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
 from paw.ignored import ignored
 from paw.recipe import dump, load, nearest
+from paw.state import signals
 from paw.state.claim import run_names
 from paw.tools import data, doctor, env_check, fit, inspect_model, play, report
 from paw.tools.experiment import command as experiment
@@ -198,11 +199,11 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         for line in ignored(config):
             to_stderr(line)
         return 0
-    from paw.model import launcher
-
-    launcher.die_with_launcher()
-    with launcher.leaving_at_once():
+    signals.die_with_launcher()
+    with signals.leaving_at_once():
         if options.gpus != 1:
+            from paw.model import launcher
+
             words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
             words += ["--resume", "auto"] if resume else []
             return launcher.launch(options.gpus, ["train", options.recipe, *words])

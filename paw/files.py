@@ -75,6 +75,14 @@ def fsync_tree(folder: Path) -> None:
     fsync(folder)
 
 
+def text_of(path: Path) -> str:
+    """What a file holds as text; nothing where it is missing, or no file: a pipe would wait for its writer."""
+    with suppress(OSError):
+        if path.is_file():
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def json_object(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object that `text` is; None where it is anything else, however malformed."""
     with suppress(ValueError, RecursionError):

@@ -29,13 +29,13 @@ from paw.recipe import dump
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.rollout.sync import full_parameters
-from paw.state.about import about, header_lines
 from paw.state.changes import changes
 from paw.state.claim import claim
 from paw.state.export import export
-from paw.state.guards import StopSignal, TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
+from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
 from paw.state.log import MetricsLog
-from paw.state.record import RunRecord, now
+from paw.state.record import RunRecord, about, header_lines, now
+from paw.state.signals import StopSignal
 from paw.types import Sample
 
 STARTING_OVER = -1

@@ -1,6 +1,5 @@
 """`paw train --gpus N`: one process per GPU of this machine, which end together."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -8,15 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 from paw.errors import UserError, to_stderr
+from paw.state.signals import LAUNCHER
 
 GRACE_S = 3.0
 """Seconds for the others to say why they fail, once a rank has."""
-LAUNCHER, STORE = "PAW_LAUNCHER", "PAW_STORE_FD"
-"""Variables of a rank: the launcher's process, and rank 0's open socket for the store."""
 
 
 def launch(count: int, arguments: list[str]) -> int:
@@ -27,6 +24,8 @@ def launch(count: int, arguments: list[str]) -> int:
     and they do not outlive this process.
     """
     import torch
+
+    from paw.model.parallel import STORE
 
     available = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
     if not 1 <= count <= available:
@@ -90,35 +89,6 @@ def launch(count: int, arguments: list[str]) -> int:
             for line in logs[first - 1].read().decode(errors="replace").strip().splitlines():
                 to_stderr(f"rank {first}: {line}")
         return max(1, codes[first] or 0)
-
-
-def die_with_launcher() -> None:
-    """Have the kernel end this rank with its launcher, however that ends."""
-    if (launcher := os.environ.get(LAUNCHER)) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(launcher):  # it was quicker
-            os._exit(1)
-
-
-@contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """While things load Ctrl-C ends the process, with exit code 130: an exception inside a starting C++ library aborts.
-
-    Where Ctrl-C is ignored, as in the background of a script, it stays so. `StopSignal` takes over from this.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _leave(*_: object) -> None:
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h")  # the live view hides the cursor
-    os._exit(128 + signal.SIGINT)
 
 
 def _stopped(process: subprocess.Popen[bytes]) -> str:

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GradientCheckpointingLayer
 
 from paw.errors import UserError
-from paw.model.launcher import STORE
-from paw.model.watchdog import Watchdog
 
 T = TypeVar("T")
+STORE = "PAW_STORE_FD"
+"""Variable of rank 0: the open socket for the store, from `paw train --gpus`."""
 MEETING = timedelta(minutes=60)
 """For the ranks to find each other."""
 FOREVER = timedelta(days=30)
@@ -40,7 +40,7 @@ FOREVER = timedelta(days=30)
 class Ranks:
     """This process among its peers; without torchrun's variables it is the only one."""
 
-    _watchdog: Watchdog | None = None
+    _watchdog: Any = None
 
     def __init__(self, device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> None:
         """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
@@ -75,6 +75,8 @@ class Ranks:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=FOREVER)
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"rank {self.rank} cannot reach the others: {str(error).splitlines()[0]}") from None
+        from paw.model.watchdog import Watchdog
+
         self._watchdog = Watchdog(watched, self.rank, self.world, timeout_s=peer_timeout_s)
 
     @property

@@ -21,7 +21,7 @@ from paw.model.policy import Policy, load_policy, load_tokenizer, weights_dtype
 from paw.recipe import dump, load
 from paw.rollout.sync import full_parameters
 from paw.state import checkpoint
-from paw.state.rundir import read_info
+from paw.state.record import read_info
 
 CARD = """---
 library_name: transformers

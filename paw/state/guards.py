@@ -1,13 +1,8 @@
-"""Guards of the training loop: no update from non-finite numbers, a word when the policy collapses, a clean stop."""
+"""Guards of the training loop: no update from non-finite numbers, a word when the policy collapses."""
 
 import math
-import os
-import select
-import signal
-import threading
 from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -60,9 +55,6 @@ class UpdateGuard:
 
 
 COLLAPSE_WINDOW = 5
-GRACE_S = 5.0
-"""Seconds for the main thread to stop at a second signal."""
-
 
 KNOBS = {
     "start": "--optim.name flash-adamw, --policy.offload_reference true, --rollout.gpu_memory_utilization or"
@@ -123,49 +115,3 @@ def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
     had_success = max(float(row["success/all"] or 0.0) for row in before) > 0.01
     peak = max(float(row["policy/entropy"] or 0.0) for row in before)
     return had_success and min(valid) >= 0.98 and max(success) <= 0.01 and max(entropy) <= 0.1 * peak
-
-
-class StopSignal:
-    """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
-
-    The loop looks at `requested` after each update, saves and leaves with exit code 0. Ranks get the signal at
-    different moments: agree on the flag (all-reduce) before acting on it. Main thread only. Where that is inside a
-    call that does not return, such as a collective one, a thread sees to the second signal.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.name = ""
-        """Of the signal that came."""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._first)
-        reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writing)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _first(self, number: int, _: FrameType | None) -> None:
-        self.requested, self.name = True, signal.Signals(number).name
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # os.write: a buffered print may not be re-entered from a signal handler
-        os.write(2, f"\n{self.name}: finishing this update, then saving (again: stop now)\n".encode())
-
-    def _watch(self, reading: int) -> None:
-        """Python's handlers wait for the main thread; the numbers of the signals come here meanwhile."""
-        stops = 0
-        with os.fdopen(reading, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                stops += number[0] in self._before
-                if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
-                    os._exit(128 + number[0])

@@ -1,16 +1,22 @@
 """run.json: what a run is, how often it was resumed and with what changed, how it ended."""
 
 import json
+import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from paw import __version__
 from paw.errors import UserError
-from paw.files import cause, write_file
-from paw.state.rundir import read_info
+from paw.files import cause, json_object, text_of, write_file
+
+if TYPE_CHECKING:
+    from paw.run import Run
 
 
 class RunRecord:
@@ -55,3 +61,48 @@ class RunRecord:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_info(run_dir: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where it is missing or damaged."""
+    return json_object(text_of(run_dir / "run.json")) or {}
+
+
+def code_commit() -> str:
+    """Of this checkout, "-dirty" with changes; empty where there is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+
+
+def about(run: "Run") -> dict[str, Any]:
+    """Of run.json: versions, machine, model, games."""
+    import torch  # what only reads a record does without
+
+    device = run.policy.device
+    cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return {
+        "paw": __version__,
+        "commit": code_commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "ranks": run.ranks.world,
+        "threads": torch.get_num_threads(),
+        "engine": run.config.rollout.engine,
+        "model": run.config.model.path,
+        "parameters": run.policy.lm.num_parameters(),
+        "vocabulary": run.policy.head_weight.shape[0],
+        "games": run.factory.fingerprint(),
+        **run.info,
+    }
+
+
+def header_lines(run: "Run") -> list[str]:
+    info, config = run.info, run.config
+    world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}" if config.wm.enabled else "no world model"
+    return [
+        f"run {run.directory}",
+        f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
+        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
+        f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
+    ]

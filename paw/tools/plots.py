@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paw.state.rundir import Run, Series
+from paw.tools.rundir import Run, Series
 
 Size = tuple[float, float]
 """Width and height, inches."""

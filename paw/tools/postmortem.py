@@ -12,8 +12,9 @@ from typing import Any
 from paw.errors import UserError, clean
 from paw.state.checkpoint import saved, verify
 from paw.state.claim import holder
-from paw.state.rundir import Run, load_run, read_info
+from paw.state.record import read_info
 from paw.tools.live import LINE
+from paw.tools.rundir import Run, load_run
 
 FAILURES = ("health/env_failures", "health/groups_dropped")
 ENDS = {"finished": "finished", "stopped": "was told to stop", "failed": "ended with an error"}

@@ -28,7 +28,7 @@ from paw.recipe import load
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import Run, open_run
-from paw.state.rundir import code_commit
+from paw.state.record import code_commit
 from paw.tools.fit import changed
 from paw.tools.overhead import STAGES, Record, chart, pick, table, write_csv
 from paw.tools.recorded import random_groups, random_model, read_groups

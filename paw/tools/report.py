@@ -18,8 +18,8 @@ from markupsafe import Markup, escape
 
 from paw.errors import UserError, clean
 from paw.files import cause, write_file
-from paw.state.rundir import Run, load_run
 from paw.tools.episodes import TEXT_CHARS, clip, pick_episodes, shown_episode
+from paw.tools.rundir import Run, load_run
 
 if TYPE_CHECKING:
     from paw.run import Run as LiveRun

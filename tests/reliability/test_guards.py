@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.state.guards import StopSignal, TrainingStopped, UpdateGuard, collapse_warning, out_of_memory
+from paw.state.guards import TrainingStopped, UpdateGuard, collapse_warning, out_of_memory
+from paw.state.signals import StopSignal
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -114,7 +115,8 @@ def test_rows_without_the_metrics_do_not_count():
 
 LOOP = """
 import sys, time
-from paw.state.guards import StopSignal, out_of_memory
+from paw.state.guards import out_of_memory
+from paw.state.signals import StopSignal
 with StopSignal() as stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paw.state import checkpoint
 from paw.state.checkpoint import CheckpointError
-from paw.state.rundir import load_run
+from paw.tools.rundir import load_run
 
 
 def tensors(seed: int) -> checkpoint.Tensors:

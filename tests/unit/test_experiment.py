@@ -10,11 +10,11 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
-from paw.state.rundir import load_run
 from paw.tools.experiment import dynamics, study
 from paw.tools.experiment.arms import ARMS, parse_arms
 from paw.tools.experiment.compare import measure, summarise
 from paw.tools.experiment.stats import area, interval, paired, student, verdict
+from paw.tools.rundir import load_run
 
 # --- statistics -----------------------------------------------------------------------------------------------------
 

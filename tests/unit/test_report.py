@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paw.errors import UserError
-from paw.state.rundir import load_run
 from paw.tools import report
 from paw.tools.report import write_report
+from paw.tools.rundir import load_run
 
 KINDS = ["pick", "look", "clean", "heat", "cool"]
 CONFIG = """\

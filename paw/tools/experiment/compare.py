@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from paw.recipe import load
-from paw.state.rundir import Run
 from paw.tools.experiment import study
 from paw.tools.experiment.arms import Overrides, listing, parse_arms
 from paw.tools.experiment.paper import PAPER, columns
 from paw.tools.experiment.stats import Interval, area, interval, paired, verdict
 from paw.tools.experiment.study import Runs
 from paw.tools.experiment.tables import markdown, percent, points, write
+from paw.tools.rundir import Run
 
 REACHED = 0.1
 """Training success that counts as having taken off (Figure 4)."""

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from paw.errors import UserError
-from paw.state.rundir import Run, load_run
 from paw.tools.experiment.tables import markdown, write
+from paw.tools.rundir import Run, load_run
 
 CURVES = {
     "success/all": "Success in training (%)",

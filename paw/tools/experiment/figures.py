@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paw.state.rundir import Run
 from paw.tools.experiment.stats import Interval, interval
 from paw.tools.plots import BLUE, INK, MUTED, legend, look, moving_mean, printable, styled
+from paw.tools.rundir import Run
 
 Curve = tuple[list[int], list[Interval]]
 """Updates, and the mean over seeds with its interval at each."""

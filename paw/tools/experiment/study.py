@@ -18,8 +18,8 @@ from typing import Any
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.recipe import load
-from paw.state.rundir import Run, load_run
 from paw.tools.experiment.arms import Overrides
+from paw.tools.rundir import Run, load_run
 
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
 """Keys the study sets."""

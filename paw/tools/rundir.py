@@ -1,7 +1,5 @@
 """A run directory read back for the report; forgives what a crash leaves half-written."""
 
-import shutil
-import subprocess
 import sys
 import tomllib
 from contextlib import suppress
@@ -10,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError
-from paw.files import json_object, update_of
+from paw.files import json_object, text_of, update_of
 from paw.state.log import today
+from paw.state.record import read_info
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""
@@ -84,7 +83,7 @@ def load_run(run_dir: Path) -> Run:
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text, tables = _text(run_dir / "config.toml"), {}
+    config_text, tables = text_of(run_dir / "config.toml"), {}
     with suppress(ValueError, RecursionError):
         tables = tomllib.loads(config_text)
     sections = ((name, table) for name, table in tables.items() if isinstance(table, dict))
@@ -93,27 +92,9 @@ def load_run(run_dir: Path) -> Run:
     return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
 
 
-def read_info(run_dir: Path) -> dict[str, Any]:
-    """What run.json holds; nothing where it is missing or damaged."""
-    return json_object(_text(run_dir / "run.json")) or {}
-
-
-def code_commit() -> str:
-    """Of this checkout, "-dirty" with changes; empty where there is none."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-
-
-def _text(path: Path) -> str:
-    with suppress(OSError):
-        if path.is_file():  # a pipe would wait for its writer
-            return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a file, one a line, and the number of unreadable ones."""
-    found = [json_object(line) for line in _text(path).split("\n") if line.strip()]
+    found = [json_object(line) for line in text_of(path).split("\n") if line.strip()]
     objects = [value for value in found if value is not None]
     return objects, len(found) - len(objects)
 

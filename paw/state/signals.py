@@ -1,0 +1,92 @@
+"""Signals: Ctrl-C at any time, a clean stop between updates, ranks that end with their launcher. No torch."""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+LAUNCHER = "PAW_LAUNCHER"
+"""Variable of a rank that `paw train --gpus` started: the launcher's process."""
+GRACE_S = 5.0
+"""Seconds for the main thread to stop at a second signal."""
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank with its launcher, however that ends."""
+    if (launcher := os.environ.get(LAUNCHER)) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(launcher):  # it was quicker
+            os._exit(1)
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While things load Ctrl-C ends the process, with exit code 130: an exception inside a starting C++ library aborts.
+
+    Where Ctrl-C is ignored, as in the background of a script, it stays so. `StopSignal` takes over from this.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> None:
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h")  # the live view hides the cursor
+    os._exit(128 + signal.SIGINT)
+
+
+class StopSignal:
+    """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
+
+    The loop looks at `requested` after each update, saves and leaves with exit code 0. Ranks get the signal at
+    different moments: agree on the flag (all-reduce) before acting on it. Main thread only. Where that is inside a
+    call that does not return, such as a collective one, a thread sees to the second signal.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.name = ""
+        """Of the signal that came."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._first)
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writing)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _first(self, number: int, _: FrameType | None) -> None:
+        self.requested, self.name = True, signal.Signals(number).name
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # os.write: a buffered print may not be re-entered from a signal handler
+        os.write(2, f"\n{self.name}: finishing this update, then saving (again: stop now)\n".encode())
+
+    def _watch(self, reading: int) -> None:
+        """Python's handlers wait for the main thread; the numbers of the signals come here meanwhile."""
+        stops = 0
+        with os.fdopen(reading, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                stops += number[0] in self._before
+                if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
+                    os._exit(128 + number[0])
