@@ -138,7 +138,7 @@ def play(
 ) -> tuple[list[Group], dict[str, Any]]:
     """Every task once from an empty prefix cache, `size` members each; what it took."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
-    meter = Meter(engine, chat, factory.made if mode == "reference" else ())
+    meter = Meter(engine, chat, factory.made if mode == "reference" else (), lock_step=mode != "continuous")
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
     cpu, start = time.process_time(), time.perf_counter()
@@ -148,7 +148,6 @@ def play(
         temperature=1.0,
         seed=factory.seed,
         stream="",
-        lock_step=mode != "continuous",
     )
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     turns = len(turns_of(groups))

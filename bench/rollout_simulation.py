@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion, Engine, Request
-from paw.rollout.scheduler import derive_seed
+from paw.rollout.episode import derive_seed
 from paw.types import Outcome, Task
 
 SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50
@@ -115,19 +115,27 @@ class SimulatedEnvironment:
 class Meter:
     """An engine that gives every request its own length, around `median` tokens, and notes what runs when.
 
-    With `everybody`, the environments of a lock-step play, each round also samples a turn for those whose episodes are
-    over and throws the answer away, as the reference code does.
+    In `lock_step` each step works until nothing is left, so that episodes wait for each other's turn. With `everybody`,
+    the environments of such a play, each turn also samples one for those whose episodes are over and throws it away, as
+    the reference code does.
     """
 
-    continuous = True
     version = 0
 
-    def __init__(self, engine: Engine, chat: Chat, everybody: Sequence[SimulatedEnvironment] = (), median: float = 55):
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        everybody: Sequence[SimulatedEnvironment] = (),
+        *,
+        lock_step: bool = False,
+        median: float = 55,
+    ):
         self.engine, self.chat, self.everybody, self.median = engine, chat, everybody, median
+        self.continuous = not lock_step
         self.batches: list[int] = []
         """Requests in the batch of every engine step."""
         self.generated = 0
-        self._running = False
 
     @property
     def pending(self) -> int:
@@ -140,17 +148,17 @@ class Meter:
         self.engine.submit(replace(request, max_tokens=length))
 
     def step(self) -> list[Completion]:
-        if not self.pending:
-            return []
         for environment in self.everybody:
-            if environment.done and not self._running:
+            if environment.done:
                 prompt_ids = self.chat.prompt_ids(environment.context())
                 draw = derive_seed("finished", environment.number, len(self.batches))
                 self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
-        self._running = True
-        self.batches.append(self.pending)
-        completions = self.engine.step()
-        self._running = self.pending > 0
+        completions: list[Completion] = []
+        while self.pending:
+            self.batches.append(self.pending)
+            completions += self.engine.step()
+            if self.continuous:
+                break
         return [completion for completion in completions if completion.key >= 0]
 
     def sync(self, parameters: Any, version: int) -> None: ...

@@ -28,13 +28,13 @@ from paw.tools.experiment import command as experiment
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
 SHORT = {
-    "--agent": "--agent.kind",
+    "--agent": "--agent.type",
     "--env": "--env.name",
     "--endpoint": "--endpoint.url",
     "--model": "--endpoint.model",
 }
 SHORT_FORMS = (
-    "an agent plays: --agent KIND --env NAME --endpoint URL --model NAME (short for " + " ".join(SHORT.values()) + ")"
+    "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for " + " ".join(SHORT.values()) + ")"
 )
 
 

@@ -159,15 +159,25 @@ class Tau2Config(Section):
 
 
 class AgentConfig(Section):
-    """`paw eval --agent`: how a model plays without training."""
+    """How a model plays, in training and in `paw eval --agent`."""
 
-    kind: Literal["plain", "react", "reflexion", "search-r1", "zerosearch"] = "plain"
+    type: str = "plain"
+    """plain, react, reflexion, search-r1, zerosearch, or "FILE.py:name" or "module:name", a coroutine of your own
+    (docs/agents.md)."""
     trials: Count = 3
     """Reflexion: episodes of a game at most, each but the first with plans made after the failures before."""
     memory: Count = 3
     """Reflexion: plans kept."""
     examples: Path | None = None
     """ReAct: JSON file of example episodes in place of those made by our own expert."""
+
+
+class RewardConfig(Section):
+    """What an episode is worth."""
+
+    type: str = "env"
+    """The environment's own rewards, or "FILE.py:name" or "module:name": a function over a trajectory, whose result
+    takes their place (docs/agents.md)."""
 
 
 class EndpointConfig(Section):
@@ -352,6 +362,7 @@ class Config(Section):
     simulator: SimulatorConfig = SimulatorConfig()
     tau2: Tau2Config = Tau2Config()
     agent: AgentConfig = AgentConfig()
+    reward: RewardConfig = RewardConfig()
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()

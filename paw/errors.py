@@ -21,6 +21,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class EnvironmentFailure(Exception):
+    """The environment broke, through no fault of the agent: its episode is dropped. One line says how."""
+
+
 OURS = (KeyboardInterrupt, UserError)
 """All that an environment may end a run with; anything else it raises, SystemExit too, costs its own episode."""
 

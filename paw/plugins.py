@@ -41,7 +41,13 @@ ENVS = {
 }
 ADVANTAGES: dict[str, str] = {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
 LOSSES: dict[str, str] = {}
-AGENTS: dict[str, str] = {}
+AGENTS: dict[str, str] = {
+    "plain": "paw.rollout.episode:plain",
+    "react": "paw.agents.react:React",
+    "reflexion": "paw.agents.react:Reflexion",
+    "search-r1": "paw.agents.search_r1:search_r1",
+    "zerosearch": "paw.agents.search_r1:search_r1",
+}
 REWARDS: dict[str, str] = {}
 CALLBACKS: dict[str, str] = {
     "live": "paw.tools.live:LiveView",

@@ -8,22 +8,23 @@ To go on with an answer that has begun, the request ends in an assistant message
 SGLang). A server that refuses that gets the beginning as part of the user's message instead.
 """
 
+import asyncio
 import email.utils
 import json
 import os
 import random
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
 
-from paw.agents.models import ContextFull, Reply, cut_at
-from paw.config import EndpointConfig
-from paw.envs.http import Loop, bounded
+from paw.config import Config, EndpointConfig
+from paw.envs.http import bounded
 from paw.errors import UserError, clean, to_stderr
+from paw.rollout.episode import Answer, Context, ContextFull, EnvHandle, Model, Response, shown
 
 RETRIED = {408, 409, 429}
 LONGEST_PAUSE_S = 60.0
@@ -47,8 +48,21 @@ class EndpointError(Exception):
     """A request failed for good. The message names the URL."""
 
 
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    """Up to a stop string, which is not part of it."""
+    prompt_tokens: int
+    completion_tokens: int
+    """As billed, what a stop string cut off included."""
+    cut: bool
+    """Whether it ended at max_tokens."""
+    stop: str = ""
+    """The stop string that ended it, where the server says so or a tag is left open; else ""."""
+
+
 class Limiter:
-    """Spaces requests evenly, at most so many and so many tokens a minute; 0 is no limit. Thread-safe."""
+    """Spaces requests evenly, at most so many and so many tokens a minute; 0 is no limit."""
 
     def __init__(
         self,
@@ -56,28 +70,25 @@ class Limiter:
         tokens_per_minute: int,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._request_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._token_s = 60.0 / tokens_per_minute if tokens_per_minute else 0.0
         self._clock, self._sleep = clock, sleep
-        self._lock = threading.Lock()
         self._requests_free = self._tokens_free = 0.0
 
-    def admit(self, tokens: int) -> None:
+    async def admit(self, tokens: int) -> None:
         """Wait until a request of about so many tokens may leave."""
-        with self._lock:
-            now = self._clock()
-            at = max(now, self._requests_free, self._tokens_free)
-            self._requests_free = at + self._request_s
-            self._tokens_free = at + tokens * self._token_s
+        now = self._clock()
+        at = max(now, self._requests_free, self._tokens_free)
+        self._requests_free = at + self._request_s
+        self._tokens_free = at + tokens * self._token_s
         if at > now:
-            self._sleep(at - now)
+            await self._sleep(at - now)
 
     def settle(self, tokens: int) -> None:
         """It took so many tokens more than admitted (fewer: negative)."""
-        with self._lock:
-            self._tokens_free += tokens * self._token_s
+        self._tokens_free += tokens * self._token_s
 
 
 class Endpoint:
@@ -94,7 +105,7 @@ class Endpoint:
         *,
         section: str = "endpoint",
         template_options: Mapping[str, Any] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         try:
             import openai
@@ -106,9 +117,15 @@ class Endpoint:
         self.config, self._section, self._openai, self._sleep = config, section, openai, sleep
         self.url = config.url.rstrip("/") + ("/v1" if urlparse(config.url).path in ("", "/") else "")
         key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
-        client = bounded(openai.DefaultAsyncHttpxClient)(base_url=self.url, timeout=config.timeout_s)
-        self._loop = Loop()
-        self._client: Any = openai.AsyncOpenAI(base_url=self.url, api_key=key, http_client=client, max_retries=0)
+        http = bounded(openai.DefaultAsyncHttpxClient)
+        # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
+        self._make_client = lambda: openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=key,
+            http_client=http(base_url=self.url, timeout=config.timeout_s),
+            max_retries=0,
+        )
+        self._client: Any = None  # made on the loop that it is used on
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute, sleep=sleep)
         self._extra = {"chat_template_kwargs": dict(template_options)} if template_options else {}
         self._refused: set[str] = set()
@@ -116,41 +133,57 @@ class Endpoint:
     def check(self) -> None:
         """UserError where nobody answers at the URL, or not with this key. A server without /models passes."""
         try:
-            self._models(min(CHECK_S, self.config.timeout_s))
+            asyncio.run(self._models(min(CHECK_S, self.config.timeout_s)))
         except (self._openai.APIConnectionError, TimeoutError) as error:
             cause = clean(error.__cause__ or error)
             raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
         except self._openai.APIStatusError as error:
             if error.status_code in (401, 403):
-                self._raise_mistake(error)
+                asyncio.run(self._raise_mistake(error))
         except Exception:
             return
 
-    def complete(
-        self, prompt: str, *, start: str = "", stop: Sequence[str] = (), temperature: float, max_tokens: int, seed: int
+    async def complete(
+        self,
+        prompt: Context,
+        *,
+        start: str = "",
+        stop: Sequence[str] = (),
+        temperature: float,
+        max_tokens: int,
+        seed: int,
     ) -> Reply:
-        """As ChatModel.complete. Raises EndpointError after all retries, UserError for a wrong key or model name."""
-        expected = len(prompt + start) // 4 + max_tokens
+        """The answer to `prompt`; with `start`, the rest of one that begins so.
+
+        Raises:
+            ContextFull: prompt and `start` leave no room for an answer.
+            EndpointError: no answer after all retries.
+            UserError: the key or the model's name is wrong.
+        """
+        self._client = self._client or self._make_client()
+        expected = len(shown(prompt) + start) // 4 + max_tokens
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
         if stop:
             options["stop"] = list(stop)
         failures = 0
         while True:
             request = self._request(prompt, start, options)
-            self._limiter.admit(expected)
+            await self._limiter.admit(expected)
             try:
                 call = self._client.chat.completions.with_raw_response.create(**request)
-                answer = self._loop.run(call, self.config.timeout_s)
+                answer = await asyncio.wait_for(call, self.config.timeout_s)
                 reply = _reply(answer.text, stop)
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected)
                 if error.status_code in (400, 413, 422) and self._adapt(error, request):
                     continue
-                self._raise_mistake(error)
+                await self._raise_mistake(error)
                 problem, pause = f"{error.status_code} {_message(error)}", self._retry_after(error.response.headers)
                 if error.status_code not in RETRIED and error.status_code < 500:
                     raise EndpointError(f"{self.url}: {problem}") from None
-            except Exception as error:  # no connection, too slow, broken off, or no answer at all in the body
+            except TimeoutError:
+                problem, pause = f"no whole answer within {self.config.timeout_s:g} s", 0.0
+            except Exception as error:  # no connection, broken off, or no answer at all in the body
                 problem, pause = clean(f"{error} {error.__cause__ or ''}", 200), 0.0
             else:
                 self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
@@ -159,26 +192,22 @@ class Endpoint:
             if failures > self.config.retries:
                 raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
             growing = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * random.Random(f"{seed}/{failures}").uniform(0.5, 1.0)
-            self._sleep(max(growing, pause))
+            await self._sleep(max(growing, pause))
 
-    def close(self) -> None:
-        self._loop.run(self._client.close(), CHECK_S)
-        self._loop.close()
+    async def _models(self, timeout_s: float) -> list[str]:
+        async with self._make_client() as client:
+            page = await asyncio.wait_for(client.models.list(), timeout_s)
+        return [clean(model.id, 100) for model in page.data]
 
-    def _models(self, timeout_s: float) -> list[str]:
-        async def first_page() -> Any:
-            return await self._client.models.list()
-
-        return [clean(model.id, 100) for model in self._loop.run(first_page(), timeout_s).data]
-
-    def _request(self, prompt: str, start: str, options: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, prompt: Context, start: str, options: dict[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in options.items() if key not in self._refused}
         if "max_tokens" in self._refused:
             kept["max_completion_tokens"] = options["max_tokens"]
         if start and CONTINUE in self._refused:
-            prompt, start = RESTATED.format(prompt=prompt, start=start), ""
+            prompt, start = RESTATED.format(prompt=shown(prompt), start=start), ""
         extra = {**self._extra}
-        messages = [{"role": "user", "content": _harmless(prompt)}]
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [{"role": message["role"], "content": _harmless(message["content"])} for message in given]
         if start:
             messages.append({"role": "assistant", "content": _harmless(start)})
             extra |= {CONTINUE: True, "add_generation_prompt": False}
@@ -211,14 +240,14 @@ class Endpoint:
             to_stderr(f"{self.url} does not take {refused}: doing without it ({message})")
         return refused is not None
 
-    def _raise_mistake(self, error: Any) -> None:
-        """UserError for what only the user can mend."""
+    async def _raise_mistake(self, error: Any) -> None:
+        """UserError for what only the user can fix."""
         if error.status_code in (401, 403):
             state = "holds a key that it does not take" if os.environ.get(self.config.key_env) else "is not set"
             raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
         if error.status_code == 404:
             try:
-                served = self._models(CHECK_S)
+                served = await self._models(CHECK_S)
             except Exception:
                 raise UserError(f"{self.url}: 404, there is no chat endpoint here; check the address") from None
             known = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
@@ -236,9 +265,24 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
         if "</think>" in content and "<think>" not in content:
             content = f"<think>{content}"  # opened by the server's chat template
         counts = [_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion")]
-        return Reply(cut_at(content, stop)[0], *counts, cut=choice.get("finish_reason") == "length")
+        cut, reason = choice.get("finish_reason") == "length", choice.get("stop_reason")
+        content, found = cut_at(content, stop)
+        if not (found or cut):  # vLLM names the stop string that it left out; elsewhere an open tag tells
+            left_open = (word for word in stop if content.rfind(word.replace("/", "")) > content.rfind(word))
+            found = reason if reason in stop else next(left_open, "")
+        return Reply(content, counts[0], counts[1], cut, found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"malformed answer: {clean(text, 200) or 'an empty body'}") from None
+
+
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of the stop strings, and that string; all of it and "" without one.
+
+    >>> cut_at("go on<end> or <stop>", ["<stop>", "<end>"])
+    ('go on', '<end>')
+    """
+    ends = [(place, word) for word in stop if (place := text.find(word)) >= 0]
+    return (text[: min(ends)[0]], min(ends)[1]) if ends else (text, "")
 
 
 def _count(tokens: Any) -> int:
@@ -256,3 +300,28 @@ def _harmless(text: str) -> str:
 
 def _message(error: Any) -> str:
     return clean(error.message.removeprefix(f"Error code: {error.status_code} - "), 200)
+
+
+class EndpointModel(Model):
+    """The model behind an endpoint, for one episode. Its turns have texts and no token ids."""
+
+    def __init__(self, env: EnvHandle, config: Config, endpoint: Endpoint) -> None:
+        super().__init__(env, config)
+        self.endpoint = endpoint
+
+    async def _answer(self, context: Context, stop: Sequence[str], continues: Response | None, seed: int) -> Answer:
+        episode = self.episode
+        message, start = context, ""
+        if continues is not None:
+            message, start = continues.message, continues.answer + shown(context)
+        reply = await self.endpoint.complete(
+            message,
+            start=start,
+            stop=stop,
+            temperature=episode.temperature,
+            max_tokens=self.config.rollout.max_response_tokens,
+            seed=seed,
+        )
+        episode.prompt_tokens += reply.prompt_tokens
+        episode.response_tokens += reply.completion_tokens
+        return Answer(reply.text + reply.stop, reply.stop)

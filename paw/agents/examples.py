@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paw.config import Config, EnvConfig
+from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.alfworld.generator import games
 from paw.envs.alfworld.household import Household
@@ -100,14 +100,14 @@ def file_examples(path: Path) -> dict[str, list[str]]:
         raise UserError(f"agent.examples = '{path}': there is no {error}; ReAct's alfworld_3prompts.json has") from None
 
 
-def expert_example(config: Config) -> str:
+def expert_example(name: str) -> str:
     """One episode of the WebShop or search environment in a small generated world, by its own expert."""
-    env = {"name": config.env.name, "eval_split": "test", "max_turns": 15}
+    env = {"name": name, "eval_split": "test", "max_turns": 15}
     small = {"model": {"path": "-"}, "env": env, "webshop": {"products": 200}, "search": {"entities": 100}}
     factory = make_factory(Config.model_validate(small))
     (task,) = factory.warmup_tasks(0, 1, 1)
-    environment = factory.make()
-    lines, done = [opening(config.env, environment, environment.reset(task))], False
+    environment: Any = factory.make()
+    lines, done = [opening(name, environment.task, environment.reset(task))], False
     while not done:
         outcome = environment.step(environment.oracle())
         done = outcome.done
@@ -132,16 +132,16 @@ def _thought(action: str) -> str:
     return f"I am asked for {text}, so I choose it."
 
 
-def opening(env: EnvConfig, environment: Any, observation: str) -> str:
+def opening(name: str, task: str, observation: str) -> str:
     """The start of a transcript: the task, and what is seen first where that is not the task itself."""
-    match env.name:
+    match name:
         case "alfworld":
             return _room(observation)
         case "webshop":
-            return f"Instruction: {environment.task}\n{observation}"
+            return f"Instruction: {task}\n{observation}"
         case "search":
-            return f"Question: {environment.task}"
-    return f"Task: {environment.task}\n{observation}"
+            return f"Question: {task}"
+    return f"Task: {task}\n{observation}"
 
 
 def _room(observation: str) -> str:

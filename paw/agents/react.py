@@ -1,4 +1,5 @@
-"""ReAct (arXiv 2210.03629): the model writes a transcript, thoughts and actions in turn, and reads what comes of them.
+"""ReAct (arXiv 2210.03629): the model writes a transcript, thoughts and actions in turn, and reads what comes of them;
+and Reflexion, which is that with several trials.
 
 As in the authors' code for ALFWorld, all of it is one growing text: examples, the task, then lines "> think: ..." and
 "> ACTION" with the answers. For chat models one sentence says what to write, and of an answer the first line that is
@@ -8,11 +9,12 @@ not empty counts, without a <think> block before it. A thought costs no turn, bu
 import functools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from paw.agents.episode import Episode
 from paw.agents.examples import OK, alfworld_examples, expert_example, file_examples, move_for_put, opening
-from paw.config import Config
 from paw.errors import UserError
+from paw.rollout.episode import EnvHandle, Model
+from paw.values import Count, Section
 
 HEAD = {
     "alfworld": "Interact with a household to solve a task.",
@@ -27,6 +29,16 @@ FORMAT = (
 )
 NO_ACTION = "That is neither a thought nor an action."
 STOP = ("\n>",)
+
+REFLECT = """Below is the transcript of an attempt at a task, which failed. Do not retell it: think about the strategy \
+behind it and about where it went wrong. Then make a concise new plan that avoids the mistake, naming the actions that \
+should be taken instead. It is for the next attempt at the same task.
+
+{transcript}
+STATUS: FAIL
+{past}
+New plan:"""
+MEMORY = "Plans that you made after failed attempts at the task below:\n{plans}"
 
 REASONING = re.compile(r"<think>.*?(</think>|\Z)", re.S)
 LABEL = re.compile(r"^[\s>`*]*(?:act(?:ion)?\s*\d*\s*:)?[\s`*]*", re.I)
@@ -62,39 +74,81 @@ def bare_action(line: str, environment: str) -> str:
 
 
 class React:
-    def __init__(self, config: Config) -> None:
-        self.env, path = config.env, config.agent.examples
-        if path is not None and self.env.name != "alfworld":
-            raise UserError(f"agent.examples = '{path}' holds ALFWorld episodes, but env.name = '{self.env.name}'")
-        self._of_kind = file_examples(path).__getitem__ if path else functools.cache(alfworld_examples)
-        self._example = [expert_example(config)] if self.env.name in BRACKETS else []
+    """Plays by a transcript.
 
-    def examples(self, kind: str) -> Sequence[str]:
-        return self._of_kind(kind) if self.env.name == "alfworld" else self._example
+    Raises:
+        UserError: the file of examples is missing or damaged, or holds episodes of another environment.
+    """
 
-    def play(self, episode: Episode) -> None:
-        self.trial(episode)
+    class Config(Section):
+        examples: Path | None = None
+        """JSON file of example episodes for ALFWorld in place of those made by our own expert."""
 
-    def trial(self, episode: Episode, memory: str = "") -> str:
+    def __init__(self, settings: "React.Config") -> None:
+        self.path = settings.examples
+        self._of_kind = file_examples(self.path).__getitem__ if self.path else functools.cache(alfworld_examples)
+        self._of_env = functools.cache(expert_example)
+
+    async def __call__(self, env: EnvHandle, model: Model) -> None:
+        await self.trial(env, model)
+
+    async def trial(self, env: EnvHandle, model: Model, memory: str = "") -> str:
         """Play one trial, with `memory` before the task; returns its transcript, from the task on."""
-        examples = self.examples(episode.task.kind)
-        head = [HEAD.get(self.env.name, OTHER), FORMAT]
+        name, examples = env.config.name, self._examples(env)
+        head = [HEAD.get(name, OTHER), FORMAT]
         if examples:
             head.append(f"Here {'is an example' if len(examples) == 1 else 'are two examples'}.")
         before = "\n".join([" ".join(head), *examples, *([memory] if memory else []), "Here is the task.\n"])
-        environment = episode.environment
-        text = opening(self.env, environment, episode.reset())
-        for _ in range(2 * self.env.max_turns):
-            if self.env.name not in HEAD and environment.admissible_actions():
-                text += f"\n(possible: {', '.join(environment.admissible_actions())})"
-            reply = episode.say(f"{before}{text}\n>", stop=STOP).text
-            line = written_line(reply)
+        observation = await env.reset()
+        text = opening(name, env.instruction, observation)
+        for _ in range(2 * env.config.max_turns):
+            if name not in HEAD and (actions := await env.admissible_actions()):
+                text += f"\n(possible: {', '.join(actions)})"
+            response = await model.generate(f"{before}{text}\n>", stop=STOP)
+            line = written_line(response)
             if THOUGHT.match(line):
                 text += f"\n> {line}\n{OK}"
                 continue
-            action = bare_action(line, self.env.name)
-            outcome = episode.step(environment.format_action(action) if action else reply, said=reply)
+            action = bare_action(line, name)
+            outcome = await env.step(await env.format_action(action) if action else response)
             text += f"\n> {line}\n{outcome.observation if action else outcome.observation or NO_ACTION}".rstrip("\n")
             if outcome.done:
                 break
         return text
+
+    def _examples(self, env: EnvHandle) -> Sequence[str]:
+        name = env.config.name
+        if self.path and name != "alfworld":
+            raise UserError(f"agent.examples = '{self.path}' holds ALFWorld episodes, but env.name = '{name}'")
+        if name == "alfworld":
+            return self._of_kind(env.task.kind)
+        return [self._of_env(name)] if name in BRACKETS else []
+
+
+class Reflexion(React):
+    """ReAct again after a failed trial, with the last plans that the model made from its failures (arXiv 2303.11366).
+
+    The result is that of the last trial, so an episode is won if any of agent.trials was: more chances than other
+    agents get. Whether a trial succeeded is known from the environment, as in the paper.
+    """
+
+    class Config(React.Config):
+        trials: Count = 3
+        """Episodes of a game at most, each but the first with plans made after the failures before."""
+        memory: Count = 3
+        """Plans kept."""
+
+    def __init__(self, settings: "Reflexion.Config") -> None:
+        super().__init__(settings)
+        self.trials, self.memory = settings.trials, settings.memory
+
+    async def __call__(self, env: EnvHandle, model: Model) -> None:
+        made = env.episode.notes
+        for trial in range(self.trials):
+            plans = "\n".join(f"Trial {i}: {plan}" for i, plan in enumerate(made[-self.memory :], start=1))
+            transcript = await self.trial(env, model, MEMORY.format(plans=plans) if plans else "")
+            if env.won or trial + 1 == self.trials:
+                return
+            past = f"\nPlans from past attempts:\n{plans}\n" if plans else ""
+            response = await model.generate(REFLECT.format(transcript=transcript, past=past))
+            made.append(REASONING.sub("", response).rpartition("New plan:")[2].strip())

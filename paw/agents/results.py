@@ -1,12 +1,13 @@
 """What an evaluation came to: rows as in the paper's tables, intervals, tokens, dollars, time."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paw.config import EndpointConfig
+from paw.envs.search.data import SETS
 from paw.errors import clean, to_stderr
-from paw.rollout.success import kind_rows, wilson
+from paw.rollout.success import wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""
@@ -28,7 +29,7 @@ def summarise(
     turns = [turn for line in played for turn in line["turns"]]
     return {
         "environment": about["env.name"],
-        "agent": about["agent.kind"],
+        "agent": about["agent.type"],
         "model": about["model"],
         "games": about["games"],
         "temperature": about["eval.temperature"],
@@ -78,6 +79,39 @@ def table(summary: dict[str, Any]) -> str:
     if summary["not_played"]:
         lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
     return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
+
+
+def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
+    """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
+
+    `episodes` are (kind, whether won). Where there are any of search QA, "Avg." is the mean over the sets, each of the
+    same weight.
+    """
+    won: dict[str, list[bool]] = {}
+    for kind, success in episodes:
+        won.setdefault(kind, []).append(success)
+    table = {}
+    for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
+        low, high = wilson(sum(won[kind]), len(won[kind]))
+        row = {"success": sum(won[kind]) / len(won[kind]), "ci_low": low, "ci_high": high, "games": len(won[kind])}
+        table[SETS.get(kind, kind)] = row
+    sets = [table[name]["success"] for name in SETS.values() if name in table]
+    return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
+
+
+def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
+    """`kind_rows` for people, a line each."""
+    named = {clean(name): row for name, row in table.items()}
+    width = max(map(len, named), default=0)
+    lines = []
+    for name, row in named.items():
+        of = (
+            f"of {row['sets']} sets"
+            if "sets" in row
+            else f"of {row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+        )
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} {of}")
+    return lines
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:

@@ -5,7 +5,7 @@ Generation stops at </search>; what was found is appended between <information> 
 
 import re
 
-from paw.agents.episode import Episode
+from paw.rollout.episode import EnvHandle, Model
 
 # The paper's template, as the reference code has it (scripts/data_process/nq_search.py).
 PROMPT = (
@@ -24,22 +24,20 @@ STOP = ("</search>", "</answer>")
 ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*)\Z", re.S)
 
 
-class SearchR1:
-    def play(self, episode: Episode) -> None:
-        episode.reset()
-        environment, text = episode.environment, ""
-        question = environment.task.strip()
-        prompt = PROMPT.format(question=question if question.endswith("?") else f"{question}?")
-        while not episode.done:
-            said = episode.say(prompt, start=text, stop=STOP).text
-            found = ACTION.search(said)
-            if found is None:
-                outcome = episode.step(said)
-                text += said + (outcome.observation or AGAIN)
-                continue
-            verb, content = found[1], found[2].strip()
-            outcome = episode.step(environment.format_action(f"{verb}[{content}]"), said=f"{said}</{verb}>")
-            seen = outcome.observation
-            if "<information>" not in seen:
-                seen = f"<information>{seen}</information>"
-            text += f"{said}</{verb}>\n\n{seen}\n\n"
+async def search_r1(env: EnvHandle, model: Model) -> None:
+    await env.reset()
+    question = env.instruction.strip()
+    text, response = PROMPT.format(question=question if question.endswith("?") else f"{question}?"), None
+    while not env.done:
+        response = await model.generate(text, stop=STOP, continues=response)
+        found = ACTION.search(response)
+        if found is None:
+            outcome = await env.step(response)
+            text = outcome.observation or AGAIN
+            continue
+        verb, content = found[1], found[2].strip()
+        outcome = await env.step(await env.format_action(f"{verb}[{content}]"))
+        seen = outcome.observation
+        if "<information>" not in seen:
+            seen = f"<information>{seen}</information>"
+        text = f"{'' if response.stop else f'</{verb}>'}\n\n{seen}\n\n"

@@ -5,16 +5,18 @@ its answer too: what plays here may be trained on the reward, and a search engin
 Whether documents are useful or noise is drawn by the query, so that an evaluation repeated finds the same.
 """
 
+import asyncio
+import math
 import random
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from paw.agents.endpoint import Endpoint
-from paw.agents.models import ChatModel
 from paw.config import Config, SimulatorConfig
+from paw.envs.http import Loop
 from paw.envs.search.retrieval.base import Hit
-from paw.rollout.scheduler import derive_seed
+from paw.rollout.episode import derive_seed
 
 # After the paper's prompt.
 PROMPT = (
@@ -41,11 +43,11 @@ def noise_share(config: SimulatorConfig, step: int, updates: int) -> float:
 
 
 class Simulator:
-    """A retriever whose documents an LLM makes up. Safe to use from several threads."""
+    """A retriever whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
 
-    def __init__(self, model: ChatModel, config: Config) -> None:
-        self.model, self.config = model, config
-        self.seed = config.run.seed
+    def __init__(self, model: Any, config: Config) -> None:
+        self.model, self.config, self.seed = model, config, config.run.seed
+        self._loop = Loop()
 
     def share(self, step: int | None) -> float:
         """The noise share of an update's searches; of an evaluation's (None) the start's."""
@@ -58,14 +60,17 @@ class Simulator:
         Raises EndpointError if the endpoint fails; an answer without documents is one document, as it is.
         """
         share = self.share(None) if share is None else share
-        with ThreadPoolExecutor(min(len(queries), self.config.simulator.concurrency) or 1) as threads:
-            return list(threads.map(lambda query: self._search(query, topk, share), queries))
 
-    def _search(self, query: str, topk: int, share: float) -> list[Hit]:
+        async def search() -> list[list[Hit]]:
+            return await asyncio.gather(*(self._search(query, topk, share) for query in queries))
+
+        return self._loop.run(search(), math.inf)  # the endpoint has time limits of its own
+
+    async def _search(self, query: str, topk: int, share: float) -> list[Hit]:
         seed = derive_seed(self.seed, "zerosearch", query)
         quality = "noisy" if random.Random(seed).random() < share else "useful"
         prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
-        text = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed).text
+        text = (await self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)).text
         documents = [" ".join(found.split()) for found in DOCUMENT.findall(text)] or [" ".join(text.split())]
         kept = [document for document in documents if document][:topk]
         return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(kept, start=1)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory
-from paw.envs.guard import make_threads
 from paw.errors import UserError, quietly
 from paw.plugins import import_file
+from paw.rollout.guard import make_threads
 
 
 def load_factory(config: EnvConfig) -> EnvFactory:

@@ -24,8 +24,7 @@ from typing import Any
 
 from paw.config import EnvConfig, Tau2Config
 from paw.envs.base import shuffled
-from paw.envs.worker import EnvironmentFailure
-from paw.errors import OURS, UserError, describe, quietly
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
 

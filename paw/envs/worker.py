@@ -24,7 +24,7 @@ import time
 import weakref
 from typing import Any, NoReturn
 
-from paw.errors import describe
+from paw.errors import EnvironmentFailure, describe
 
 START_TIMEOUT_S = 120.0
 """Seconds for a child to start and import its game, which a busy machine can make slow."""
@@ -33,10 +33,6 @@ MAX_COMMAND = 4096
 """Characters of a command that are sent; no game has one as long. Keeps a request well within a pipe's buffer, so that
 writing it cannot block."""
 WATCHDOG_S = 1.0
-
-
-class EnvironmentFailure(Exception):
-    """The environment broke, through no fault of the agent: its episode is dropped. One line says how."""
 
 
 class Worker:

@@ -1,26 +1,30 @@
-"""Episodes: environments and the engine, each finished turn sent on at once.
+"""Episodes played at once: agents' coroutines on one event loop, over one engine, each finished turn sent on at once.
 
-A finished response goes to its environment and the next turn's request enters the engine immediately; only live
-episodes generate. Environments that may block (child processes, networks) run in threads meanwhile, those of a user in
-threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on
-which others it was batched with.
+A finished response goes to its agent, which steps its environment, and the next turn's request enters the engine
+immediately; only live episodes generate. Environments that may block (child processes, networks) run in threads
+meanwhile, those of a user in threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an
+episode's tokens do not depend on which others it was batched with.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.envs.guard import Guarded, make_threads
-from paw.errors import OURS, UserError, describe, quietly, shown, to_stderr
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion, Engine, Request
-from paw.types import Group, Outcome, Task, Trajectory, Turn
+from paw.rollout.episode import Agent, ContextFull, EngineModel, EnvHandle, Episode, Model, bind, find_agent
+from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
+from paw.rollout.threads import Threads
+from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
     from paw.model.parallel import Ranks
@@ -28,7 +32,187 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
-"""Environments that may think at once. Many more child processes would outlast their time limit starting together."""
+"""Environments stepped in parallel. Many more child processes would outlast their time limit starting together."""
+STOP_S = 1.0
+"""Seconds that agents have to end after an error or Ctrl-C."""
+
+
+class Scheduler:
+    """Plays episodes on an event loop; keeps its environments (some are processes) from one play to the next.
+
+    Args:
+        engine: samples the responses. None where the episodes' models do so themselves.
+    """
+
+    def __init__(self, factory: EnvFactory, config: Config, engine: Engine | None = None) -> None:
+        self.factory, self.config, self.engine = factory, config, engine
+        self.threads = make_threads(factory, config.env, THREADS)
+        self._judges = Threads(THREADS, config.env.step_timeout_s)
+        self._reward = _find_reward(config)
+        self._loop = asyncio.new_event_loop()
+        self._idle: list[Guarded] = []
+        self._keys = 0
+        self._order: dict[asyncio.Task[Any] | None, int] = {}
+
+    def run(
+        self,
+        episodes: Sequence[Episode],
+        agent: Agent,
+        make_model: Callable[[EnvHandle], Model],
+        *,
+        at_once: int = 0,
+        ended: Callable[[Episode], None] | None = None,
+    ) -> None:
+        """Play the episodes to their ends, `at_once` of them in parallel (0: all); `ended` gets each as it ends.
+
+        Whatever an environment or an agent raises is its episode's `failure`. KeyboardInterrupt, UserError, and what
+        the engine or `ended` raise end the play.
+        """
+        self._queue: list[tuple[int, Request, asyncio.Future[Completion]]] = []
+        self._in_flight: dict[int, asyncio.Future[Completion]] = {}
+        self._live, self._left, self._error, self._stopped = 0, len(episodes), None, False
+        self._changed, self._making = asyncio.Event(), asyncio.Lock()
+        places = asyncio.Semaphore(at_once or len(episodes) or 1)
+
+        async def play(episode: Episode) -> None:
+            try:
+                async with places:
+                    self._live += 1
+                    try:
+                        await self._play(episode, agent, make_model)
+                    finally:
+                        self._live -= 1
+                    if ended and not (self._stopped or self._error):
+                        ended(episode)
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._error = self._error or error
+            finally:
+                self._left -= 1
+                self._changed.set()
+
+        with _outside_of_loops():
+            tasks = [self._loop.create_task(play(episode)) for episode in episodes]
+            self._order = {task: i for i, task in enumerate(tasks)}
+            try:
+                self._loop.run_until_complete(self._drive())
+            finally:
+                self._stopped = True
+                self._stop([task for task in tasks if not task.done()])
+
+    async def sample(self, prompt_ids: list[int], seed: int, temperature: float, max_tokens: int) -> Completion:
+        """What the engine answers, for a coroutine of an episode."""
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._keys += 1
+        request = Request(self._keys, prompt_ids, seed, temperature, max_tokens)
+        self._queue.append((self._order.get(asyncio.current_task(), 0), request, future))
+        self._changed.set()
+        return await future
+
+    def close(self) -> None:
+        """Close the environments. What one of them raises, or that it hangs, no longer matters."""
+        self.threads.close(*(environment.close for environment in self._idle))
+        self._judges.close()
+        self._idle.clear()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    async def _drive(self) -> None:
+        while self._left and not self._error:
+            for _ in range(2):  # rounds of the loop from the answer of a thread to the next request
+                await asyncio.sleep(0)
+            waiting = len(self._queue) + len(self._in_flight)
+            # An engine that takes no request while it runs waits for all live episodes.
+            if self.engine and waiting and (self.engine.continuous or waiting >= self._live):
+                self._step(self.engine)
+            elif self._left and not self._error:
+                self._changed.clear()
+                await self._changed.wait()
+        if self._error:
+            raise self._error
+
+    def _step(self, engine: Engine) -> None:
+        if not engine.continuous:
+            self._queue.sort(key=lambda queued: queued[0])  # batches do not depend on which environment was faster
+        for _, request, future in self._queue:
+            engine.submit(request)
+            self._in_flight[request.key] = future
+        self._queue.clear()
+        for completion in engine.step():
+            future = self._in_flight.pop(completion.key, None)
+            if future and not future.done():
+                future.set_result(completion)
+
+    async def _play(self, episode: Episode, agent: Agent, make_model: Callable[[EnvHandle], Model]) -> None:
+        trajectory, started, guarded = episode.trajectory, time.monotonic(), None
+        try:
+            guarded = self._idle.pop() if self._idle else await self._make()
+            env = EnvHandle(guarded, self.threads, episode, self.config.env)
+            try:
+                await agent(env, make_model(env))
+            except ContextFull:
+                episode.context_full = True
+            if not trajectory.turns and trajectory.failure is None and not episode.context_full:
+                raise RuntimeError("the agent ended without a call of the model")
+            if self._reward and trajectory.turns and trajectory.failure is None:
+                await self._judge(self._reward, trajectory)
+        except OURS:
+            raise
+        except BaseException as error:
+            trajectory.failure = trajectory.failure or describe(error)
+        episode.seconds = time.monotonic() - started
+        if guarded:
+            episode.texts_cut, guarded.texts_cut = guarded.texts_cut, 0
+            if trajectory.failure is None:
+                self._idle.append(guarded)
+
+    async def _make(self) -> Guarded:
+        async with self._making:  # one after the other, in the order of episodes
+            made = await self.threads.settled(self.factory.make)
+        environment = _result(made)
+        if inspect.iscoroutinefunction(getattr(environment, "step", None)):
+            self.threads.count = max(self.threads.count, THREADS)
+        return Guarded(environment, self.config.env)
+
+    async def _judge(self, reward: Callable[[Trajectory], Any], trajectory: Trajectory) -> None:
+        """Give the episode the reward of reward.type in place of the environment's: all of it to the last turn."""
+
+        value = _result(await self._judges.settled(reward, trajectory))
+        value = number(f"reward.type = '{self.config.reward.type}'", value, -MAX_REWARD, MAX_REWARD)
+        for turn in trajectory.turns:
+            last = turn is trajectory.turns[-1]
+            turn.outcome = replace(turn.outcome, reward=value if last else 0.0)
+
+    def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_S))
+
+
+def _result(future: Any) -> Any:
+    """The result of a future that is done. No coroutine can raise StopIteration: it becomes an EnvironmentFailure."""
+    error = future.exception()
+    if isinstance(error, StopIteration):
+        raise EnvironmentFailure(describe(error))
+    return future.result()
+
+
+def _find_reward(config: Config) -> Callable[[Trajectory], Any] | None:
+    name = config.reward.type
+    return None if name == "env" else bind(plugins.load("rewards", name), config.reward)
+
+
+@contextmanager
+def _outside_of_loops() -> Iterator[None]:
+    """A notebook runs its cells inside a loop, and asyncio has one a thread: that one is put aside meanwhile."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
 
 
 @dataclass
@@ -45,7 +229,7 @@ class RolloutStats:
     response_tokens: int = 0
     cached_tokens: int = 0
     failed: list[Trajectory] = field(default_factory=list)
-    """Episodes whose environment failed: they are in no group."""
+    """Episodes whose environment or agent failed: they are in no group."""
 
     @property
     def failures(self) -> list[str]:
@@ -71,71 +255,27 @@ class RolloutStats:
         }
 
 
-@dataclass
-class _Episode:
-    environment: Guarded
-    trajectory: Trajectory
-    group: int
-    prompt: str = ""
-    prompt_ids: list[int] = field(default_factory=list)
-    anchor: str = ""
-    response: str | None = None
-    """To the prompt; None before the first."""
-    completion: Completion | None = None
-    done: bool = False
-
-    def play(self) -> tuple[Outcome | None, str, str]:
-        """Start, or play the response; then look at the next turn: (outcome, prompt, anchor). Runs in a thread that may
-        be given up, so it changes nothing but the environment. Raises whatever that does.
-        """
-        environment, outcome = self.environment, None
-        try:
-            if self.response is None:
-                environment.reset(self.trajectory.task)
-            else:
-                outcome = environment.step(self.response)
-            if outcome and outcome.done:
-                return outcome, "", ""
-            return outcome, environment.context(), environment.anchor()
-        except BaseException:
-            with quietly():  # it is broken already
-                environment.close()
-            raise
-
-    def take(self, played: Future[tuple[Outcome | None, str, str]], version: int) -> None:
-        """What `play` came to. Whatever an environment raised costs its own episode, but for Ctrl-C and UserError."""
-        try:
-            outcome, prompt, anchor = played.result()
-        except OURS:
-            raise
-        except BaseException as error:
-            self.done, self.trajectory.failure = True, describe(error)
-            return
-        if outcome and self.completion:
-            turn = Turn(
-                prompt_ids=self.prompt_ids,
-                response_ids=self.completion.token_ids,
-                sampled_logp=self.completion.logp,
-                entropy=self.completion.entropy,
-                prompt=self.prompt,
-                response=self.response or "",
-                outcome=outcome,
-                anchor=self.anchor,
-                version=version,
-            )
-            self.trajectory.turns.append(turn)
-            self.done = outcome.done
-        self.prompt, self.anchor = prompt, anchor
+SUMMED = ("prompts_truncated", "texts_cut", "prompt_tokens", "response_tokens", "cached_tokens")
+"""Fields of RolloutStats that are sums over episodes."""
 
 
 class Rollouts:
-    """Plays groups of episodes; keeps its environments (some are processes) from one update to the next."""
+    """Plays groups of episodes with a model of ours, by the agent of agent.type, or `agent` where it is given."""
 
-    def __init__(self, factory: EnvFactory, engine: Engine, chat: Chat, config: Config, ranks: "Ranks | None" = None):
+    def __init__(
+        self,
+        factory: EnvFactory,
+        engine: Engine,
+        chat: Chat,
+        config: Config,
+        ranks: "Ranks | None" = None,
+        *,
+        agent: Agent | None = None,
+    ) -> None:
         self.factory, self.engine, self.chat, self.config, self.ranks = factory, engine, chat, config, ranks
-        self._threads = make_threads(factory, config.env, THREADS)
-        self._idle: list[Guarded] = []
-        self._key = 0
+        self.agent = agent or find_agent(config)
+        self.scheduler = Scheduler(factory, config, engine)
+        self.close = self.scheduler.close
         self._cut_is_told = False
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
@@ -154,7 +294,7 @@ class Rollouts:
         )
 
     def _share(self, tasks: list[Task], **options: Any) -> tuple[list[Group], RolloutStats]:
-        """Play this rank's share of the tasks; answers everybody's groups, in the order of tasks."""
+        """Play this rank's share of the tasks; returns everybody's groups, in the order of tasks."""
         for task in tasks:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
                 name = type(self.factory).__name__
@@ -180,77 +320,30 @@ class Rollouts:
         stream: str,
         places: Sequence[int] | None = None,
         progress: Progress | None = None,
-        lock_step: bool = False,
     ) -> tuple[list[Group], RolloutStats]:
         """Play each task `group_size` times with the engine's current weights.
 
         `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...); `stream`
-        names the draw ("train/12", "eval"), so that no two share random numbers. An episode whose environment fails is
-        left out; a group left with fewer than min(2, group_size) members is dropped.
-
-        `lock_step` lets all live episodes wait for each other's turn: for comparison, and for an engine that takes no
-        request while it runs. Groups, tokens and log-probs are the same.
+        names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left out; a
+        group left with fewer than min(2, group_size) members is dropped.
         """
-        stats, given_up = RolloutStats(), self._threads.given_up
+        given_up, finished = self.scheduler.threads.given_up, 0
         groups = [
             Group(task, [Trajectory(task, member) for member in range(group_size)], place)
             for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
         ]
-        total, finished = len(tasks) * group_size, 0
-        in_flight: dict[int, _Episode] = {}
-        completions: list[Completion] = []
-        stepping: dict[Future[Any], _Episode] = {}
-        answered: SimpleQueue[Future[Any]] = SimpleQueue()
-        lock_step = lock_step or not self.engine.continuous
+        episodes = [Episode(t, group.place, seed, stream, temperature) for group in groups for t in group.trajectories]
 
-        def advance(episode: _Episode) -> None:
-            """Give the episode's environment its turn; the episode's future comes back in `answered`."""
-            future = self._threads.submit(episode.play)
-            stepping[future] = episode
-            future.add_done_callback(answered.put)
-
-        def send(future: Future[Any]) -> None:
-            """Send the episode's next prompt to the engine, or retire it."""
+        def ended(_: Episode) -> None:
             nonlocal finished
-            episode = stepping.pop(future)
-            episode.take(future, self.engine.version)
-            if episode.done:
-                finished += 1
-                stats.texts_cut += episode.environment.texts_cut
-                episode.environment.texts_cut = 0
-                if episode.trajectory.failure is None:
-                    self._idle.append(episode.environment)
-                if progress:
-                    progress(finished, total)
-                return
-            episode.prompt_ids, cut = self.chat.fit_prompt(episode.prompt, self.config.rollout.max_prompt_tokens)
-            stats.prompts_truncated += cut > 0
-            stats.prompt_tokens += len(episode.prompt_ids)
-            self._key += 1
-            in_flight[self._key] = episode
-            trajectory, limit = episode.trajectory, self.config.rollout.max_response_tokens
-            draw = derive_seed(seed, stream, episode.group, trajectory.member, len(trajectory.turns))
-            self.engine.submit(Request(self._key, episode.prompt_ids, draw, temperature, max_tokens=limit))
+            finished += 1
+            if progress:
+                progress(finished, len(episodes))
 
-        for group in groups:
-            for trajectory in group.trajectories:
-                environment = self._idle.pop() if self._idle else self._make()
-                advance(_Episode(environment, trajectory, group.place))
-        while finished < total:
-            # Wait for environments only while the engine has nothing to do; in lock-step for all of them.
-            while stepping and (lock_step or not in_flight or not answered.empty()):
-                send(self._threads.next_done(answered))
-            completions += self.engine.step()
-            if lock_step and self.engine.pending:
-                continue
-            for completion in completions:
-                stats.response_tokens += len(completion.token_ids)
-                stats.cached_tokens += completion.cached_tokens
-                episode = in_flight.pop(completion.key)
-                episode.completion, episode.response = completion, self.chat.answer(completion.token_ids)
-                advance(episode)
-            completions.clear()
-        stats.threads_lost = self._threads.given_up - given_up
+        self.scheduler.run(episodes, self.agent, self.make_model, ended=ended)
+        stats = RolloutStats(threads_lost=self.scheduler.threads.given_up - given_up)
+        for name in SUMMED:
+            setattr(stats, name, sum(getattr(episode, name) for episode in episodes))
         if stats.texts_cut and not self._cut_is_told:
             self._cut_is_told = True
             most = self.config.env.max_text
@@ -262,22 +355,12 @@ class Rollouts:
         stats.groups_dropped = len(groups) - len(kept)
         return kept, stats
 
-    def close(self) -> None:
-        """Close the environments. What one of them raises, or that it hangs, no longer matters."""
-        self._threads.close(*(environment.close for environment in self._idle))
-        self._idle.clear()
-
-    def _make(self) -> Guarded:
-        return Guarded(self.factory, self.config.env, self._threads)
+    def make_model(self, env: EnvHandle) -> EngineModel:
+        """The engine's model, for one episode."""
+        return EngineModel(env, self.config, self.chat, self.scheduler.sample, self.engine.version)
 
 
 def _set_tasks(played: tuple[list[Group], RolloutStats], by_id: dict[str, Task]) -> None:
     groups, stats = played
     for holder in (*groups, *(t for group in groups for t in group.trajectories), *stats.failed):
         holder.task = by_id[holder.task.id]
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the coordinates of a draw; stable across platforms and Python versions."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

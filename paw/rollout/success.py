@@ -1,11 +1,9 @@
 """Evaluation: success on held-out games, overall and per task type, with Wilson intervals."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paw.envs.search.data import SETS
-from paw.errors import clean
 from paw.types import Group, Trajectory
 
 
@@ -39,7 +37,7 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     low, high = wilson(won, n)
     scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
     by_kind: dict[str, list[bool]] = {}
-    for kind, success in _ended(groups, failed):
+    for kind, success in kinds(groups, failed):
         by_kind.setdefault(kind, []).append(success)
     return {
         **counts,
@@ -65,45 +63,7 @@ def success_text(metrics: Mapping[str, Any]) -> str:
     return f"{share} of {metrics['games']:.0f} games{failed}"
 
 
-def kind_table(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, dict[str, float]]:
-    """`kind_rows` of the episodes; those whose environment `failed` are not successful."""
-    return kind_rows(_ended(groups, failed))
-
-
-def _ended(groups: list[Group], failed: Sequence[Trajectory]) -> Iterator[tuple[str, bool]]:
-    """(kind, whether won) of every episode."""
-    yield from ((episode.task.kind, episode.won) for group in groups for episode in group.trajectories)
-    yield from ((episode.task.kind, False) for episode in failed)
-
-
-def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
-
-    `episodes` are (kind, whether won). Where there are any of search QA, "Avg." is the mean over the sets, each of the
-    same weight.
-    """
-    won: dict[str, list[bool]] = {}
-    for kind, success in episodes:
-        won.setdefault(kind, []).append(success)
-    table = {}
-    for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
-        low, high = wilson(sum(won[kind]), len(won[kind]))
-        row = {"success": sum(won[kind]) / len(won[kind]), "ci_low": low, "ci_high": high, "games": len(won[kind])}
-        table[SETS.get(kind, kind)] = row
-    sets = [table[name]["success"] for name in SETS.values() if name in table]
-    return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
-
-
-def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
-    """`kind_table` for people, a line each."""
-    named = {clean(name): row for name, row in table.items()}
-    width = max(map(len, named), default=0)
-    lines = []
-    for name, row in named.items():
-        of = (
-            f"of {row['sets']} sets"
-            if "sets" in row
-            else f"of {row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
-        )
-        lines.append(f"  {name:<{width}}  {row['success']:6.1%} {of}")
-    return lines
+def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
+    """(kind of task, whether won) of every episode; those whose environment `failed` are not successful."""
+    ended = [(episode.task.kind, episode.won) for group in groups for episode in group.trajectories]
+    return ended + [(episode.task.kind, False) for episode in failed]

@@ -21,8 +21,7 @@ from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.generator import generate
 from paw.envs.alfworld.problem import Game
 from paw.envs.base import Env, EnvFactory
-from paw.envs.worker import EnvironmentFailure
-from paw.errors import UserError, clean, to_stderr
+from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
 from paw.recipe import load_played
 from paw.types import Outcome, Task
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from paw.agents.results import kind_lines, kind_rows
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
@@ -16,7 +17,7 @@ from paw.recipe import load, load_played
 from paw.rollout.chat import Chat
 from paw.rollout.engines import make_engine
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import kind_lines, kind_table, success_metrics, success_text
+from paw.rollout.success import kinds, success_metrics, success_text
 from paw.rollout.sync import push_weights
 from paw.state.export import export_run, start_model
 
@@ -29,17 +30,17 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)
-        metrics, kinds = success_metrics(groups, stats.failed), kind_table(groups, stats.failed)
+        metrics, table = success_metrics(groups, stats.failed), kind_rows(kinds(groups, stats.failed))
         source = rollouts.factory.fingerprint()
     if as_json:
         about = {"model": path, "source": source, "temperature": config.eval.temperature}
-        print(json.dumps({**about, **metrics, "kinds": kinds}))
+        print(json.dumps({**about, **metrics, "kinds": table}))
         return 1 if stats.failed else 0
     print(f"{path} on {clean(source)}, temperature {config.eval.temperature:g}")
     print(f"success {success_text(metrics)}")
     if groups:
         print(f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}")
-        print("\n".join(kind_lines(kinds)))
+        print("\n".join(kind_lines(table)))
         scored = f"mean score {metrics['score']:.3f}, " if "score" in metrics else ""
         print(f"{scored}mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
     return 1 if stats.failed else 0

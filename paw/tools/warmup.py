@@ -19,12 +19,13 @@ import torch
 from paw.cache import cache_dir, cached
 from paw.config import Config, EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses
-from paw.envs.guard import Guarded, make_threads
 from paw.errors import OURS, UserError, describe, quietly
 from paw.model.optim import set_learning_rate
 from paw.model.policy import Policy
 from paw.rollout.chat import Chat
 from paw.rollout.engines.transformers import TransformersEngine
+from paw.rollout.episode import plain
+from paw.rollout.guard import Guarded, make_threads
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics
 from paw.tools import quickstart
@@ -83,28 +84,30 @@ def demonstrations(
     """
     rng = random.Random(seed)
     threads, environment, failed = make_threads(factory, env), None, 0
+    call = threads.call
     for task in itertools.chain.from_iterable(
         factory.warmup_tasks(start, 64, seed) for start in itertools.count(0, 64)
     ):
         done, before = False, None
         while not done:
             try:
-                environment = environment or Guarded(factory, env, threads, bounded=True)
+                environment = environment or Guarded(call(factory.make), env)
                 if before is None:
-                    environment.reset(task)
-                prompt, choices = environment.context(), admissible_responses(environment)
+                    call(environment.reset, task)
+                prompt, choices = call(environment.context), call(admissible_responses, environment)
                 if before and rng.random() < stray_actions:
                     response = rng.choice(before)
                 elif choices and rng.random() < random_actions:
                     response = rng.choice(choices)
                 else:
-                    response = environment.oracle()
-                outcome = environment.step(response)
+                    response = call(environment.oracle)
+                outcome = call(environment.step, response)
             except OURS:
                 raise
             except BaseException as error:
                 with quietly():
-                    environment.close() if environment else None
+                    if environment and not threads.given_up:  # one that hangs is not waited for again
+                        call(environment.close)
                 environment, failed = None, failed + 1
                 if failed > MAX_FAILED:
                     raise UserError(f"warm-up: {failed} games in a row failed ({describe(error)})") from None
@@ -130,7 +133,7 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
     report(f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
-    rollouts = Rollouts(factory, engine, chat, config)
+    rollouts = Rollouts(factory, engine, chat, config, agent=plain)
     batches = _batches(factory, chat, config)
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):

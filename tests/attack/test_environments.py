@@ -8,15 +8,14 @@ import pytest
 import torch
 from toyworld import make_chat, make_engine, practised_model
 
-from paw.agents.agents import Plain
-from paw.agents.evaluate import _in_threads, _play
-from paw.agents.models import Local
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
 from paw.envs import make_factory
 from paw.errors import UserError, clean, describe
 from paw.rollout import threads
+from paw.rollout.episode import Episode
 from paw.rollout.scheduler import Rollouts
 from paw.tools.warmup import demonstrations
+from paw.types import Trajectory
 
 FILE = Path(__file__).parent / "environments.py"
 
@@ -248,17 +247,14 @@ def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
 )
 def test_agents_lose_an_episode_and_play_the_others(rollouts, name, reason):
     played = rollouts(name, step_timeout_s=0.5, max_turns=5)
-    factory, config = played.factory, played.config
-    model, tasks = Local(played.engine, played.chat, max_prompt_tokens=256), factory.eval_tasks("held_out", 6, 0)
-
-    def play_one(place, environment):
-        return _play(Plain(), tasks[place], environment, model, config, place)
-
-    lines = list(_in_threads([*range(6)], play_one, factory, config, 1, []))
-    model.close()
-    failures = [line["failure"] for line in lines if line["failure"]]
-    assert len(lines) == 6 and all(line["steps"] == (3 if reason else 5) for line in lines if not line["failure"])
+    tasks, seen = played.factory.eval_tasks("held_out", 6, 0), []
+    episodes = [Episode(Trajectory(task, 0), i, 0, "eval", 1.0) for i, task in enumerate(tasks)]
+    played.scheduler.run(episodes, played.agent, played.make_model, at_once=1, ended=seen.append)
+    assert [episode.index for episode in seen] == [*range(6)]
+    failures = [episode.trajectory.failure for episode in episodes if episode.trajectory.failure]
     assert len(failures) == (reason is not None) * 1 and all(failure.startswith(reason) for failure in failures)
+    steps = {len(episode.steps) for episode in episodes if not episode.trajectory.failure}
+    assert steps == {3 if reason else 5}
 
 
 def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):

@@ -13,9 +13,9 @@ from urllib.request import urlopen
 import pytest
 
 from paw.agents.endpoint import Endpoint
-from paw.agents.models import ContextFull
 from paw.config import EndpointConfig
 from paw.errors import UserError
+from paw.rollout.episode import ContextFull
 
 pytestmark = [
     pytest.mark.slow,

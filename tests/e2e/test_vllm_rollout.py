@@ -41,11 +41,11 @@ def play(setup, factory, *, lock_step=False, everybody=False, envs=32, group=8):
     """Episodes with responses a fifth as long as the benchmark's."""
     engine, sync, chat = setup
     sync()
-    meter = simulation.Meter(engine, chat, factory.made if everybody else (), median=11)
+    meter = simulation.Meter(engine, chat, factory.made if everybody else (), lock_step=lock_step, median=11)
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
     factory.meter = meter
     tasks = factory.tasks(envs // group)
-    groups, stats = rollouts.play(tasks, group_size=group, temperature=1.0, seed=0, stream="", lock_step=lock_step)
+    groups, stats = rollouts.play(tasks, group_size=group, temperature=1.0, seed=0, stream="")
     assert engine.pending == 0 and stats.failures == []
     return groups, stats, len(meter.batches)
 

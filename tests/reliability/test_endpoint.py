@@ -1,5 +1,6 @@
 """An endpoint that misbehaves: a real HTTP server on loopback whose answers a test scripts, one by one."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -10,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from paw import cli
-from paw.agents.endpoint import Endpoint, EndpointError
-from paw.agents.models import ContextFull, Reply
+from paw.agents.endpoint import Endpoint, EndpointError, Reply
 from paw.config import EndpointConfig
 from paw.errors import UserError
+from paw.rollout.episode import ContextFull
 
 pytest.importorskip("openai")
 SAMPLING = {"temperature": 0.4, "max_tokens": 16, "seed": 7}
@@ -77,10 +78,13 @@ def ask(server, request):
     """(function that asks once, the pauses it made); pauses pass at once."""
     pauses = []
 
+    async def pause(seconds):
+        pauses.append(seconds)
+
     def ask(prompt="hello", **options):
         config = EndpointConfig(url=server.url, model="m", **options.pop("config", {"retries": 3, "timeout_s": 5}))
-        endpoint = options.pop("endpoint", None) or Endpoint(config, sleep=pauses.append)
-        return endpoint.complete(prompt, **SAMPLING, **options)
+        endpoint = options.pop("endpoint", None) or Endpoint(config, sleep=pause)
+        return asyncio.run(endpoint.complete(prompt, **SAMPLING, **options))
 
     return ask, pauses
 
@@ -117,7 +121,7 @@ PASSING = {
 def test_an_answer(server, ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     reply = ask[0]("hello", stop=["</action>"])
-    assert reply == Reply("<think>x</think><action>look", 11, 5, cut=False)
+    assert reply == Reply("<think>x</think><action>look", 11, 5, False, "</action>")
     (sent,) = server.requests
     assert sent == {
         "model": "m",
@@ -326,7 +330,7 @@ def test_another_evaluation_is_refused(evaluate):
     evaluate()
     for words, key in (
         (["--eval.seed", "5"], "eval.seed"),
-        (["--agent", "react"], "agent.kind"),
+        (["--agent", "react"], "agent.type"),
         (["--model", "n"], "model"),
     ):
         err, _ = evaluate(*words, code=2)

@@ -1,226 +1,128 @@
-"""Agents without training, against scripted models and against our own engine."""
+"""Agents against scripted models, and against our own engine."""
 
+import asyncio
 import json
-import threading
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from paw import cli
-from paw.agents.agents import make_agent
-from paw.agents.endpoint import Limiter
-from paw.agents.episode import Episode
+from paw.agents.endpoint import Limiter, Reply
 from paw.agents.examples import alfworld_examples
-from paw.agents.models import ContextFull, Local, Reply
 from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
 from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
 from paw.errors import UserError
+from paw.rollout.episode import Answer, Episode, Model, find_agent, shown
+from paw.rollout.scheduler import Scheduler
 from paw.rollout.success import wilson
+from paw.types import Trajectory
 
 
-class Scripted:
-    """A chat model whose answers are a list, or a function of (prompt, start); it keeps what it was asked."""
+class Scripted(Model):
+    """Answers from a list, or by a function of (prompt, answer so far); `asked` keeps what it was asked."""
 
-    def __init__(self, answers):
-        self.answers, self.asked = answers, []
+    def __init__(self, env, config, answers, asked):
+        super().__init__(env, config)
+        self.answers, self.asked = answers, asked
 
-    def complete(self, prompt, *, start="", stop=(), temperature, max_tokens, seed):
+    async def _answer(self, context, stop, continues, seed):
+        prompt, start = (context, "") if continues is None else (continues.message, continues.answer + context)
         self.asked.append((prompt, start, tuple(stop), seed))
-        text = self.answers(prompt, start) if callable(self.answers) else self.answers.pop(0)
-        if isinstance(text, Exception):
-            raise text
-        return Reply(text, prompt_tokens=len(prompt), completion_tokens=len(text), cut=False)
-
-    def close(self):
-        pass
+        text = self.answers(shown(prompt), start) if callable(self.answers) else self.answers.pop(0)
+        found = next((word for word in stop if text.endswith(word)), "")
+        return Answer(text, found)
 
 
 def configure(kind="plain", **sections):
     env = {"difficulty": "tiny", "max_turns": 12, **sections.pop("env", {})}
-    agent = {"kind": kind, **sections.pop("agent", {})}
+    agent = {"type": kind, **sections.pop("agent", {})}
     return Config.model_validate({"model": {"path": "-"}, "env": env, "agent": agent, **sections})
 
 
-def play(config, answers, *, place=0):
-    """The episode of one evaluation task, and the model that played it."""
-    factory, model = make_factory(config), Scripted(answers)
-    task = factory.eval_tasks("valid_unseen", place + 1, 0)[place]
-    episode = Episode(task, factory.make(), model, config, place)
-    make_agent(config, factory).play(episode)
-    return episode, model
+def play(config, answers, *, place=0, factory=None):
+    """(the episode of one evaluation task, what the model was asked)."""
+    factory = factory or make_factory(config)
+    task, asked = factory.eval_tasks(config.env.eval_split, place + 1, 0)[place], []
+    episode = Episode(Trajectory(task, 0), place, 0, "eval", 0.4)
+    scheduler = Scheduler(factory, config)
+    scheduler.run([episode], find_agent(config), lambda env: Scripted(env, config, answers, asked))
+    scheduler.close()
+    assert episode.trajectory.failure is None
+    return episode, asked
 
 
-def test_plain_sends_the_prompt_of_the_environment():
+def actions_of(episode):
+    return [outcome.action for _, _, outcome in episode.steps]
+
+
+def valid_of(episode):
+    return [outcome.valid for _, _, outcome in episode.steps]
+
+
+def oracle_actions(config, place=0):
+    """The oracle's actions for a task, found by playing it."""
+    factory, actions, done = make_factory(config), [], False
+    environment = factory.make()
+    environment.reset(factory.eval_tasks(config.env.eval_split, place + 1, 0)[place])
+    while not done:
+        outcome = environment.step(environment.oracle())
+        actions.append(outcome.action)
+        done = outcome.done
+    return actions
+
+
+def test_plain_sends_the_context_of_the_environment():
     factory = make_factory(configure())
     environment = factory.make()
     environment.reset(factory.eval_tasks("valid_unseen", 1, 0)[0])
-    episode, model = play(configure(env={"max_turns": 2}), ["<think>a</think><action>look</action>", "nothing at all"])
-    assert model.asked[0][:3] == (environment.context(), "", ())
+    episode, asked = play(configure(env={"max_turns": 2}), ["<think>a</think><action>look</action>", "nothing at all"])
+    assert asked[0][:3] == (environment.context(), "", ())
     environment.step("<think>a</think><action>look</action>")
-    assert model.asked[1][0] == environment.context()
-    assert [(turn["action"], turn["valid"]) for turn in episode.turns] == [("look", True), ("nothing at all", False)]
-    assert episode.done and not episode.won and episode.calls == 2
-
-
-def test_the_expert_wins_by_plain_answers():
-    factory, config = make_factory(configure()), configure()
-    task = factory.eval_tasks("valid_unseen", 1, 0)[0]
-    environment = factory.make()
-    episode = Episode(task, environment, Scripted(lambda *_: environment.oracle()), config, 0)
-    make_agent(config, factory).play(episode)
-    assert episode.won and episode.turns[-1]["reward"] == 10.0
+    assert asked[1][0] == environment.context()
+    assert (actions_of(episode), valid_of(episode)) == (["look", "nothing at all"], [True, False])
+    assert episode.outcome.done and not episode.outcome.won and len(asked) == 2
 
 
 def test_short_forms_of_the_command_line():
     words = ["eval", "--agent", "react", "--env=alfworld", "--endpoint", "http://a", "--model", "m", "--json"]
-    expected = {"agent.kind": "react", "env.name": "alfworld", "endpoint.url": "http://a", "endpoint.model": "m"}
+    expected = {"agent.type": "react", "env.name": "alfworld", "endpoint.url": "http://a", "endpoint.model": "m"}
     assert cli._split_overrides(words) == (["eval", "--json"], expected)
     for command in ("plan", "rwml"):  # these have a --model of their own
         words = [command, "--model", "m", "--recipe", "r"]
         assert cli._split_overrides(words) == (words, {})
 
 
-# --- the limiter -----------------------------------------------------------------------------------------------------
+def test_the_limiter_spaces_requests_and_tokens_evenly():
+    now, pauses = 100.0, []
 
+    async def sleep(seconds):
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
 
-class Clock:
-    def __init__(self):
-        self.now, self.pauses = 100.0, []
+    def admit(limit, *tokens):
+        pauses.clear()
+        for count in tokens:
+            asyncio.run(limit.admit(count))
+        return pauses.copy()
 
-    def sleep(self, seconds):
-        self.pauses.append(seconds)
-        self.now += seconds
-
-
-def limiter(requests, tokens):
-    clock = Clock()
-    return Limiter(requests, tokens, clock=lambda: clock.now, sleep=clock.sleep), clock
-
-
-def test_requests_are_spaced_evenly():
-    limit, clock = limiter(30, 0)
-    for _ in range(4):
-        limit.admit(1000)
-    assert clock.pauses == [2.0, 2.0, 2.0]
-    clock.now += 60
-    limit.admit(1000)
-    assert len(clock.pauses) == 3  # nobody came for a minute: no wait, and no burst after it
-    limit.admit(1000)
-    assert clock.pauses[3:] == [2.0]
-
-
-def test_tokens_are_spaced_and_settled():
-    limit, clock = limiter(0, 6000)
-    limit.admit(500)
-    limit.admit(500)
-    assert clock.pauses == [5.0]
-    limit.settle(-400)  # the second took 100
-    limit.admit(0)
-    assert clock.pauses == [5.0, 1.0]
-    limit.settle(200)
-    limit.admit(0)
-    assert clock.pauses[2:] == [2.0]
-
-
-def test_no_limit_never_waits():
-    limit, clock = limiter(0, 0)
-    for _ in range(100):
-        limit.admit(10**6)
-        limit.settle(10**6)
-    assert clock.pauses == []
-
-
-# --- our own engine as a chat model ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def engine_and_chat(tiny_llm, tmp_path_factory):
-    from paw.model.policy import load_policy, load_tokenizer, pick_device
-    from paw.rollout.chat import Chat
-    from paw.rollout.engines.transformers import TransformersEngine
-
-    folder = str(tiny_llm(tmp_path_factory.mktemp("tiny")))
-    chat = Chat(load_tokenizer(folder))
-    policy = load_policy(folder, dtype="float32", device=pick_device("cpu"))
-    return TransformersEngine(policy.lm, end_ids=chat.end_ids), chat
-
-
-def test_many_threads_get_what_the_engine_gives_one(engine_and_chat):
-    from paw.rollout.engines.base import Request
-
-    engine, chat = engine_and_chat
-    engine.submit(Request(0, chat.prompt_ids("who?"), 5, 1.0, 8))
-    (alone,) = engine.step()
-    found = {}
-    with closing(Local(engine, chat, max_prompt_tokens=64)) as model:
-
-        def ask(i):
-            found[i] = model.complete(
-                "who?" if i == 3 else f"{i}?", temperature=1.0, max_tokens=8, seed=5 if i == 3 else i
-            )
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found[3].text == chat.decode(alone.token_ids)
-    assert found[3].prompt_tokens == len(chat.prompt_ids("who?")) and found[3].completion_tokens == len(alone.token_ids)
-    assert len({reply.text for reply in found.values()}) > 8
-
-
-def test_an_answer_goes_on_after_its_beginning(engine_and_chat):
-    from paw.rollout.engines.base import Request
-
-    engine, chat = engine_and_chat
-    ids = chat.prompt_ids("why?") + chat.observation_ids("<think>Be", 99)
-    engine.submit(Request(0, ids, 5, 1.0, 12))
-    (alone,) = engine.step()
-    text = chat.decode(alone.token_ids)
-    with closing(Local(engine, chat, max_prompt_tokens=256)) as model:
-        reply = model.complete("why?", start="<think>Be", temperature=1.0, max_tokens=12, seed=5)
-        assert (reply.text, reply.prompt_tokens) == (text, len(ids))
-        reply = model.complete("why?", start="<think>Be", stop=[text[4]], temperature=1.0, max_tokens=12, seed=5)
-        assert (reply.text, reply.cut) == (text.partition(text[4])[0], False)
-        assert reply.completion_tokens == len(alone.token_ids)
-
-
-def test_long_prompts_are_cut_and_counted_but_not_begun_answers(engine_and_chat):
-    engine, chat = engine_and_chat
-    with closing(Local(engine, chat, max_prompt_tokens=64)) as model:
-        assert model.complete("a" * 500, temperature=1.0, max_tokens=1, seed=0).prompt_tokens == 64
-        assert model.truncated == 1
-        with pytest.raises(ContextFull):
-            model.complete("why?", start="a" * 500, temperature=1.0, max_tokens=1, seed=0)
-
-
-def test_an_engine_that_fails_tells_every_thread(engine_and_chat):
-    _, chat = engine_and_chat
-
-    class Broken:
-        continuous, pending = True, 0
-
-        def submit(self, request):
-            self.pending = 1
-
-        def step(self):
-            self.pending = 0
-            raise MemoryError("full")
-
-    with closing(Local(Broken(), chat, max_prompt_tokens=64)) as model:
-        for _ in range(2):
-            with pytest.raises(MemoryError):
-                model.complete("a", temperature=1.0, max_tokens=1, seed=0)
-    with pytest.raises(RuntimeError, match="closed"):
-        model.complete("a", temperature=1.0, max_tokens=1, seed=0)
+    requests = Limiter(30, 0, clock=lambda: now, sleep=sleep)
+    assert admit(requests, 1000, 1000, 1000, 1000) == [2.0, 2.0, 2.0]
+    now += 60
+    assert admit(requests, 1000, 1000) == [2.0]  # nobody came for a minute: no wait, and no burst after it
+    tokens = Limiter(0, 6000, clock=lambda: now, sleep=sleep)
+    assert admit(tokens, 500, 500) == [5.0]
+    tokens.settle(-400)  # the second took 100
+    assert admit(tokens, 0) == [1.0]
+    tokens.settle(200)
+    assert admit(tokens, 0) == [2.0]
+    assert admit(Limiter(0, 0, clock=lambda: now, sleep=sleep), *[10**6] * 100) == []
 
 
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
-    """Token for token, though threads play it; and `paw eval` itself goes another way without --out."""
+    """Token for token, with and without --out."""
     from paw.tools.player import open_player, resolve
 
     folder = str(tiny_llm(tmp_path / "model"))
@@ -241,85 +143,68 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
 
 # --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
 
-FACTORY = make_factory(configure())
 
-
-def expert_lines(config, place=0):
-    """The expert's actions for a task, found by playing it."""
-    factory = make_factory(config)
-    environment = factory.make()
-    environment.reset(factory.eval_tasks("valid_unseen", place + 1, 0)[place])
-    lines = []
-    while True:
-        outcome = environment.step(environment.oracle())
-        lines.append(outcome.action)
-        if outcome.done:
-            return lines
-
-
-def test_react_wins_when_the_model_plays_the_expert():
+def test_react_wins_when_the_model_plays_the_oracle():
     config = configure("react", env={"max_turns": 30})
     for place in range(6):
-        actions = expert_lines(config, place)
+        actions = oracle_actions(config, place)
         answers = [text for action in actions for text in (f"think: I {action}.", f" {action}\nOn it, you see")]
-        episode, model = play(config, answers, place=place)
-        assert episode.won and len(episode.turns) == len(actions) and len(model.asked) == 2 * len(actions)
-        assert all(turn["valid"] for turn in episode.turns)
+        episode, asked = play(config, answers, place=place)
+        assert episode.outcome.won and actions_of(episode) == actions and len(asked) == 2 * len(actions)
+        assert all(valid_of(episode))
+        thoughts = episode.trajectory.turns[::2]  # turns like all others, of which nothing comes
+        assert all(turn.outcome.valid and turn.outcome.observation == "" for turn in thoughts)
+        assert episode.trajectory.won and episode.trajectory.episode_return == 10.0
 
 
 def test_the_react_prompt_literally():
-    config = configure("react")
-    episode, model = play(config, ["think: Where am I?", "look", *["look"] * 30])
-    first, second, third = (asked[0] for asked in model.asked[:3])
+    episode, asked = play(configure("react"), ["think: Where am I?", "look", *["look"] * 30])
+    first, second, third = (prompt for prompt, *_ in asked[:3])
     assert first.startswith(
         "Interact with a household to solve a task. After each '>' stands a thought, 'think: ...', or an action. Write "
         "what comes after the last '>', in one line. Here are two examples.\nYou are in the middle of a room."
     )
     head, _, task = first.partition("\nHere is the task.\n")
     assert head.count("Your task is to: ") == 2
-    opening = FACTORY.make().reset(episode.task).partition("\n\n")[2].replace("\n\n", "\n")
+    factory = make_factory(configure())
+    opening = factory.make().reset(episode.trajectory.task).partition("\n\n")[2].replace("\n\n", "\n")
     assert task == f"{opening}\n>"
     assert second == f"{first} think: Where am I?\nOK.\n>"
-    seen = episode.turns[0]["observation"]
-    assert third == f"{second} look\n{seen}\n>"
-    assert model.asked[0][2] == ("\n>",)
-    assert episode.calls == 13 and len(episode.turns) == 12  # env.max_turns
+    assert third == f"{second} look\n{episode.steps[0][2].observation}\n>"
+    assert asked[0][2] == ("\n>",)
+    assert len(asked) == 13 and len(episode.steps) == 12  # env.max_turns
 
 
-def test_thoughts_alone_end_too():
-    episode, _ = play(configure("react"), lambda *_: "think: hm")
-    assert episode.calls == 24 and not episode.turns and not episode.won
-
-
-def test_no_action_is_an_invalid_turn():
-    episode, model = play(configure("react", env={"max_turns": 3}), ["", "<think>go on", "\n > \n"])
-    assert [turn["valid"] for turn in episode.turns] == [False] * 3
-    assert model.asked[1][0].endswith("\n> \nNothing happens.\n>")
+def test_thoughts_alone_end_too_and_no_action_is_an_invalid_turn():
+    episode, asked = play(configure("react"), lambda *_: "think: hm")
+    assert len(asked) == 24 and not episode.steps and not episode.trajectory.won
+    episode, asked = play(configure("react", env={"max_turns": 3}), ["", "<think>go on", "\n > \n"])
+    assert valid_of(episode) == [False] * 3
+    assert asked[1][0].endswith("\n> \nNothing happens.\n>")
 
 
 def test_old_commands_are_played_as_new_ones():
     config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
-    actions = expert_lines(config)
+    actions = oracle_actions(config)
     assert actions[-1].startswith("move ")
     old = actions[-1].replace("move", "put").replace(" to ", " in/on ")
     episode, _ = play(config, [*actions[:-1], old])
-    assert episode.won and episode.turns[-1]["action"] == actions[-1]
-
-
-def old_file(tmp_path, **more):
-    keys = [f"react_{name}_{i}" for name in ("put", "examine", "clean", "heat", "cool", "puttwo") for i in range(3)]
-    episodes = {key: f"Episode {key}.\n> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n" for key in keys}
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps({**episodes, **more}))
-    return path
+    assert episode.outcome.won and actions_of(episode)[-1] == actions[-1]
 
 
 def test_examples_of_ones_own_are_mapped(tmp_path):
-    episode, model = play(configure("react", agent={"examples": old_file(tmp_path)}), lambda *_: "look")
-    name = {"look": "examine", "pick": "put", "two": "puttwo"}.get(episode.task.kind, episode.task.kind)
-    prompt = model.asked[0][0]
+    keys = [f"react_{name}_{i}" for name in ("put", "examine", "clean", "heat", "cool", "puttwo") for i in range(3)]
+    texts = {key: f"Episode {key}.\n> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n" for key in keys}
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(texts))
+    episode, asked = play(configure("react", agent={"examples": path}), lambda *_: "look")
+    kind = episode.trajectory.task.kind
+    name = {"look": "examine", "pick": "put", "two": "puttwo"}.get(kind, kind)
+    prompt = asked[0][0]
     assert f"Episode react_{name}_1.\n> move mug 1 to desk 2\nYou move the mug 1 to the desk 2.\n" in prompt
     assert prompt.index(f"react_{name}_1") < prompt.index(f"react_{name}_0") and "react_put_2" not in prompt
+    with pytest.raises(UserError, match="holds ALFWorld episodes, but"):
+        play(searching("react", agent={"examples": path}), [])
 
 
 @pytest.mark.parametrize(
@@ -331,39 +216,36 @@ def test_a_bad_file_of_examples_is_a_users_error(tmp_path, content, reason):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
-        make_agent(configure("react", agent={"examples": path}), FACTORY)
+        find_agent(configure("react", agent={"examples": path}))
 
 
-def test_an_example_of_an_expert_literally():
-    text = alfworld_examples("heat")[0]
-    assert text == EXAMPLE
+def test_an_example_of_an_oracle_literally():
+    assert alfworld_examples("heat")[0] == EXAMPLE
     for kind in ("pick", "look", "clean", "heat", "cool", "two"):
-        assert all(
-            "Your task is to: " in example and "Nothing happens" not in example for example in alfworld_examples(kind)
-        )
+        for example in alfworld_examples(kind):
+            assert "Your task is to: " in example and "Nothing happens" not in example
 
 
 def test_reflexion_plays_again_with_plans():
     config = configure("reflexion", agent={"trials": 5, "memory": 2}, env={"max_turns": 2})
     plans = iter(["New plan: look less.", "<think>so</think>walk more", "third", "fourth"])
-    episode, model = play(config, lambda prompt, _: next(plans) if prompt.endswith("New plan:") else "look")
-    assert episode.plans == ["look less.", "walk more", "third", "fourth"]
-    assert (episode.trials, len(episode.turns), episode.calls) == (5, 10, 14)
-    plays = [prompt for prompt, *_ in model.asked if prompt.endswith("\n>")]
-    asked = [prompt for prompt, *_ in model.asked if prompt.endswith("New plan:")]
+    episode, asked = play(config, lambda prompt, _: next(plans) if prompt.endswith("New plan:") else "look")
+    assert episode.notes == ["look less.", "walk more", "third", "fourth"]
+    assert (episode.trials, len(episode.steps), len(asked)) == (5, 10, 14)
+    plays = [prompt for prompt, *_ in asked if prompt.endswith("\n>")]
+    reflected = [prompt for prompt, *_ in asked if prompt.endswith("New plan:")]
     assert "Plans that you made" not in plays[0]
     memory = "Plans that you made after failed attempts at the task below:\n"
     assert f"{memory}Trial 1: look less.\nHere is the task.\n" in plays[2]
     assert f"{memory}Trial 1: third\nTrial 2: fourth\nHere is the task.\n" in plays[8]
-    assert "> look\n" in asked[0] and "STATUS: FAIL\n\nNew plan:" in asked[0] and "two examples" not in asked[0]
-    assert "Plans from past attempts:\nTrial 1: look less.\n" in asked[1]
+    assert "> look\n" in reflected[0] and "STATUS: FAIL\n\nNew plan:" in reflected[0]
+    assert "two examples" not in reflected[0] and "Plans from past attempts:\nTrial 1: look less.\n" in reflected[1]
 
 
 def test_reflexion_stops_when_it_has_won():
     config = configure("reflexion", agent={"trials": 3}, env={"max_turns": 30})
-    actions = expert_lines(config)
-    episode, _ = play(config, ["look"] * 30 + ["walk"] + actions)
-    assert episode.won and episode.trials == 2 and episode.turns[-1]["trial"] == 2
+    episode, _ = play(config, ["look"] * 30 + ["walk"] + oracle_actions(config))
+    assert episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -371,122 +253,105 @@ def test_reflexion_stops_when_it_has_won():
 
 def searching(kind, **more):
     env = {"name": "search", "eval_split": "test", "max_turns": 4, "invalid_penalty": 0.01, "reward": 1.0}
-    return Config.model_validate(
-        {"model": {"path": "-"}, "env": env, "agent": {"kind": kind}, "search": {"entities": 50}, **more}
-    )
-
-
-def ask(config, answers):
-    factory, model = make_factory(config), Scripted(answers)
-    task = factory.eval_tasks("test", 1, 0)[0]
-    episode = Episode(task, factory.make(), model, config, 0)
-    make_agent(config, factory).play(episode)
-    return episode, model
+    return configure(kind, env=env, search={"entities": 50}, **more)
 
 
 def test_search_r1_goes_on_with_one_answer():
     pytest.importorskip("bm25s")
     config = searching("search-r1")
     question = make_factory(config).eval_tasks("test", 1, 0)[0].payload.text
-    answers = [f"<think>Hm.</think>\n<search> {question} ", "nothing useful", "<search>a</search><answer>b"]
-    episode, model = ask(config, answers)
-    prompts = {prompt for prompt, *_ in model.asked}
+    answers = [f"<think>Hm.</think>\n<search> {question} </search>", "nothing useful", "<search>a</search><answer>b"]
+    episode, asked = play(config, answers)
+    prompts = {prompt for prompt, *_ in asked}
     assert len(prompts) == 1 and prompts.pop().endswith(f"<answer> Beijing </answer>. Question: {question}\n")
-    first, second, third = (start for _, start, *_ in model.asked)
-    found = episode.turns[0]["observation"]
+    first, second, third = (start for _, start, *_ in asked)
+    found = episode.steps[0][2].observation
     assert found.startswith('<information>{"result": "Doc 1: ')
     assert first == ""
     assert second == f"<think>Hm.</think>\n<search> {question} </search>\n\n{found}\n\n"
     assert third.startswith(f"{second}nothing useful\nMy action is invalid.")
-    assert [turn["action"] for turn in episode.turns] == [f"search[{question}]", "", "answer[b]"]
-    assert [turn["valid"] for turn in episode.turns] == [True, False, True]
-    assert model.asked[0][2] == ("</search>", "</answer>")
+    assert actions_of(episode) == [f"search[{question}]", "", "answer[b]"]
+    assert valid_of(episode) == [True, False, True]
+    assert asked[0][2] == ("</search>", "</answer>")
 
 
 def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
     for kind in ("search-r1", "react"):
         config = searching(kind)
-        factory = make_factory(config)
-        gold = factory.eval_tasks("test", 1, 0)[0].payload.answers[0]
+        gold = make_factory(config).eval_tasks("test", 1, 0)[0].payload.answers[0]
         answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
-        query = "<search>x" if kind == "search-r1" else "Search[x]"
-        episode, model = ask(config, [query, answer])
-        assert episode.won and [turn["action"] for turn in episode.turns] == ["search[x]", f"answer[{gold}]"]
-    assert "> Search[" in model.asked[0][0] and "> Finish[" in model.asked[0][0]
-    assert model.asked[1][0].endswith(f"\n> Search[x]\n{episode.turns[0]['observation']}\n>")
+        episode, asked = play(config, ["<search>x" if kind == "search-r1" else "Search[x]", answer])
+        assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
+    assert "> Search[" in asked[0][0] and "> Finish[" in asked[0][0]
+    assert asked[1][0].endswith(f"\n> Search[x]\n{episode.steps[0][2].observation}\n>")
 
 
 def test_react_shops():
     pytest.importorskip("bm25s")
-    env = {"name": "webshop", "eval_split": "test", "max_turns": 15}
-    shop = {"model": {"path": "-"}, "env": env, "agent": {"kind": "react"}, "webshop": {"products": 200}}
-    config = Config.model_validate(shop)
-    factory = make_factory(config)
-    task = factory.eval_tasks("test", 1, 0)[0]
-    environment, actions, done = factory.make(), [], False
-    environment.reset(task)
-    while not done:
-        outcome = environment.step(environment.oracle())
-        actions.append(outcome.action)
-        done = outcome.done
-    model = Scripted(["I would buy something.", *actions])
-    episode = Episode(task, factory.make(), model, config, 0)
-    make_agent(config, factory).play(episode)
-    assert episode.won and episode.outcome.score == 1.0
-    assert [turn["valid"] for turn in episode.turns] == [False] + [True] * len(actions)
-    assert "\n> click[buy now]\n" in model.asked[0][0]
+    config = configure(
+        "react", env={"name": "webshop", "eval_split": "test", "max_turns": 15}, webshop={"products": 200}
+    )
+    actions = oracle_actions(config)
+    episode, asked = play(config, ["I would buy something.", *actions])
+    assert episode.outcome.won and episode.outcome.score == 1.0
+    assert valid_of(episode) == [False] + [True] * len(actions)
+    assert "\n> click[buy now]\n" in asked[0][0]
+
+
+@pytest.mark.parametrize("kind", ["search-r1", "zerosearch"])
+def test_agents_that_answer_questions_play_no_household(kind):
+    with pytest.raises(UserError, match="not 'alfworld'"):
+        find_agent(configure(kind))
+
+
+def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
+    from pathlib import Path
+
+    example = Path(__file__).parents[2] / "docs" / "example_environment.py"
+    config = configure("react", env={"name": f"{example}:Guess"})
+    episode, asked = play(config, lambda *_: "50")
+    assert asked[0][0].partition("\nHere is the task.\n")[2].startswith("Task: I think of a number.")
+    assert "\n(possible: 1, 2, 3, " in asked[0][0] and actions_of(episode)[0] == "50"
 
 
 # --- ZeroSearch ------------------------------------------------------------------------------------------------------
 
 
+class Librarian:
+    """A chat model that always writes the same."""
+
+    def __init__(self, text):
+        self.text, self.asked = text, []
+
+    async def complete(self, prompt, **_):
+        self.asked.append(prompt)
+        return Reply(self.text, 1, 1, False)
+
+
 def test_a_simulated_search_engine():
-    config = searching("plain")
-    model = Scripted(lambda *_: "Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
-    simulator = Simulator(model, config)
+    model = Librarian("Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
+    simulator = Simulator(model, searching("plain"))
     hits = simulator.search(["where is Tik", "who"], 3)
     assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
     assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
-    assert any(
-        "generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt, *_ in model.asked
-    )
+    assert any("generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt in model.asked)
     assert all(hit.id.startswith("noisy/") for hit in simulator.search(["who"], 2, share=1.0)[0])
-    assert "noisy information" in model.asked[-1][0]
+    assert "noisy information" in model.asked[-1]
 
 
-def test_the_share_of_noise():
-    model, queries = Scripted(lambda *_: "no documents here"), [f"query {i}" for i in range(400)]
-    simulator = Simulator(model, searching("plain"))
+def test_the_share_of_noise_is_kept_and_rises_over_training():
+    queries = [f"query {i}" for i in range(400)]
+    simulator = Simulator(Librarian("no documents here"), searching("plain"))
     found = simulator.search(queries, 1, share=0.25)
-    noisy = sum(hits[0].id.startswith("noisy") for hits in found)
-    assert 70 <= noisy <= 130
+    assert 70 <= sum(hits[0].id.startswith("noisy") for hits in found) <= 130
     assert found == simulator.search(queries, 1, share=0.25)
     assert found[0][0].contents == "no documents here"
-
-
-def test_noise_rises_over_training():
-    config = searching(
-        "plain", simulator={"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}, run={"updates": 100}
-    )
-    simulator = Simulator(Scripted([]), config)
+    settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
+    simulator = Simulator(Librarian(""), searching("plain", simulator=settings, run={"updates": 100}))
     assert simulator.share(None) == simulator.share(0) == pytest.approx(0.1)
     assert simulator.share(50) == pytest.approx(0.1 + (4**0.5 - 1) / 3 * 0.8)
     assert simulator.share(100) == simulator.share(200) == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("search-r1", "plays env.name = 'search', not 'alfworld'"), ("react", "Game.task")]
-)
-def test_what_an_agent_cannot_play_is_a_users_error(kind, reason):
-    factory = FACTORY
-    config = configure(kind)
-    if kind == "react":
-        example = Path(__file__).parents[2] / "docs" / "example_environment.py"
-        config = configure(kind, env={"name": f"{example}:Guess"})
-        factory = make_factory(config)
-    with pytest.raises(UserError, match=reason):
-        make_agent(config, factory)
 
 
 # --- the table of results --------------------------------------------------------------------------------------------
@@ -500,7 +365,7 @@ def episode_line(kind, success, *, score=None, failure=None):
 
 
 def row(environment, lines):
-    about = {"env.name": environment, "agent.kind": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
+    about = {"env.name": environment, "agent.type": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
     summary = summarise(lines, about, EndpointConfig(input_price=1.0), 9.0)
     return table(summary).splitlines()
 

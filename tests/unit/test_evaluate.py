@@ -5,10 +5,11 @@ import json
 import pytest
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
+from paw.agents.results import kind_lines, kind_rows
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.model.policy import Policy
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import kind_lines, kind_table, success_metrics, wilson
+from paw.rollout.success import kinds, success_metrics, wilson
 from paw.tools.samples import sample_episodes
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -86,7 +87,7 @@ def test_the_seven_sets_are_a_table_with_their_average():
         for i, won in enumerate(wins)
         for task in [Task(f"{kind}/{i}", kind)]
     ]
-    table = kind_table(groups)
+    table = kind_rows(kinds(groups))
     assert list(table) == ["NQ", "2Wiki", "Bamboogle", "own", "Avg."]
     low, high = wilson(3, 4)
     assert table["NQ"] == {"success": 0.75, "ci_low": low, "ci_high": high, "games": 4}
@@ -97,8 +98,8 @@ def test_the_seven_sets_are_a_table_with_their_average():
 
 
 def test_other_kinds_are_rows_without_an_average():
-    assert list(kind_table(make_groups())) == ["heat", "pick"]
-    assert kind_lines(kind_table([])) == []
+    assert list(kind_rows(kinds(make_groups()))) == ["heat", "pick"]
+    assert kind_lines(kind_rows([])) == []
 
 
 @pytest.fixture(scope="module")

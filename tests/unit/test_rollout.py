@@ -1,8 +1,8 @@
 """Episodes with the real engine and real households: reproducible, and a broken environment costs its episode alone."""
 
+import asyncio
 import itertools
 import threading
-import time
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
-from paw.rollout.scheduler import Rollouts, derive_seed
+from paw.rollout.episode import ContextFull, derive_seed
+from paw.rollout.scheduler import Rollouts
 from paw.types import Outcome, Task
 
 CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
@@ -51,7 +52,7 @@ def turns_of(groups):
 
 
 class Scripted:
-    """Counts to the task's payload, then wins; raises where it is told to."""
+    """Counts to three, then wins; raises where it is told to."""
 
     def __init__(self, factory):
         self.factory = factory
@@ -61,13 +62,13 @@ class Scripted:
             raise self.factory.error(f"broken at {where}")
 
     def reset(self, task):
-        self.length, self.n = task.payload, 0
+        self.n = 0
         self.made_for = (task.id, next(self.factory.starts.setdefault(task.id, itertools.count())))
         self._maybe_fail("reset")
         return "start"
 
     def context(self):
-        self._maybe_fail(f"prompt {self.n}")
+        self._maybe_fail(f"context {self.n}")
         return f"task: put a mug in shelf 1.\nturn {self.n}"
 
     def anchor(self):
@@ -77,7 +78,7 @@ class Scripted:
         self.factory.on_step(self)
         self._maybe_fail(f"step {self.n}")
         self.n += 1
-        done = self.n == self.length
+        done = self.n == 3
         return Outcome(f"now {self.n}", float(done), done, done, response, valid=True)
 
     def close(self):
@@ -97,7 +98,7 @@ class ScriptedFactory:
         self.starts, self.closed, self.made = {}, 0, 0
 
     def train_tasks(self, step, count, seed):
-        return [Task(f"task {i}", "count", 3) for i in range(count)]
+        return [Task(f"task {i}", "count") for i in range(count)]
 
     def make(self):
         self.made += 1
@@ -121,7 +122,13 @@ def test_members_of_a_group_play_the_same_task(rollouts):
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):
+    """And the games replay to the same outcomes: nothing is lost between the response's ids and the environment."""
     groups, stats = play(rollouts)
+    environment = rollouts.factory.make()
+    for episode in episodes_of(groups):
+        environment.reset(episode.task)
+        for turn in episode.turns:
+            assert (environment.context(), environment.step(turn.response)) == (turn.prompt, turn.outcome)
     chat, turns = make_chat(), turns_of(groups)
     for turn in turns:
         assert turn.prompt_ids == chat.prompt_ids(turn.prompt)
@@ -137,17 +144,6 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
             assert following.anchor == turn.outcome.observation
     assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
     assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
-
-
-def test_the_games_replay_to_the_same_outcomes(rollouts):
-    """Nothing is lost between the response's ids and the environment."""
-    groups, _ = play(rollouts)
-    environment = rollouts.factory.make()
-    for episode in episodes_of(groups):
-        environment.reset(episode.task)
-        for turn in episode.turns:
-            assert environment.context() == turn.prompt
-            assert environment.step(turn.response) == turn.outcome
 
 
 def test_same_seed_same_episodes_another_seed_or_stream_others(rollouts):
@@ -209,12 +205,13 @@ def test_environments_are_kept_and_closed_once(model):
     assert rollouts.factory.closed == 12
 
 
-@pytest.mark.parametrize("where", ["reset", "prompt 0", "prompt 1", "step 0", "step 2"])
-def test_a_failing_episode_is_left_out_and_counted(model, where):
-    rollouts = scripted(model, (where, ("task 1", 2)))
+@pytest.mark.parametrize("where", ["reset", "context 0", "context 1", "step 0", "step 2"])
+@pytest.mark.parametrize("think", [None, lambda environment: None])
+def test_a_failing_episode_is_left_out_and_counted(model, where, think):
+    rollouts = scripted(model, (where, ("task 1", 2)), on_step=think)
     groups, stats = play(rollouts)
     assert [len(group.trajectories) for group in groups] == [4, 3, 4]
-    assert [episode.member for episode in groups[1].trajectories] == [0, 1, 3]
+    assert think or [episode.member for episode in groups[1].trajectories] == [0, 1, 3]
     assert all(episode.episode_return == 1.0 and episode.failure is None for episode in episodes_of(groups))
     assert (len(stats.failures), stats.groups_dropped) == (1, 0)
     assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
@@ -227,17 +224,6 @@ def test_failures_do_not_change_the_other_episodes(model):
     whole = turns_of(play(scripted(model))[0])
     broken = turns_of(play(scripted(model, ("step 1", ("task 0", 0))))[0])
     assert [(t.response_ids, t.outcome) for t in broken] == [(t.response_ids, t.outcome) for t in whole[3:]]
-
-
-@pytest.mark.parametrize("where", ["reset", "prompt 1", "step 0"])
-def test_a_failure_in_a_thread_costs_its_episode_and_a_users_mistake_the_run(model, where):
-    touch = threading.get_ident  # no more than saying that it may block
-    groups, stats = play(scripted(model, (where, ("task 1", 2)), on_step=lambda _: touch()))
-    assert sorted(len(group.trajectories) for group in groups) == [3, 4, 4]
-    assert [group.task.id for group in groups] == ["task 0", "task 1", "task 2"]
-    assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
-    with pytest.raises(UserError, match=f"broken at {where}"):
-        play(scripted(model, always=where, error=UserError, on_step=lambda _: touch()))
 
 
 GAME = """
@@ -296,35 +282,17 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
     assert [turn.response_ids for turn in turns_of(groups)] == [t.response_ids for t in turns_of(play(rollouts)[0])]
 
 
-def test_lock_step_waits_for_every_live_episode_and_changes_nothing(model):
-    want = play(scripted(model))
-    slow = ("task 0", 0)
-    rollouts = scripted(model, on_step=lambda environment: time.sleep(0.05 * (environment.made_for == slow)))
-    engine, step, batches = rollouts.engine, rollouts.engine.step, []
-
-    def counted():
-        batches.append(engine.pending)
-        return step()
-
-    engine.continuous, engine.step = True, counted
-    assert play(rollouts, lock_step=True) == want
-    assert batches == [12, 12, 12, 0]
-
-
 def test_a_group_below_two_members_is_dropped(model):
     failures = [("step 1", ("task 0", i)) for i in range(3)] + [("reset", ("task 2", i)) for i in range(4)]
     groups, stats = play(scripted(model, *failures))
     assert [group.task.id for group in groups] == ["task 1"]
     assert (len(stats.failures), stats.groups_dropped) == (7, 2)
-
-
-def test_a_single_member_group_stands_unless_it_fails(model):
     groups, stats = play(scripted(model, ("step 0", ("task 1", 0))), group_size=1)
     assert [group.task.id for group in groups] == ["task 0", "task 2"]
     assert stats.groups_dropped == 1
 
 
-@pytest.mark.parametrize("where", ["reset", "prompt 0", "step 0"])
+@pytest.mark.parametrize("where", ["reset", "context 0", "step 0"])
 def test_nothing_is_left_when_everything_fails_even_closing(model, where):
     rollouts = scripted(model, always=where, close_raises=True)
     groups, stats = play(rollouts)
@@ -333,10 +301,11 @@ def test_nothing_is_left_when_everything_fails_even_closing(model, where):
     assert rollouts.engine.pending == 0
 
 
-@pytest.mark.parametrize("where", ["reset", "prompt 0", "step 0"])
-def test_a_users_mistake_stops_the_run(model, where):
+@pytest.mark.parametrize("where", ["reset", "context 0", "step 0"])
+@pytest.mark.parametrize("think", [None, lambda environment: None])  # in the trainer's thread, and in others
+def test_a_users_mistake_stops_the_run(model, where, think):
     with pytest.raises(UserError, match=f"broken at {where}"):
-        play(scripted(model, always=where, error=UserError))
+        play(scripted(model, always=where, error=UserError, on_step=think))
 
 
 def test_a_prompt_limit_without_room_stops_the_run(rollouts):
@@ -351,3 +320,206 @@ def test_seeds_are_stable_and_apart():
     seeds = {derive_seed(*draw) for draw in draws}
     assert len(seeds) == len(draws)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# --- agents: what they see and what becomes of it ---------------------------------------------------------------------
+
+
+def by(model, agent, *failures, factory=None, config=CONFIG, **options):
+    return Rollouts(
+        factory or ScriptedFactory(*failures, **options), make_engine(model), make_chat(), config, agent=agent
+    )
+
+
+def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
+    chat, texts = make_chat(), [" and so\n", "go on\n"]
+
+    async def agent(env, model):
+        await env.reset()
+        response = None
+        for text in (env.context(), *texts):
+            response = await model.generate(text, continues=response)
+            await env.step(response)
+
+    config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=256, max_response_tokens=1)})
+    ended = 0
+    for episode in episodes_of(play(by(model, agent))[0] + play(by(model, agent, config=config))[0]):
+        for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
+            ids = chat.observation_ids(text, 99)
+            if before.response_ids[-1] in chat.end_ids:  # it had ended its turn: the text is the user's
+                ended += 1
+                ids = chat.separator_ids + ids + chat.reply_ids
+            assert turn.prompt_ids == before.prompt_ids + before.response_ids + ids
+            assert turn.prompt == before.prompt + before.response + text
+    assert 0 < ended < 48
+
+
+def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
+    chat, said = make_chat(), []
+
+    def agent(stop):
+        async def agent(env, model):
+            await env.reset()
+            while not env.done:
+                response = await model.generate(env.context(), stop=stop)
+                said.append((response, response.stop))
+                await env.step(response)
+
+        return agent
+
+    whole, said = turns_of(play(by(model, agent(())))[0]), []
+    longest = max(whole, key=lambda turn: len(turn.response))
+    stop = longest.response[2:5]
+    turns = turns_of(play(by(model, agent(("no such text", stop))))[0])
+    assert [text for text, _ in said].count("") < len(said)
+    cut = [(before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response]
+    assert cut
+    for before, turn in cut:
+        n = len(turn.response_ids)
+        assert (turn.response_ids, turn.sampled_logp) == (before.response_ids[:n], before.sampled_logp[:n])
+        assert turn.entropy == before.entropy[:n]
+        assert stop in chat.decode(turn.response_ids) and stop not in chat.decode(turn.response_ids[:-1])
+    assert all((stop not in text) and found in ("", stop) for text, found in said)
+
+
+def test_turns_without_a_step_and_steps_without_a_turn(model):
+    """A thought has an empty outcome; an action that no model was asked for adds its reward to the turn before."""
+
+    async def agent(env, model):
+        await env.reset()
+        await env.step("before")
+        await model.generate("think")
+        await env.step(await model.generate(env.context()))
+        await env.step("by itself")
+
+    factory = ScriptedFactory()
+    groups, stats = play(by(model, agent, factory=factory))
+    assert stats.failures == []
+    for episode in episodes_of(groups):
+        thought, last = episode.turns
+        assert (thought.prompt, thought.outcome.observation, thought.outcome.valid) == ("think", "", True)
+        assert (last.outcome.reward, last.outcome.done, last.outcome.won) == (1.0, True, True)
+        assert episode.episode_return == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"),
+    [
+        ("TypeError: oh", TypeError("oh")),
+        ("SystemExit: 3", SystemExit(3)),
+        ("RuntimeError: broken at step 0", "swallow"),
+        ("RuntimeError: the agent ended without a call of the model", "silent"),
+        ("RuntimeError: the agent does not end: 100 calls of the model", "endless"),
+        ("RuntimeError: env.step() before env.reset() or after the end", "early"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_episode(model, reason, ends):
+    config = CONFIG.model_copy(update={"env": CONFIG.env.model_copy(update={"max_turns": 1})})
+
+    async def agent(env, model):
+        if ends == "early":
+            await env.step("now")
+        await env.reset()
+        if isinstance(ends, BaseException):
+            raise ends
+        while ends == "endless":
+            await model.generate("on and on")
+        if ends == "swallow":
+            response = await model.generate(env.context())
+            try:
+                await env.step(response)
+            except Exception:
+                await model.generate("never mind")
+
+    groups, stats = play(by(model, agent, always="step 0", config=config), [Task("a", "b")], group_size=2)
+    assert groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
+
+
+def test_a_full_context_ends_the_episode_with_what_it_has(model):
+    async def agent(env, model):
+        await env.reset()
+        response = await model.generate(env.context())
+        await env.step(response)
+        try:
+            await model.generate("x" * 300, continues=response)
+        except ContextFull:
+            await model.generate("y" * 300, continues=response)
+
+    groups, stats = play(by(model, agent))
+    assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [1] * 12
+
+
+class AsyncGame(Scripted):
+    """Awaits between its methods' halves, and has no anchor of its own."""
+
+    anchor = property()
+
+    async def reset(self, task):
+        await asyncio.sleep(0.01)
+        return super().reset(task)
+
+    async def step(self, response):
+        self.factory.inside += 1
+        self.factory.most = max(self.factory.most, self.factory.inside)
+        await asyncio.sleep(0.02)
+        self.factory.inside -= 1
+        return super().step(response)
+
+
+def test_environments_may_be_async_and_need_no_anchor(model):
+    class AsyncFactory(ScriptedFactory):
+        inside = most = 0
+
+        def make(self):
+            self.made += 1
+            return AsyncGame(self)
+
+    factory = AsyncFactory(("step 1", ("task 1", 0)))
+    groups, stats = play(by(model, None, factory=factory))
+    assert [len(group.trajectories) for group in groups] == [4, 3, 4] and len(stats.failures) == 1
+    assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
+    assert factory.most > 1
+
+
+def test_a_play_inside_a_running_loop(model):
+    """As in a cell of a notebook."""
+
+    async def cell():
+        groups, _ = play(scripted(model))
+        await asyncio.sleep(0)
+        return groups
+
+    assert turns_of(asyncio.run(cell())) == turns_of(play(scripted(model))[0])
+
+
+REWARDS = """
+from paw.types import Trajectory
+
+def brief(trajectory: Trajectory, *, bonus: float = 2.0) -> float:
+    return bonus - sum(len(turn.response_ids) for turn in trajectory.turns) / 10
+
+def wrong(trajectory):
+    return float("nan") if trajectory.member == 1 else 1
+
+def absent(trajectory):
+    raise KeyError("no judge")
+"""
+
+
+def rewarded(model, path, name):
+    config = CONFIG.model_copy(update={"reward": CONFIG.reward.model_copy(update={"type": f"{path}:{name}"})})
+    return by(model, None, config=config)
+
+
+def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model, tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS.replace(", *, bonus: float = 2.0", "").replace("bonus", "2.0"))
+    groups, _ = play(rewarded(model, path, "brief"))
+    for episode in episodes_of(groups):
+        tokens = sum(len(turn.response_ids) for turn in episode.turns)
+        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 2.0 - tokens / 10]
+        assert episode.episode_return == 2.0 - tokens / 10 and episode.won
+    groups, stats = play(rewarded(model, path, "wrong"))
+    assert [len(group.trajectories) for group in groups] == [3, 3, 3]
+    assert "rewards.py:wrong' is nan; it must be a number from -1e+06 to 1e+06" in stats.failures[0]
+    assert "KeyError: 'no judge'" in play(rewarded(model, path, "absent"))[1].failures[0]

@@ -16,8 +16,7 @@ from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
 from paw.envs.search.retrieval.base import Hit, make_retriever
 from paw.envs.search.reward import exact_match, normalize
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
-from paw.envs.worker import EnvironmentFailure
-from paw.errors import UserError
+from paw.errors import EnvironmentFailure, UserError
 from paw.types import Task
 
 ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
@@ -386,10 +385,10 @@ def test_settings_that_do_not_go_together(tmp_path):
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
     from paw.agents import zerosearch
-    from paw.agents.models import Reply
+    from paw.agents.endpoint import Reply
 
     class Writer:
-        def complete(self, prompt, **_):
+        async def complete(self, prompt, **_):
             quality = "noisy" if "noisy" in prompt else "useful"
             return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0, cut=False)
 

@@ -13,8 +13,7 @@ from paw import cli
 from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
 from paw.envs import make_factory
 from paw.envs.next_state import ask, read_triplets, write_triplets
-from paw.envs.worker import EnvironmentFailure
-from paw.errors import UserError
+from paw.errors import EnvironmentFailure, UserError
 from paw.rollout.engines.base import Completion
 from paw.rollout.scheduler import Rollouts
 from paw.tools.rwml import cut

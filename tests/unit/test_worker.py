@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paw.envs.worker import EnvironmentFailure, Worker
+from paw.envs.worker import Worker
+from paw.errors import EnvironmentFailure
 
 GAME = '''
 import os, sys, time

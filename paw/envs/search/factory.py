@@ -17,8 +17,7 @@ from paw.envs.search.data import Question
 from paw.envs.search.prompt import Action, Style, make_style, title
 from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
 from paw.envs.search.reward import exact_match
-from paw.envs.worker import EnvironmentFailure
-from paw.errors import UserError, describe
+from paw.errors import EnvironmentFailure, UserError, describe
 from paw.types import Outcome, Task
 
 Search = Callable[[Question, str], list[Hit]]

@@ -1,0 +1,140 @@
+"""Between an environment and whoever plays it: what it returns is checked where it comes in, and an episode is bounded.
+
+Whatever an environment raises, returns or fails to return costs its own episode; see `paw.errors.OURS` for what passes.
+"""
+
+import asyncio
+import inspect
+import numbers
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from paw.config import EnvConfig
+from paw.envs.base import EnvFactory
+from paw.errors import EnvironmentFailure, shown
+from paw.rollout.threads import Threads
+from paw.types import Outcome, Task
+
+MAX_REWARD = 1e6
+"""Largest reward of a step in size: sums of squares of a whole update stay far from the end of float32."""
+
+
+def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
+    """Where the environments of a factory run: up to `count` at once where they may block, else one at a time.
+
+    Ours have time limits of their own, and those that never wait stay in the caller's thread. Any other gets a thread
+    and env.step_timeout_s a call.
+    """
+    count = count if factory.may_block else 1
+    if type(factory).__module__.startswith("paw."):
+        return Threads(count if count > 1 else 0)
+    return Threads(count, config.step_timeout_s)
+
+
+class Guarded:
+    """An Env whose answers are sound, its methods sync or async.
+
+    Everything raised is the environment's own exception, or EnvironmentFailure for what it should not have returned.
+    Texts are cut to env.max_text, at the end that the tokeniser would cut, and lone surrogates become question marks; a
+    turn that reaches env.max_turns is the last. Other members are the environment's.
+    """
+
+    def __init__(self, environment: Any, config: EnvConfig) -> None:
+        self._environment, self._config = environment, config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns, self._last = 0, ""
+        self.texts_cut = 0
+
+    def reset(self, task: Task) -> str:
+        self._turns = 0
+        self._last = self._text("reset()", self._call("reset", task))
+        return self._last
+
+    def context(self) -> str | list[dict[str, str]]:
+        """One user message, or a conversation of messages {"role", "content"}, the last of which is to be answered."""
+        found = self._call("context")
+        if not isinstance(found, list):
+            return self._text("context()", found, tail=True)
+        if not found or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in found):
+            self._refuse("context()", found, 'text, or a list of {"role": ..., "content": ...}')
+        return [
+            {"role": m["role"], "content": self._text("a message of context()", m.get("content"), tail=True)}
+            for m in found
+        ]
+
+    def anchor(self) -> str:
+        """The observation as GiGPO compares it; of an Env without `anchor` the last one."""
+        has_own = hasattr(self._environment, "anchor")
+        return self._text("anchor()", self._call("anchor")) if has_own else self._last
+
+    def step(self, response: str) -> Outcome:
+        outcome = self._call("step", response)
+        if not isinstance(outcome, Outcome):
+            self._refuse("step()", outcome, "an Outcome (paw/types.py)")
+        self._turns, name = self._turns + 1, type(self._environment).__name__
+        self._last = self._text("Outcome.observation", outcome.observation)
+        return replace(
+            outcome,
+            observation=self._last,
+            reward=number(f"{name}: Outcome.reward", outcome.reward, -MAX_REWARD, MAX_REWARD),
+            done=self._flag("done", outcome.done) or self._turns >= self._config.max_turns,
+            won=self._flag("won", outcome.won),
+            action=self._text("Outcome.action", outcome.action),
+            valid=self._flag("valid", outcome.valid),
+            score=None if outcome.score is None else number(f"{name}: Outcome.score", outcome.score, 0, 1),
+        )
+
+    def oracle(self) -> str:
+        return self._text("oracle()", self._call("oracle"))
+
+    def admissible_actions(self) -> list[str]:
+        """[] for an Env that does not say."""
+        listed = self._call("admissible_actions") if hasattr(self._environment, "admissible_actions") else []
+        return [self._text("admissible_actions()", action) for action in listed]
+
+    def format_action(self, action: str) -> str:
+        """A well-formed response that plays `action`: the action itself, unless the Env says otherwise."""
+        has_own = hasattr(self._environment, "format_action")
+        return self._text("format_action()", self._call("format_action", action)) if has_own else action
+
+    def close(self) -> None:
+        if hasattr(self._environment, "close"):
+            self._call("close")
+        if self._loop:
+            self._loop.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        value = getattr(self._environment, name)(*args)
+        if inspect.isawaitable(value):  # on a loop of its own, so that one that blocks costs its own episode
+            self._loop = self._loop or asyncio.new_event_loop()
+            return self._loop.run_until_complete(value)
+        return value
+
+    def _text(self, what: str, value: object, *, tail: bool = False) -> str:
+        if not isinstance(value, str):
+            self._refuse(what, value, "text")
+        most = self._config.max_text
+        if len(value) > most:
+            self.texts_cut += 1
+            value = value[-most:] if tail else value[:most]
+        return value.encode("utf-8", "replace").decode()
+
+    def _flag(self, name: str, value: object) -> bool:
+        numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+        if not (isinstance(value, bool) or numpy_bool):
+            self._refuse(f"Outcome.{name}", value, "True or False")
+        return bool(value)
+
+    def _refuse(self, what: str, value: object, wanted: str) -> NoReturn:
+        raise EnvironmentFailure(f"{type(self._environment).__name__}: {what} is {shown(value)}; it must be {wanted}")
+
+
+def number(what: str, value: Any, least: float, most: float) -> float:
+    """`value` as a float. Raises EnvironmentFailure where it is no number of that range."""
+    if not isinstance(value, numbers.Real) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
+        raise EnvironmentFailure(f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}")
+    return float(value)
