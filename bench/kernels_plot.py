@@ -14,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
@@ -206,32 +207,30 @@ def live(measured: Rows, predicted: Rows) -> Figure:
 
 
 def cpu(rows: Rows) -> Figure:
-    """Bars: the row operation, then forward + backward of each shape."""
+    """Bars: the row operation, then forward + backward of each shape that more than one implementation ran."""
     row_op = [r for r in rows if r["mode"] == "row statistics"]
     heads = list(dict.fromkeys(r["head"] for r in rows if r["mode"] == BOTH))
-    figure, grid = plt.subplots(2, 2, figsize=(9.6, 7.2), dpi=150, layout="constrained")
-    about = rows[0]
-    figure.suptitle(
-        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, float32: median ms", fontsize=10
-    )
     panels = [bars(row_op, f"row statistics, {row_op[0]['T']} x {int(row_op[0]['V']):,}")] if row_op else []
     for head in heads:
         mine = [r for r in rows if r["head"] == head and r["mode"] == BOTH and r["dead"] != "known" and r["ms"]]
         mine = [r for r in mine if r["live"] == "1.0" or r["implementation"].startswith("paw[cpu")]
         shape = f"T {mine[0]['T']}, D {mine[0]['D']}, V {int(mine[0]['V']):,}"
         panels.append(bars(mine, f"{BOTH}, {shape}"))
-    for axes, (names, values, title) in zip(grid.flat, panels, strict=False):
+    panels = [panel for panel in panels if len(panel[0]) > 1]
+    most, about = max(len(names) for names, _, _ in panels), rows[0]
+    figure, grid = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), dpi=150, layout="constrained")
+    title = f"{about['device']}, {about['threads']} threads, torch {about['torch']}, float32: median ms"
+    figure.suptitle(title, fontsize=10)
+    for axes, (names, values, title) in zip(np.atleast_1d(grid), panels, strict=True):
         colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in names]
         drawn = axes.barh(names, values, color=colours)
-        axes.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize=8)
+        axes.bar_label(drawn, [f"{value:#.3g}".rstrip(".") for value in values], padding=3, fontsize=8)
         axes.set_title(title, loc="left", fontsize=9)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
+        axes.set_ylim(most - 0.5, -0.5)  # bars of the same thickness in all
+        axes.margins(x=0.16)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
         axes.xaxis.set_visible(False)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
     return figure
 
 

@@ -7,7 +7,6 @@ Simulated: bench/memory_simulation.py. All tokens but the first of a row are tar
 """
 
 import argparse
-import csv
 import platform
 import sys
 from datetime import UTC, datetime
@@ -20,14 +19,13 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS, ROOT, write
 from bench.memory_simulation import measured, simulate
 from paw.config import Config
 from paw.recipe import validate
 from paw.tools.plan import GIB, USABLE, plan
 from paw.tools.shapes import SHAPES, Shape
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "memory_plan.csv"
 PAGE = ROOT / "docs" / "memory.md"
 
 
@@ -105,10 +103,7 @@ def main() -> None:
         }
         print(*row.values(), flush=True)
         rows.append({key: str(value) for key, value in row.items()})
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(RESULTS / "memory_plan.csv", rows)
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition("<!-- python bench/memory.py -->")
     after = rest.partition("<!-- end -->")[2]

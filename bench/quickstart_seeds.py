@@ -8,19 +8,19 @@ Seeds that already have a finished run there are read, not trained again.
 """
 
 import argparse
-import csv
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-ROOT = Path(__file__).parents[1]
+from bench.common import RESULTS, ROOT, evaluate, paw, write
+from paw.tools.plots import PALETTE, styled
+from paw.tools.rundir import load_run
 
 
 def main() -> None:
@@ -28,75 +28,42 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
     options = parser.parse_args()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     rows, cooler = [], []
     for seed in options.seeds:
-        run = options.runs / f"seed-{seed}"
-        if not (run / "report.html").exists():
-            command = [sys.executable, "-m", "paw", "train", "quickstart", "--run.dir", str(options.runs)]
-            command += ["--run.name", run.name, "--run.seed", str(seed), "--warmup.seed", str(seed)]
-            subprocess.run(command, check=True, cwd=ROOT)
-            (run / "commit").write_text(head)  # of the code that trained, not of the code that writes the table
-        info = json.loads((run / "run.json").read_text())
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            if "eval/success" not in record:
-                continue
-            values = {name: round(record[f"eval/{name}"], 4) for name in ("success", "ci_low", "ci_high", "games")}
-            # minutes: the whole run, warm-up included
-            about = {
-                "minutes": round((info["warmup_s"] + info["wall_s"]) / 60, 1),
-                "commit": (run / "commit").read_text().strip(),
-            }
-            about |= {name: info[name] for name in ("paw", "torch", "device")} | {"head": info["backend"]}
-            rows.append({"seed": seed, "update": record["step"], **values, **about})
-        for when, model in (("before", info["start"]), ("after", str(run / "hf"))):
-            cooler.append(
-                {"seed": seed, "when": when, **evaluate(model, run / "config.toml", temperature=0.4), **about}
-            )
-    write("quickstart.csv", rows)
-    write("quickstart_t04.csv", cooler)
-    summarise(rows)
+        folder = options.runs / f"seed-{seed}"
+        if not (folder / "report.html").exists():
+            where = ("--run.dir", options.runs, "--run.name", folder.name)
+            paw("train", "quickstart", *where, "--run.seed", seed, "--warmup.seed", seed)
+        run = load_run(folder)
+        minutes = (run.info["warmup_s"] + run.info["wall_s"]) / 60  # the whole run
+        about = {"minutes": round(minutes, 1)} | {name: run.info[name] for name in ("commit", "paw", "torch", "device")}
+        about["head"] = run.info["backend"]
+        evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
+        for row in evaluated:
+            found = {name: run.at(f"eval/{name}", row["update"]) for name in ("success", "ci_low", "ci_high", "games")}
+            row |= {name: round(value or 0.0, 4) for name, value in found.items()} | about
+        for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
+            found = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
+            cooler.append({"seed": seed, "when": when, **found, **about})
+        first, last = evaluated[0]["success"], evaluated[-1]["success"]
+        print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%}) in {about['minutes']} min")
+        rows += evaluated
+    write(RESULTS / "quickstart.csv", rows)
+    write(RESULTS / "quickstart_t04.csv", cooler)
     draw(rows)
 
 
-def evaluate(model: str, recipe: Path, *, temperature: float) -> dict:
-    command = [sys.executable, "-m", "paw", "eval", model, "--recipe", str(recipe), "--json"]
-    command += ["--eval.temperature", str(temperature)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-    return {name: round(found[name], 4) for name in ("temperature", "success", "ci_low", "ci_high", "games")}
-
-
-def write(name: str, rows: list[dict]) -> None:
-    path = ROOT / "bench" / "results" / name
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def summarise(rows: list[dict]) -> None:
-    for seed in sorted({row["seed"] for row in rows}):
-        mine = [row for row in rows if row["seed"] == seed]
-        first, last = mine[0], mine[-1]
-        gain = last["success"] - first["success"]
-        print(f"seed {seed}: {first['success']:.1%} -> {last['success']:.1%} ({gain:+.1%}) in {last['minutes']} min")
-
-
+@styled
 def draw(rows: list[dict]) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
-    colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]  # Okabe-Ito
-    for index, seed in enumerate(sorted({row["seed"] for row in rows})):
+    for colour, seed in zip(PALETTE, sorted({row["seed"] for row in rows}), strict=False):
         mine = [row for row in rows if row["seed"] == seed]
-        updates, colour = [row["update"] for row in mine], colours[index % len(colours)]
-        low, high = ([row[name] for row in mine] for name in ("ci_low", "ci_high"))
+        updates, low, high, success = ([row[key] for row in mine] for key in ("update", "ci_low", "ci_high", "success"))
         axes.fill_between(updates, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(updates, [row["success"] for row in mine], "o-", color=colour, markersize=3, label=f"seed {seed}")
+        axes.plot(updates, success, "o-", color=colour, markersize=3, label=f"seed {seed}")
     axes.set(xlabel="Update", ylabel="Success on unseen games", ylim=(0, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(loc="lower right")
     figure.savefig(ROOT / "docs" / "learning_curve.png")
 
 

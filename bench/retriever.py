@@ -9,7 +9,6 @@ recall3: share of questions whose document (of two, the first) is among three fo
 """
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import itertools
@@ -29,13 +28,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS, ROOT, write
 from bench.kernels import commit, cpu_name
 from paw.config import SearchConfig
 from paw.envs.search.retrieval.base import Retriever, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.search.world import World
 
-ROOT = Path(__file__).parents[1]
 CLIENTS = 16
 SECONDS = 5.0
 """Each case is measured for at least this long."""
@@ -61,10 +60,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["PAW_CACHE"] = f"{folder}/cache"
             rows += [about | row for row in measure(name, documents, Path(folder) / "corpus.jsonl")]
-    with (ROOT / "bench" / "results" / "retriever_cpu.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(RESULTS / "retriever_cpu.csv", rows)
 
 
 def measure(name: str, documents: int, corpus: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ title. `buyer` is the rule-based one. Exit code 1 below the target, by processor
 """
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -20,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS, write
 from bench.kernels import commit, cpu_name
 from paw.config import EnvConfig, WebshopConfig
 from paw.envs.base import admissible_responses
 from paw.envs.webshop.factory import WebshopEnv, WebshopFactory
 
-ROOT = Path(__file__).parents[1]
 SESSIONS = 128
 TARGET = 2000
 """Steps a second of processor time."""
@@ -35,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--products", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=40_000)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "webshop_steps.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "webshop_steps.csv")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -58,10 +57,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "commit": commit("paw/envs/webshop", "paw/envs/search/retrieval"),
     }
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *about], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+    write(options.out, [row | about for row in rows])
     return int(min(row["steps_cpu_s"] for row in rows) < TARGET)
 
 

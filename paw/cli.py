@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = add("profile", "time and memory of an update with and without the world model", _profile)
     sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-    sub.add_argument("--repeats", type=int, default=10, metavar="N", help="passes of each arm (default: %(default)s)")
+    sub.add_argument("--repeats", type=int, default=10, metavar="N", help="passes of each (default: %(default)s)")
     sub.add_argument("--out", type=Path, default=Path("profile"), help="folder to write (default: %(default)s)")
     sub.add_argument("--trace", action="store_true", help="write profiler traces (on a GPU: memory snapshots too)")
     source = sub.add_mutually_exclusive_group()

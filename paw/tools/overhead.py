@@ -1,7 +1,7 @@
 """The records of `paw profile`: as a table, as the paper's Figure 5, as CSV.
 
-A record is one phase of one repeat of one arm. Times are medians over repeats; memory, tokens and live share were
-measured once for each arm and are the same in all its repeats.
+A record is one phase of one repeat of one variant. Times are medians over repeats; memory, tokens and live share were
+measured once for each variant and are the same in all its repeats.
 """
 
 import csv
@@ -20,7 +20,7 @@ from paw.files import write_file
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
 
 Record = dict[str, Any]
-"""A line of profile.csv: arm, repeat, phase, and what was measured."""
+"""A line of profile.csv: variant, repeat, phase, and what was measured."""
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
@@ -36,24 +36,24 @@ def write_csv(path: Path, records: list[Record]) -> None:
     write_file(path, text.getvalue())
 
 
-def pick(records: list[Record], arm: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
+def pick(records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
     """[repeats] sums of `key` over the phases."""
     repeats = range(1, records[-1]["repeat"] + 1)
-    own = [record for record in records if record["arm"] == arm and record["phase"] in phases]
+    own = [record for record in records if record["variant"] == variant and record["phase"] in phases]
     return np.array([sum(record.get(key, 0.0) for record in own if record["repeat"] == r) for r in repeats])
 
 
-def memory_gib(records: list[Record], arm: str) -> tuple[float, float]:
+def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
     """Peak, and average moment, after the rollout."""
     keys = ("peak_gib", "mean_gib", "seconds")
-    peaks, means, seconds = ([np.median(pick(records, arm, [phase], key)) for phase in STAGES] for key in keys)
+    peaks, means, seconds = ([np.median(pick(records, variant, [phase], key)) for phase in STAGES] for key in keys)
     return float(max(peaks)), float(np.average(means, weights=seconds))
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
     """Median over the repeats of `other` over `base`, less 1, in per cent, and its 95 % bootstrap interval.
 
-    A ratio within a repeat: what else the machine does then slows both arms. Fewer than ENOUGH repeats: their range.
+    A ratio within a repeat: what else the machine does then slows both. Fewer than ENOUGH repeats: their range.
     """
     ratios = other / base
     ends = np.array([ratios.min(), ratios.max()])
@@ -64,16 +64,16 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def table(records: list[Record]) -> Table:
-    """Medians over the repeats, what the second arm adds in the median repeat, and in Figure 5 (Qwen2.5-1.5B)."""
-    arms, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("arm", "phase"))
+    """Medians over the repeats, what the second variant adds in the median repeat, and in Figure 5 (Qwen2.5-1.5B)."""
+    variants, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("variant", "phase"))
     step = "step" if "rollout" in phases else "after the rollout"
     repeats = records[-1]["repeat"]
     spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
-    columns = ("", *arms, f"PaW adds [{spread}]", "the paper")
+    columns = ("", *variants, f"PaW adds [{spread}]", "the paper")
     shown = Table(*(Column(escape(name), no_wrap=True) for name in columns), box=SIMPLE)
 
     def times(label: str, which: Sequence[str], key: str = "seconds", paper: str = "") -> None:
-        a, b = (pick(records, arm, which, key) for arm in arms)
+        a, b = (pick(records, variant, which, key) for variant in variants)
         told = np.median(a) > 1e-3 and (a != b).any()
         added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if told else ""
         shown.add_row(label, f"{np.median(a):.3f}", f"{np.median(b):.3f}", added, paper)
@@ -87,33 +87,33 @@ def table(records: list[Record]) -> Table:
     times(f"{step}, s", phases, paper="+2.1 %")
     times("update, CPU s", ["update"], "cpu_seconds")
     times(f"{step}, CPU s", phases, "cpu_seconds")
-    peaks, means = zip(*(memory_gib(records, arm) for arm in arms), strict=True)
+    peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
     plain("peak memory, GiB", "{:.4g}", peaks, "+2.4 %")
     plain("average memory, GiB", "{:.4g}", means)
-    plain("tokens processed", "{:,.0f}", [pick(records, arm, STAGES, "tokens")[0] for arm in arms])
-    plain("live rows of the head", "{:.3f}", [pick(records, arm, STAGES, "live_frac")[0] for arm in arms])
+    plain("tokens processed", "{:,.0f}", [pick(records, variant, STAGES, "tokens")[0] for variant in variants])
+    plain("live rows of the head", "{:.3f}", [pick(records, variant, STAGES, "live_frac")[0] for variant in variants])
     return shown
 
 
 @styled
 def chart(records: list[Record], title: str) -> Figure:
-    """Figure 5: seconds of a step by phase (medians), and memory, of both arms."""
-    arms, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("arm", "phase"))
+    """Figure 5: seconds of a step by phase (medians), and memory, of both variants."""
+    variants, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("variant", "phase"))
     figure = Figure((7.2, 3.4))
     times, memory = figure.subplots(1, 2)
     bottom = np.zeros(2)
     for phase in phases:
-        heights = [np.median(pick(records, arm, [phase])) for arm in arms]
-        times.bar(arms, heights, 0.55, bottom, color=PHASES[phase], label=phase)
+        heights = [np.median(pick(records, variant, [phase])) for variant in variants]
+        times.bar(variants, heights, 0.55, bottom, color=PHASES[phase], label=phase)
         bottom += heights
     for place, total in enumerate(bottom):
         times.text(place, total, f"{total:.3g} s", ha="center", va="bottom", color=INK)
     times.set(ylabel="Time of a step (s)", ylim=(0, 1.12 * bottom.max()))
-    peaks, means = zip(*(memory_gib(records, arm) for arm in arms), strict=True)
+    peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
     for shift, label, heights, colour in ((-0.18, "peak", peaks, BLUE), (0.18, "average", means, SKY)):
         bars = memory.bar(np.arange(2) + shift, heights, 0.33, color=colour, label=label)
         memory.bar_label(bars, fmt="%.3g", color=INK)
-    memory.set(xticks=range(2), xticklabels=arms, ylabel="Memory after the rollout (GiB)", ymargin=0.12)
+    memory.set(xticks=range(2), xticklabels=variants, ylabel="Memory after the rollout (GiB)", ymargin=0.12)
     for axes in (times, memory):
         axes.tick_params(axis="x", labelcolor=INK)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, handlelength=1.0, columnspacing=0.9)

@@ -1,8 +1,8 @@
 """`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
 
-Both arms are the stages of `train.update` on the same groups, interleaved in alternating order. The learning rate is 0:
-the optimizer does all its work and leaves the weights as they are, so every pass sees the same ones, and no copy to
-restore them from sits in memory. Times come from passes that nothing watches, memory from one more pass of each arm.
+Both variants are the stages of `train.update` on the same groups, interleaved in alternating order. The learning rate
+is 0: the optimizer does all its work and leaves the weights as they are, so every pass sees the same ones, and no copy
+to restore them from takes memory. Times come from passes that nothing watches, memory from one more pass of each.
 """
 
 import gc
@@ -46,7 +46,7 @@ def profile(
     synthetic: bool,
     trace: bool,
 ) -> int:
-    """Measure both arms `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
+    """Measure both variants `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
 
     `rollouts` (a file that `paw rollout` wrote) and `synthetic` (random tokens, random weights of the model's shape)
     need neither games nor vLLM; the step then has no rollout. Raises UserError for what the user can mend.
@@ -64,16 +64,16 @@ def profile(
         raise UserError(f"--out {out}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
         model = random_model(config, Path(scratch) / "model") if synthetic else config.model.path
-        arms = make_arms(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
-        with open_run(list(arms.values())[-1]) as run:
+        variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
+        with open_run(list(variants.values())[-1]) as run:
             played: dict[str, Record] = {}
             groups = read_groups(rollouts, run) if rollouts else random_groups(run) if synthetic else play(run, played)
             turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
             about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": code_commit()}
             about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
-            records = measure(run, arms, groups, played, repeats=repeats)
+            records = measure(run, variants, groups, played, repeats=repeats)
             if trace:
-                write_traces(run, arms, groups, out)
+                write_traces(run, variants, groups, out)
     write_csv(out / "profile.csv", [record | about for record in records])
     figure = chart(records, f"{recipe}, {turns:,} turns, {about['device']}")
     write_file(out / "profile.png", partial(figure.savefig, dpi=150))
@@ -82,7 +82,7 @@ def profile(
     return 0
 
 
-def make_arms(config: Config) -> dict[str, Config]:
+def make_variants(config: Config) -> dict[str, Config]:
     """The recipe without and with the world model, as table and chart name them; lr 0, which no recipe may have."""
     name, still = config.advantage.estimator.upper(), config.optim.model_copy(update={"lr": 0.0})
     off, on = (changed(config, {"wm.enabled": wm}).model_copy(update={"optim": still}) for wm in (False, True))
@@ -100,22 +100,22 @@ def play(run: Run, found: dict[str, Record]) -> list[Group]:
 
 
 def measure(
-    run: Run, arms: dict[str, Config], groups: list[Group], played: dict[str, Record], *, repeats: int
+    run: Run, variants: dict[str, Config], groups: list[Group], played: dict[str, Record], *, repeats: int
 ) -> list[Record]:
-    """A record for each arm, repeat and phase; the rollout, `played` once, is the same in all."""
-    fixed: dict[str, dict[str, Record]] = {name: defaultdict(dict) for name in arms}
-    for name, config in arms.items():
+    """A record for each variant, repeat and phase; the rollout, `played` once, is the same in all."""
+    fixed: dict[str, dict[str, Record]] = {name: defaultdict(dict) for name in variants}
+    for name, config in variants.items():
         one_pass(run, config, groups, nullcontext)  # makes the optimizer's state
         metrics = one_pass(run, config, groups, partial(memory, run, fixed[name]))
         fixed[name]["update"]["live_frac"] = metrics.get("wm/live_frac", 0.0)
     records: list[Record] = []
     for repeat in range(1, repeats + 1):
-        for name in list(arms)[:: 1 if repeat % 2 else -1]:
+        for name in list(variants)[:: 1 if repeat % 2 else -1]:
             found = dict(played)
-            one_pass(run, arms[name], groups, partial(timed, run, found))
-            order = {"arm": name, "repeat": repeat}
+            one_pass(run, variants[name], groups, partial(timed, run, found))
+            order = {"variant": name, "repeat": repeat}
             records += [order | {"phase": phase} | found[phase] | fixed[name][phase] for phase in found]
-        spent = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in arms)
+        spent = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in variants)
         run.say(f"repeat {repeat}/{repeats}: {spent} after the rollout")
     return records
 
@@ -188,11 +188,11 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
     found[phase] |= {"tokens": sum(tokens), "peak_gib": peak / 2**30, "mean_gib": mean / 2**30}
 
 
-def write_traces(run: Run, arms: dict[str, Config], groups: list[Group], out: Path) -> None:
-    """A Chrome trace of each arm on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
+def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
+    """A Chrome trace of each variant on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
     group = max(groups, key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}))
     cuda = run.policy.device.type == "cuda"
-    for name, config in zip(("vanilla", "paw"), arms.values(), strict=True):
+    for name, config in zip(("vanilla", "paw"), variants.values(), strict=True):
         if cuda:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
         with torch.profiler.profile(profile_memory=True) as seen:

@@ -6,6 +6,7 @@ also saved as PNG.
 """
 
 import argparse
+import html
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup, escape
 
 from paw.errors import UserError, clean
 from paw.files import cause, write_file
@@ -147,7 +147,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
     return pages.get_template("report.html.j2").render(
         title=run.name if single else f"{len(runs)} runs compared",
-        css=Markup((folder / "report.css").read_text(encoding="utf-8")),
+        css=(folder / "report.css").read_text(encoding="utf-8"),
         run=run,
         runs=runs,
         single=single,
@@ -165,7 +165,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
 
 def _printable(value: Any) -> Any:
     """Text without the control characters that no page should show; None as nothing."""
-    return value if isinstance(value, Markup) else clean(value, 50 * TEXT_CHARS, lines=True)
+    return value if hasattr(value, "__html__") else clean(value, 50 * TEXT_CHARS, lines=True)
 
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
@@ -179,7 +179,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str,
         found = []
         for name, title, figure in given:
             if figure:
-                svg = Markup(plots.to_svg(figure, name, escape(_printable(title))))
+                svg = plots.to_svg(figure, name, html.escape(_printable(title)))
                 saved = more.get("png") or figure
                 write_file(plots_dir / f"{name}.png", partial(saved.savefig, dpi=150, facecolor="white"))
                 found.append({"title": title, "svg": svg, "aside": more.get("aside", ""), "note": more.get("note", "")})

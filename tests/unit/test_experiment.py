@@ -1,4 +1,4 @@
-"""Experiments: statistics by hand, planning of studies, tables, and one study trained by the real command."""
+"""Experiments: statistics by hand, variants and plans, tables and figures, and one trained by the real command."""
 
 import csv
 import json
@@ -10,106 +10,76 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
-from paw.tools.experiment import dynamics, study
-from paw.tools.experiment.arms import ARMS, parse_arms
+from paw.tools.experiment import dynamics, runs
 from paw.tools.experiment.compare import measure, summarise
-from paw.tools.experiment.stats import area, interval, paired, student, verdict
+from paw.tools.experiment.results import area, interval, paired, student, verdict
+from paw.tools.experiment.variants import VARIANTS, parse_variants
 from paw.tools.rundir import load_run
 
-# --- statistics -----------------------------------------------------------------------------------------------------
 
-
-def test_interval_by_hand():
+def test_intervals_by_hand():
     # 2, 4, 6: mean 4, sd 2, t(2) = 4.302653, half = 4.302653 * 2 / sqrt(3)
     found = interval([2.0, 4.0, 6.0])
-    assert (found.mean, found.n, found.sd) == (4.0, 3, 2.0)
-    assert found.low == pytest.approx(4 - 4.968276, abs=1e-6)
-    assert found.high == pytest.approx(4 + 4.968276, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("freedom", "t"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (120, 1.9799)]
-)
-def test_student_quantiles_are_those_of_the_tables(freedom, t):
-    assert student(freedom) == pytest.approx(t, abs=5e-5)
-
-
-def test_differences_are_paired_by_seed():
-    found = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
-    assert found is not None
-    assert found.n == 3
-    assert found.mean == pytest.approx(0.1)
-    assert found.sd == pytest.approx(0.0, abs=1e-12)  # the seeds' levels differ, the differences do not
-    assert verdict(found) == "helps beyond the interval"
-    assert paired({0: 0.1}, {1: 0.2}) is None
-
-
-def test_verdicts():
-    assert verdict(interval([-0.3, -0.31, -0.32])) == "hurts beyond the interval"
-    assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
-    assert verdict(interval([0.03, 0.03])) == "not shown (fewer than three seeds)"
-
-
-def test_one_seed_gives_no_interval():
-    found = interval([0.4])
-    assert found == (0.4, 1, None, None, None)
-    assert verdict(found).startswith("not shown (fewer than three seeds")
-    assert verdict(None).startswith("not shown")
-
-
-def test_area_is_the_mean_height():
+    assert found[:3] == (4.0, 3, 2.0)
+    assert found[3:] == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
+    assert interval([0.4]) == (0.4, 1, None, None, None)
+    tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}
+    assert {n: student(n) for n in tabled} == pytest.approx(tabled, abs=5e-5)
     assert area([0, 40, 240], [0.2, 0.4, 0.6]) == pytest.approx((40 * 0.3 + 200 * 0.5) / 240)
     assert area([0], [0.3]) == 0.3
 
 
-# --- arms and plans -------------------------------------------------------------------------------------------------
+def test_differences_are_paired_by_seed():
+    found = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
+    assert found is not None and found.n == 3 and found.mean == pytest.approx(0.1)
+    assert found.sd == pytest.approx(0.0, abs=1e-12)  # the seeds' levels differ, the differences do not
+    assert verdict(found) == "helps beyond the interval"
+    assert verdict(interval([-0.3, -0.31, -0.32])) == "hurts beyond the interval"
+    assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
+    for few in (interval([0.03, 0.03]), interval([0.4]), paired({0: 0.1}, {1: 0.2})):
+        assert verdict(few) == "not shown (fewer than three seeds)"
 
 
-def test_every_named_arm_is_a_configuration():
-    for name, (keys, _) in ARMS.items():
-        config = load("quickstart", keys)
-        assert config.wm.enabled == (name not in ("grpo", "rloo", "gigpo", "dr-grpo", "ppo"))
-
-
-def test_free_arms():
-    arms = parse_arms("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
-    assert arms["loud"] == {"wm.scale": "10", "wm.loss": "mae"}
-    assert arms["same"] == {}
+def test_every_named_variant_is_a_configuration():
+    for name, (keys, _) in VARIANTS.items():
+        assert load("quickstart", keys).wm.enabled == (name not in ("grpo", "rloo", "gigpo", "dr-grpo", "ppo"))
+    found = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
+    assert found["loud"] == {"wm.scale": "10", "wm.loss": "mae"} and found["same"] == {}
 
 
 @pytest.mark.parametrize(
-    ("names", "free", "message"),
+    ("names", "own", "message"),
     [
-        ("grpo,pw", [], "unknown arm 'pw': did you mean 'paw'"),
+        ("grpo,pw", [], "unknown variant 'pw': did you mean 'paw'"),
         ("grpo,zzzzzz", [], "there are: grpo, paw, ce"),
         ("grpo,grpo", [], "'grpo' is there twice"),
-        ("", [], "names no arm"),
-        ("grpo", ["loud wm.scale=1"], "--arm 'loud wm.scale=1'"),
+        ("", [], "names no variant"),
+        ("grpo", ["loud wm.scale=1"], "--variant 'loud wm.scale=1'"),
         ("grpo", ["../loud: wm.scale=1"], "give a name"),
         ("grpo", ["loud: wm.scale"], "give a name"),
     ],
 )
-def test_wrong_arms(names, free, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        parse_arms(names, free)
+def test_wrong_variants(names, own, message):
+    with pytest.raises(UserError, match=message):
+        parse_variants(names, own)
 
 
 def test_seeds():
-    assert study.parse_seeds("3") == [0, 1, 2]
-    assert study.parse_seeds("0-2,7") == [0, 1, 2, 7]
-    assert study.parse_seeds("7,") == [7]
+    assert runs.parse_seeds("3") == [0, 1, 2]
+    assert runs.parse_seeds("0-2,7") == [0, 1, 2, 7]
+    assert runs.parse_seeds("7,") == [7]
     for text in ("0", "x", "3-1", "-2", ""):
-        with pytest.raises(study.argparse.ArgumentTypeError, match="names no seed"):
-            study.parse_seeds(text)
+        with pytest.raises(runs.argparse.ArgumentTypeError, match="names no seed"):
+            runs.parse_seeds(text)
 
 
-def make_plan(out: Path, *, arms="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
-    chosen = parse_arms(arms, [])
+def make_plan(out: Path, *, variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
+    chosen = parse_variants(variants, [])
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return study.plan("quickstart", chosen, {arm: list(seeds) for arm in chosen}, keys, out=out, jobs=jobs)
+    return runs.plan("quickstart", chosen, {name: list(seeds) for name in chosen}, keys, out=out, jobs=jobs)
 
 
-def test_a_plan_is_all_arms_of_a_seed_in_a_row(tmp_path):
+def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
     jobs = make_plan(tmp_path, run__updates="7")
     assert [job.directory.name for job in jobs] == ["grpo-0", "paw-0", "grpo-1", "paw-1"]
     words = jobs[3].words
@@ -126,15 +96,15 @@ def test_a_plan_is_all_arms_of_a_seed_in_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"wm__loss": "ce"}, "--wm.loss is what arm 'ce' sets"),
-        ({"run__seed": "3"}, "--run.seed: the study sets it"),
+        ({"wm__loss": "ce"}, "--wm.loss is what variant 'ce' sets"),
+        ({"run__seed": "3"}, "--run.seed: the experiment sets it"),
         ({"wm__alpa": "1"}, "unknown key '--wm.alpa'"),
         ({"jobs": 0}, "--jobs 0"),
     ],
 )
 def test_wrong_plans(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
-        make_plan(tmp_path, arms="grpo,ce", **overrides)
+        make_plan(tmp_path, variants="grpo,ce", **overrides)
 
 
 def finish(job, evals: dict[int, float], *, training: float = 0.3, **metrics: float) -> None:
@@ -154,7 +124,7 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
         finish(job, {0: 0.2, 3: 0.4})
     jobs = make_plan(tmp_path, run__updates="3", run__threads="2", run__save_every="0")  # learns the same
     assert all(job.finished for job in jobs)
-    study.train(jobs, at_once=1)  # would start `paw train` otherwise, which refuses a run that is there
+    runs.train(jobs, at_once=1)  # would start `paw train` otherwise, which refuses a run that is there
     stopped = jobs[0].directory / "metrics.jsonl"
     stopped.write_text("\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line))
     assert [job.finished for job in jobs] == [False, True, True, True]
@@ -166,24 +136,23 @@ def test_a_run_with_another_configuration_is_an_error(tmp_path):
         make_plan(tmp_path, run__updates="3", optim__lr="1e-3")
 
 
-# --- reports --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def finished(tmp_path):
     """grpo and paw, three seeds, paw better by 0.1 +- a little; ce with one seed."""
     after = {"grpo": (0.50, 0.60, 0.40), "paw": (0.60, 0.69, 0.51), "ce": (0.30,)}
     for seed in range(3):
-        for job in make_plan(tmp_path, arms="grpo,paw,ce" if seed == 0 else "grpo,paw", seeds=[seed], run__updates="4"):
-            world = {} if job.arm == "grpo" else {"wm/live_frac": 0.3, "wm/lambda": 0.8}
-            finish(job, {0: 0.2, 2: 0.3, 4: after[job.arm][seed]}, training=0.05 * seed, **world)
+        for job in make_plan(
+            tmp_path, variants="grpo,paw,ce" if seed == 0 else "grpo,paw", seeds=[seed], run__updates="4"
+        ):
+            world = {} if job.variant == "grpo" else {"wm/live_frac": 0.3, "wm/lambda": 0.8}
+            finish(job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world)
     return tmp_path
 
 
 def test_summary_by_hand(finished):
     runs = [(path.name.split("-"), load_run(path)) for path in sorted((finished / "runs").iterdir())]
     found = summarise(
-        [measure(arm, int(seed), run) for (arm, seed), run in sorted(runs, key=lambda r: r[0][0] != "grpo")]
+        [measure(variant, int(seed), run) for (variant, seed), run in sorted(runs, key=lambda r: r[0][0] != "grpo")]
     )
     assert list(found) == ["grpo", "ce", "paw"]
     assert found["grpo"]["after"].mean == pytest.approx(0.5)
@@ -205,7 +174,7 @@ def command(capsys, *words) -> str:
 
 @pytest.mark.parametrize("name", ["compare", "sparse"])
 def test_compare_writes_table_numbers_and_plot(finished, capsys, name):
-    words = ("--arms", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only", "--run.updates", 4)
+    words = ("--variants", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only", "--run.updates", 4)
     text = command(capsys, name, "quickstart", *words)
     assert (finished / f"{name}.md").read_text() in text
     assert "| paw | 3 | 20.0 [20.0, 20.0] | 60.0 [37.6, 82.4] | 9.0 |" in text
@@ -213,7 +182,7 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys, name):
     assert ("| 70.0 | 60.6 | 43.9 |" if name == "compare" else "| 4.0 |") in text  # the paper's
     with (finished / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["arm"], row["seed"]) for row in rows][:3] == [("grpo", "0"), ("grpo", "1"), ("grpo", "2")]
+    assert [(row["variant"], row["seed"]) for row in rows][:3] == [("grpo", "0"), ("grpo", "1"), ("grpo", "2")]
     assert rows[3]["eval_2"] == "0.3" and rows[3]["lambda_last10"] == "0.8" and rows[0]["lambda_last10"] == ""
     assert rows[0]["minutes"] == "3"
     assert (finished / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -230,7 +199,7 @@ def test_sweep_shares_the_recipes_own_values(finished, capsys):
     assert (finished / "sweep.png").exists() and (finished / "sweep.csv").exists()
 
 
-def test_dynamics_of_runs_and_of_a_study(finished, capsys):
+def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
     text = command(capsys, "dynamics", finished, "--out", finished / "d")
     assert "|  | ce (1) | grpo (3) | paw (3) |" in text
     assert "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
@@ -243,7 +212,7 @@ def test_dynamics_of_runs_and_of_a_study(finished, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("compare", "quickstart", "--report-only"), "no finished run of arm 'grpo'"),
+        (("compare", "quickstart", "--report-only"), "no finished run of variant 'grpo'"),
         (("compare", "quickstart", "--seeds", "many"), "'many' names no seed"),
         (("sweep", "quickstart", "--rho", "0.2,x"), "--rho '0.2,x': give numbers"),
         (("dynamics", "nowhere"), "nowhere: no such run directory"),
@@ -259,23 +228,23 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_run_ends_the_study(tmp_path, capfd):
-    jobs = [study.Job("grpo", seed, tmp_path / "runs" / f"grpo-{seed}", 1, ("train", "nope")) for seed in (0, 1)]
+def test_a_failing_run_ends_the_experiment(tmp_path, capfd):
+    jobs = [runs.Job("grpo", seed, tmp_path / "runs" / f"grpo-{seed}", 1, ("train", "nope")) for seed in (0, 1)]
     with pytest.raises(UserError, match=r"grpo-0 failed \(exit code 2\)"):
-        study.train(jobs, at_once=1)
+        runs.train(jobs, at_once=1)
     assert "unknown recipe 'nope'" in capfd.readouterr().err  # the run's last lines
     assert not (tmp_path / "runs" / "grpo-1.log").exists()
 
 
 @pytest.mark.slow
-def test_a_study_trains_and_reports(paw, quick, tmp_path, capsys):
-    words = ("experiment", "compare", "quickstart", "--arms", "grpo,paw", "--seeds", 1, "--out", tmp_path)
+def test_an_experiment_trains_and_reports(paw, quick, tmp_path, capsys):
+    words = ("experiment", "compare", "quickstart", "--variants", "grpo,paw", "--seeds", 1, "--out", tmp_path)
     overrides = quick | {"eval.every": 1}
     done = paw(*words, "--jobs", 2, overrides)
     assert "0 of 2 runs" in done.stderr and "1 of 2 runs, about" in done.stderr and "2 of 2 runs" in done.stderr
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
-    assert [row["arm"] for row in rows] == ["grpo", "paw"]
-    assert rows[0]["before"] == rows[1]["before"]  # the arms of a seed share its start model
+    assert [row["variant"] for row in rows] == ["grpo", "paw"]
+    assert rows[0]["before"] == rows[1]["before"]  # the variants of a seed share its start model
     assert rows[1]["lambda_last10"] and not rows[0]["lambda_last10"] and rows[0]["eval_1"] and rows[0]["commit"]
     assert "| paw | 1 |" in done.stdout
     assert command(capsys, *words[1:], *(word for k, v in overrides.items() for word in (f"--{k}", v))) == done.stdout

@@ -14,9 +14,7 @@ from statistics import fmean, median
 
 import pytest
 
-from paw.tools.experiment.paper import PAPER
-from paw.tools.experiment.stats import Interval, interval, paired
-from paw.tools.experiment.tables import points
+from paw.tools.experiment.results import PAPER, Interval, interval, paired, points
 from paw.tools.overhead import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
@@ -46,23 +44,23 @@ def per_cent(value: float, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}"
 
 
-def by_seed(rows: Rows, arm: str, key: str) -> dict[int, float]:
-    return {int(row["seed"]): float(row[key]) for row in rows if row["arm"] == arm and row[key]}
+def by_seed(rows: Rows, variant: str, key: str) -> dict[int, float]:
+    return {int(row["seed"]): float(row[key]) for row in rows if row["variant"] == variant and row[key]}
 
 
-def differences(name: str, arm: str, key: str = "after", base: str = "grpo") -> Interval:
+def differences(name: str, variant: str, key: str = "after", base: str = "grpo") -> Interval:
     rows = read(name)
-    found = paired(by_seed(rows, base, key), by_seed(rows, arm, key))
+    found = paired(by_seed(rows, base, key), by_seed(rows, variant, key))
     assert found
     return found
 
 
-def less(name: str, arm: str, key: str = "after") -> str:
-    return points(differences(name, arm, key), sign=True) or ""
+def less(name: str, variant: str, key: str = "after") -> str:
+    return points(differences(name, variant, key), sign=True) or ""
 
 
-def mean(name: str, arm: str, key: str) -> str:
-    return points(interval(list(by_seed(read(name), arm, key).values()))) or ""
+def mean(name: str, variant: str, key: str) -> str:
+    return points(interval(list(by_seed(read(name), variant, key).values()))) or ""
 
 
 def readme() -> Iterator[str]:
@@ -126,16 +124,23 @@ def quickstart() -> Iterator[str]:
 def experiments() -> Iterator[str]:
     name = "experiment_compare"
     rows = read(name)
-    seeds = {arm: len(by_seed(rows, arm, "after")) for arm in {row["arm"] for row in rows}}
+    seeds = {variant: len(by_seed(rows, variant, "after")) for variant in {row["variant"] for row in rows}}
     labels = {"paw": "GRPO + PaW", "ce": "PaW with cross-entropy", "constant": "PaW, constant lambda 1"}
     labels |= {"unselected": "PaW without selection (alpha 1)"}
     yield f"| GRPO | {seeds['grpo']} | {mean(name, 'grpo', 'after')} | | | |"
-    for arm, label in labels.items():
-        difference = differences(name, arm)
+    for variant, label in labels.items():
+        difference = differences(name, variant)
         said = "hurts" if (difference.high or 0) < 0 else "not shown"
-        cells = [label, seeds[arm], mean(name, arm, "after"), less(name, arm), less(name, arm, "area"), said]
+        cells = [
+            label,
+            seeds[variant],
+            mean(name, variant, "after"),
+            less(name, variant),
+            less(name, variant, "area"),
+            said,
+        ]
         yield f"| {' | '.join(map(str, cells))} |"
-    table = [row for row in rows if row["arm"] in ("grpo", *labels)]
+    table = [row for row in rows if row["variant"] in ("grpo", *labels)]
     assert len(table) == 35
     yield f"All start at {per_cent(fmean(float(row['before']) for row in table), 0)} %"
     yield f"took {sum(float(row['minutes']) for row in table):.0f} minutes of a core"
@@ -154,22 +159,22 @@ def experiments() -> Iterator[str]:
     yield f"a fraction of the policy's ({fresh:.0%} in the miniature's".replace("%", " %")
 
     t04 = read("experiment_t04")
-    success = {arm: by_seed(t04, arm, "success") for arm in ("grpo", "paw", "ce")}
-    grpo, paw = (per_cent(fmean(success[arm].values())) for arm in ("grpo", "paw"))
-    gaps = {arm: points(paired(success["grpo"], success[arm]), sign=True) for arm in ("paw", "ce")}
+    success = {variant: by_seed(t04, variant, "success") for variant in ("grpo", "paw", "ce")}
+    grpo, paw = (per_cent(fmean(success[variant].values())) for variant in ("grpo", "paw"))
+    gaps = {variant: points(paired(success["grpo"], success[variant]), sign=True) for variant in ("paw", "ce")}
     yield f"win {grpo} % (GRPO) and {paw} % (PaW) of games: {gaps['paw']}, {len(success['paw'])} seeds"
     yield f"on its first four seeds {gaps['ce']}"
     assert sorted(success["ce"]) == [0, 1, 2, 3]
 
-    def shares(arm: str, key: str) -> float:
-        return fmean(float(row[key]) for row in rows if row["arm"] == arm)
+    def shares(variant: str, key: str) -> float:
+        return fmean(float(row[key]) for row in rows if row["variant"] == variant)
 
     masked = per_cent(shares("paw", "masked_frac"), 0)
-    live = {arm: shares(arm, "live_frac") for arm in ("paw", "unselected", "ce", "grpo")}
+    live = {variant: shares(variant, "live_frac") for variant in ("paw", "unselected", "ce", "grpo")}
     yield f"{live['paw']:.2f} with CMAE (a mean over the run; {masked} % of observation tokens are masked)"
     yield f"{live['unselected']:.2f} without selection, {live['ce']:.2f} with cross-entropy"
     yield f"{live['grpo']:.3f} of GRPO's response tokens"
-    for arm, label in {
+    for variant, label in {
         "mae": "MAE without the mask",
         "gce": "generalised cross-entropy, q 0.7",
         "scaled": "CMAE ten times as large (`wm.scale = 10`)",
@@ -178,7 +183,7 @@ def experiments() -> Iterator[str]:
         "ce-clipped": "the same with cross-entropy",
         "horizon": "two further turns predicted (`wm.horizon = 2`)",
     }.items():
-        yield f"| {label} | {seeds[arm]} | {less(name, arm)} | {shares(arm, 'live_frac'):.2f} |"
+        yield f"| {label} | {seeds[variant]} | {less(name, variant)} | {shares(variant, 'live_frac'):.2f} |"
 
     search = "experiment_search"
     yield f"| GRPO | {mean(search, 'grpo', 'before')} | {mean(search, 'grpo', 'after')} | |"
@@ -205,18 +210,18 @@ def experiments() -> Iterator[str]:
 
     sparse = read("experiment_sparse")
 
-    def sparsely(arm: str) -> list[str]:
+    def sparsely(variant: str) -> list[str]:
         keys = ("before", "after", "updates_with_success")
-        return [per_cent(fmean(by_seed(sparse, arm, key).values())) for key in keys]
+        return [per_cent(fmean(by_seed(sparse, variant, key).values())) for key in keys]
 
-    for arm, label in {
+    for variant, label in {
         "grpo": "GRPO",
         "paw": "GRPO + PaW",
         "drop": 'GRPO with `advantage.penalty_only = "drop"`',
     }.items():
-        before, after, share = sparsely(arm)
-        gap = differences("experiment_sparse", arm)
-        told = "" if arm == "grpo" else f"{points(gap, sign=True)} " if gap.mean else "0.0 "
+        before, after, share = sparsely(variant)
+        gap = differences("experiment_sparse", variant)
+        told = "" if variant == "grpo" else f"{points(gap, sign=True)} " if gap.mean else "0.0 "
         yield f"| {label} | {before} | {after} | {told}| {share} % |"
 
 
@@ -229,7 +234,7 @@ def gradient_ratios(rows: Rows, run: str) -> tuple[float, float]:
 
 
 def environments() -> Iterator[str]:
-    search, shop = read("experiment_search", arm="paw"), read("experiment_webshop")
+    search, shop = read("experiment_search", variant="paw"), read("experiment_webshop")
     before, after, minutes = (fmean(float(row[key]) for row in search) for key in ("before", "after", "minutes"))
     assert len(search) == 10 and 0.5 <= minutes <= 1
     yield f"{per_cent(before)} to {per_cent(after)} % of 256 questions"
@@ -310,16 +315,16 @@ def profile() -> Iterator[str]:
         ]
         for row in rows:
             row.update({key: 0.0 for key in ("tokens", "peak_gib", "mean_gib") if not row[key]})
-        base, arm = dict.fromkeys(row["arm"] for row in rows)
+        base, variant = dict.fromkeys(row["variant"] for row in rows)
         phases = list(dict.fromkeys(row["phase"] for row in rows))
 
-        def added(phases: list[str], key: str, base=base, arm=arm, rows=rows) -> str:
-            point, low, high = overhead(*(pick(rows, name, phases, key) for name in (base, arm)))
+        def added(phases: list[str], key: str, base=base, variant=variant, rows=rows) -> str:
+            point, low, high = overhead(*(pick(rows, name, phases, key) for name in (base, variant)))
             return f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
 
         without = "" if "rollout" in phases else " (no rollout)"
-        tokens = [pick(rows, name, ["update"], "tokens")[0] for name in (base, arm)]
-        peaks = [memory_gib(rows, name)[0] for name in (base, arm)]
+        tokens = [pick(rows, name, ["update"], "tokens")[0] for name in (base, variant)]
+        peaks = [memory_gib(rows, name)[0] for name in (base, variant)]
         cells = [label.format(int(rows[0]["turns"])), f"{100 * tokens[1] / tokens[0] - 100:+.1f} %"]
         cells += [added(["update"], "cpu_seconds"), added(phases, "cpu_seconds") + without]
         cells += [added(phases, "seconds") + without, f"{100 * peaks[1] / peaks[0] - 100:+.1f} %"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paw.recipe import RECIPES, known_keys, load, recipe_names
-from paw.tools.experiment.arms import ARMS
-from paw.tools.experiment.paper import PAPER
+from paw.tools.experiment.results import PAPER
+from paw.tools.experiment.variants import VARIANTS
 from paw.tools.fit import check_fits, get
 from paw.tools.shapes import shape_of
 
@@ -221,7 +221,7 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
         for arm in ("r1", "zerosearch"):
             arms.pop(arm, None)
     assert {(env, model): arms for env, models in PAPER.items() for model, arms in models.items()} == found
-    assert {arm for arms in found.values() for arm in arms} <= ARMS.keys()
+    assert {arm for arms in found.values() for arm in arms} <= VARIANTS.keys()
 
 
 def test_what_the_variants_change():

@@ -1,79 +1,144 @@
-"""`paw experiment compare` and `sparse`: arms x seeds, the difference to the first arm seed by seed, with intervals.
+"""`paw experiment compare`, `sparse` and `sweep`: variants x seeds, each less the first seed by seed, with intervals.
 
-Tables 1 to 4 and Figure 4 of PaW in form. Differences are paired: the arms of a seed share start model and games.
+Tables 1 to 4, Figure 4 and Figure 6 of PaW in form. Differences are paired: the variants of a seed share start model
+and games.
 """
 
 import argparse
 from statistics import fmean, median
 from typing import Any
 
+from paw.errors import UserError
 from paw.recipe import load
-from paw.tools.experiment import study
-from paw.tools.experiment.arms import Overrides, listing, parse_arms
-from paw.tools.experiment.paper import PAPER, columns
-from paw.tools.experiment.stats import Interval, area, interval, paired, verdict
-from paw.tools.experiment.study import Runs
-from paw.tools.experiment.tables import markdown, percent, points, write
+from paw.tools.experiment import runs as experiment
+from paw.tools.experiment.results import (
+    PAPER,
+    Interval,
+    area,
+    interval,
+    markdown,
+    paired,
+    paper_columns,
+    percent,
+    points,
+    verdict,
+    write,
+)  # fmt: skip
+from paw.tools.experiment.runs import Runs
+from paw.tools.experiment.variants import Overrides, listing, parse_variants
 from paw.tools.rundir import Run
 
 REACHED = 0.1
 """Training success that counts as having taken off (Figure 4)."""
+SWEPT = {"alpha": "0.25,0.5,0.75,1", "rho": "0.1,0.2,0.4,1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, sparse: bool = False) -> None:
-    arms = "grpo,paw" if sparse else "grpo,paw,ce,constant,unselected"
-    study.add_arguments(parser, seeds="5", out="sparse" if sparse else "compare")
+    default = "grpo,paw" if sparse else "grpo,paw,ce,constant,unselected"
+    experiment.add_arguments(parser, seeds="5", out="sparse" if sparse else "compare")
     named = "see --list; the first is the baseline (default: %(default)s)"
-    parser.add_argument("--arms", default=arms, metavar="A,B", help=named)
+    parser.add_argument("--variants", "--arms", default=default, metavar="A,B", help=named)
     own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
-    parser.add_argument("--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own)
-    more = "seeds of the first two arms, if they are to have more"
-    parser.add_argument("--pair-seeds", type=study.parse_seeds, default=[], metavar="N", help=more)
-    parser.add_argument("--list", action="version", version=listing(), help="print the named arms")
+    parser.add_argument(
+        "--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own"
+    )
+    more = "seeds of the first two variants, if they are to have more"
+    parser.add_argument("--pair-seeds", type=experiment.parse_seeds, default=[], metavar="N", help=more)
+    parser.add_argument("--list", action="version", version=listing(), help="print the named variants")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = False) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json (sparse.* for `sparse`). Returns 0."""
-    arms = parse_arms(options.arms, options.arm)
-    seeds: dict[str, list[int]] = {
-        arm: sorted({*options.seeds, *(options.pair_seeds if place < 2 else [])}) for place, arm in enumerate(arms)
+    variants = parse_variants(options.variants, options.own)
+    seeds = {
+        variant: sorted({*options.seeds, *(options.pair_seeds if place < 2 else [])})
+        for place, variant in enumerate(variants)
     }
-    runs = study.conduct(options, arms, seeds, overrides)
+    runs = experiment.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 
     records = measure_all(runs)
     summary = summarise(records)
-    key, label = ("success/all", "Success in training") if sparse else ("eval/success", "Success on unseen games")
-    window = 10 if sparse else 1
-    curves = {arm: figures.average(list(by_seed.values()), key, window=window) for arm, by_seed in runs.items()}
-    base, *others = runs
-    differences = {arm: found for arm in others if (found := summary[arm]["difference"])}
-    name = "sparse" if sparse else "compare"
+    curves = figures.evaluations(records)
+    if sparse:
+        curves = {v: figures.average(list(found.values()), "success/all", window=10) for v, found in runs.items()}
     write(
         options.out,
-        name,
-        text=report(options.recipe, summary, runs, columns(load(options.recipe, overrides)), sparse=sparse),
+        "sparse" if sparse else "compare",
+        text=report(options.recipe, summary, runs, paper_columns(load(options.recipe, overrides)), sparse=sparse),
         records=records,
-        figure=figures.comparison(curves, differences, base, label),
+        figure=figures.comparison(
+            curves,
+            {variant: found["difference"] for variant, found in summary.items() if found["difference"]},
+            "Success in training" if sparse else "Success on unseen games",
+        ),
         summary={
-            arm: {"overrides": arms[arm]} | {k: v._asdict() if isinstance(v, Interval) else v for k, v in found.items()}
-            for arm, found in summary.items()
+            variant: {"overrides": variants[variant]}
+            | {key: value._asdict() if isinstance(value, Interval) else value for key, value in found.items()}
+            for variant, found in summary.items()
         },
     )
     return 0
 
 
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    experiment.add_arguments(parser, seeds="3", out="sweep")
+    for key, what in {"alpha": "shares of turns that are targets", "rho": "highest p that is not masked"}.items():
+        parser.add_argument(f"--{key}", default=SWEPT[key], metavar="X,Y", help=f"{what} (default: %(default)s)")
+
+
+def sweep(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Train what is missing; write sweep.{csv,png,md}. The recipe's own values are the variant `paw` of both curves."""
+    config = load(options.recipe, overrides)
+    own = {key: float(getattr(config.wm, key)) for key in SWEPT}
+    base = {"wm.enabled": "true"} | {f"wm.{key}": f"{value:g}" for key, value in own.items()}
+    variants, names = {"paw": base}, {key: {value: "paw"} for key, value in own.items()}
+    for key in SWEPT:
+        for value in _numbers(key, getattr(options, key)):
+            if value != own[key]:
+                names[key][value] = f"{key}-{value:g}"
+                variants[names[key][value]] = base | {f"wm.{key}": f"{value:g}"}
+    others = {key: value for key, value in overrides.items() if key not in ("wm.alpha", "wm.rho")}
+    runs = experiment.conduct(options, variants, {variant: options.seeds for variant in variants}, others)
+    from paw.tools.experiment import figures
+
+    records = measure_all(runs)
+    summary = summarise(records)
+    panels = {key: {v: summary[name]["after"] for v, name in names[key].items() if name in summary} for key in SWEPT}
+    rows = []
+    for key, panel in panels.items():
+        for value in sorted(panel):
+            found = summary[names[key][value]]
+            difference, shown = points(found["difference"], sign=True), found.get("verdict", "the recipe's")
+            rows.append([key, f"{value:g}", len(found["seeds"]), points(found["after"]), difference, shown])
+    text = "\n".join([
+        f"# Sweep: {options.recipe}\n",
+        markdown(["key", "value", "seeds", "success after training", "less the recipe's (paired)", "shown"], rows),
+        "\nPer cent, mean over seeds [95 % Student interval]. The paper's Figure 6 settles on alpha 0.75 and rho 0.2; "
+        "its curves are in no public text we found.",
+    ])  # fmt: skip
+    write(options.out, "sweep", text=text, records=records, figure=figures.sweeps(panels, own))
+    return 0
+
+
+def _numbers(key: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--{key} '{text}': give numbers, such as 0.25,0.5,1") from None
+
+
 def measure_all(runs: Runs) -> list[dict[str, Any]]:
-    return [measure(arm, seed, run) for arm, by_seed in runs.items() for seed, run in by_seed.items()]
+    return [measure(variant, seed, run) for variant, found in runs.items() for seed, run in found.items()]
 
 
-def measure(arm: str, seed: int, run: Run) -> dict[str, Any]:
+def measure(variant: str, seed: int, run: Run) -> dict[str, Any]:
     """A line of the CSV. Shares; `_last10` are means over the last ten updates, others over all updates."""
     steps, values = run.series("eval/success")
     trained, always = run.metrics.get("success/all", {}), run.updates + 1
     record = {
-        "arm": arm,
+        "variant": variant,
         "seed": seed,
         "before": run.first("eval/success"),
         "after": run.last("eval/success"),
@@ -96,59 +161,57 @@ def measure(arm: str, seed: int, run: Run) -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By arm: success before and after, area under the curve, and paired differences to the first arm, as intervals."""
+    """By variant: success before and after, area under the curve, paired differences to the first, as intervals."""
 
-    def column(arm: str, key: str) -> dict[int, float]:
-        return {row["seed"]: row[key] for row in records if row["arm"] == arm and row[key] is not None}
+    def column(variant: str, key: str) -> dict[int, float]:
+        return {row["seed"]: row[key] for row in records if row["variant"] == variant and row[key] is not None}
 
-    arms = list(dict.fromkeys(row["arm"] for row in records))
-    found: dict[str, dict[str, Any]] = {}
-    for arm in arms:
-        columns = {key: column(arm, key) for key in ("before", "after", "area", "train_last10")}
-        found[arm] = {key: interval(list(values.values())) for key, values in columns.items() if values}
-        found[arm] |= {"seeds": list(columns["after"]), "difference": None, "area_difference": None}
-        if arm != arms[0]:
-            difference = paired(column(arms[0], "after"), columns["after"])
-            found[arm] |= {"difference": difference, "verdict": verdict(difference)}
-            found[arm]["area_difference"] = paired(column(arms[0], "area"), columns["area"])
-        took_off = column(arm, "takes_off_at")
-        found[arm]["took_off"] = len(took_off)
-        found[arm]["takes_off_at"] = median(took_off.values()) if took_off else None
-        shares = column(arm, "updates_with_success")
-        found[arm]["updates_with_success"] = fmean(shares.values()) if shares else None
-    return found
+    base = records[0]["variant"]
+    summary: dict[str, dict[str, Any]] = {}
+    for variant in dict.fromkeys(row["variant"] for row in records):
+        columns = {key: column(variant, key) for key in ("before", "after", "area", "train_last10")}
+        took_off, shares = column(variant, "takes_off_at"), column(variant, "updates_with_success")
+        found: dict[str, Any] = {key: interval(list(values.values())) for key, values in columns.items() if values}
+        found |= {"seeds": list(columns["after"]), "difference": None, "area_difference": None}
+        if variant != base:
+            found["difference"] = paired(column(base, "after"), columns["after"])
+            found["area_difference"] = paired(column(base, "area"), columns["area"])
+            found["verdict"] = verdict(found["difference"])
+        found |= {"took_off": len(took_off), "takes_off_at": median(took_off.values()) if took_off else None}
+        summary[variant] = found | {"updates_with_success": fmean(shares.values()) if shares else None}
+    return summary
 
 
 def report(
     recipe: str, summary: dict[str, dict[str, Any]], runs: Runs, paper: dict[str, dict[str, float]], *, sparse: bool
 ) -> str:
-    """The markdown: the table, the paper's numbers (title -> arm -> per cent) beside ours, and how to read both."""
+    """The markdown: the table, the paper's numbers (title -> variant -> per cent) beside ours, and how to read both."""
     base = next(iter(summary))
-    header = ["arm", "seeds", "before", "after", "sd", "area", f"after, less {base}", "area, less", "shown"]
+    header = ["variant", "seeds", "before", "after", "sd", "area", f"after, less {base}", "area, less", "shown"]
     if sparse:  # Figure 4
         paper = {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}
-    takes_off = ["updates with a success", f"above {100 * REACHED:.0f} %", "from update (median)"] if sparse else []
+        header += ["updates with a success", f"above {100 * REACHED:.0f} %", "from update (median)"]
     rows = []
-    for arm, found in summary.items():
+    for variant, found in summary.items():
         n = len(found["seeds"])
-        row = [arm, n, points(found["before"]), points(found["after"]), percent(found["after"].sd)]
+        row = [variant, n, points(found["before"]), points(found["after"]), percent(found["after"].sd)]
         row += [points(found["area"]), points(found["difference"], sign=True)]
         row += [points(found["area_difference"], sign=True), found.get("verdict", "baseline")]
         if sparse:
             row += [percent(found["updates_with_success"]), f"{found['took_off']} of {n}", found["takes_off_at"]]
-        rows.append([*row, *(printed.get(arm) for printed in paper.values())])
-    last = [run for by_seed in runs.values() for run in by_seed.values() if run.last("eval/ci_high") is not None]
-    half = fmean((run.last("eval/ci_high") or 0) - (run.last("eval/ci_low") or 0) for run in last) / 2 if last else None
+        rows.append([*row, *(printed.get(variant) for printed in paper.values())])
+    finished = [run for by_seed in runs.values() for run in by_seed.values()]
+    ends = [(run.last("eval/ci_low"), run.last("eval/ci_high")) for run in finished]
+    halves = [(high - low) / 2 for low, high in ends if low is not None and high is not None]
+    alone = f"A single evaluation is known to +-{100 * fmean(halves or [0.0]):.1f} points (95 %); "
     return "\n".join([
         f"# {'Sparse reward' if sparse else 'Comparison'}: {recipe}\n",
-        markdown([*header, *takes_off, *(f"paper: {name}" for name in paper)], rows),
+        markdown([*header, *(f"paper: {name}" for name in paper)], rows),
         "\nPer cent of evaluation games won, mean over seeds [95 % Student interval], before and after training; area: "
         "mean height of the evaluation curve.",
-        f"Differences to {base} are paired: the arms of a seed share start model and games. No interval is widened for "
-        "the number of arms.",
-        f"A single evaluation is known to +-{100 * half:.1f} points (95 %); the spread over seeds contains that."
-        if half is not None
-        else "",
+        f"Differences to {base} are paired: the variants of a seed share start model and games. No interval is widened "
+        "for the number of variants.",
+        alone + "the spread over seeds contains that." if halves else "",
         "The paper: arXiv 2606.02388, Tables 1 to 4, means over three seeds. Where model or games are not its own, "
         "compare differences, not levels.",
     ])  # fmt: skip

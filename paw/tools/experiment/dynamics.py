@@ -1,10 +1,10 @@
-"""`paw experiment dynamics`: Figures 10 and 11 of PaW, training curves of runs, or of a study with bands over seeds."""
+"""`paw experiment dynamics`: Figures 10 and 11 of PaW, training curves of runs, or of an experiment over seeds."""
 
 import argparse
 from pathlib import Path
 
 from paw.errors import UserError
-from paw.tools.experiment.tables import markdown, write
+from paw.tools.experiment.results import markdown, write
 from paw.tools.rundir import Run, load_run
 
 CURVES = {
@@ -26,7 +26,9 @@ WINDOW = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of a study (with runs/ in it)")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run directories, or an experiment's folder (with runs/ in it)"
+    )
     parser.add_argument("--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)")
     parser.set_defaults(overrides=False)
 
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace, _: dict[str, str]) -> int:
 
 
 def read(folders: list[Path]) -> dict[str, list[Run]]:
-    """Runs by group: those of a study by arm, others each for itself. UserError where there is none."""
+    """Runs by group: those of an experiment by variant, others each for itself. UserError where there is none."""
     groups: dict[str, list[Run]] = {}
     for folder in folders:
         if not (folder / "runs").is_dir():

@@ -4,13 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from paw.tools.experiment.stats import Interval, interval
-from paw.tools.plots import BLUE, INK, MUTED, legend, look, moving_mean, printable, styled
+from paw.tools.experiment.results import Interval, interval
+from paw.tools.plots import BLUE, INK, MUTED, PALETTE, legend, look, moving_mean, printable, styled
 from paw.tools.rundir import Run
 
+PALE = "#b9c0c8"
 Curve = tuple[list[int], list[Interval]]
 """Updates, and the mean over seeds with its interval at each."""
 
@@ -25,22 +28,47 @@ def average(runs: Sequence[Run], key: str, *, window: int = 1) -> Curve:
     return steps, [interval([one[step] for one in smooth]) for step in steps]
 
 
+def evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """The evaluation curve of each variant, from lines of compare.csv, or what is read back from it."""
+    steps = sorted({int(key[5:]) for row in records for key in row if key.startswith("eval_")})
+    curves: dict[str, Curve] = {}
+    for variant in dict.fromkeys(row["variant"] for row in records):
+        found = {step: [row.get(f"eval_{step}") for row in records if row["variant"] == variant] for step in steps}
+        whole = {step: [float(v) for v in values] for step, values in found.items() if all(values) or 0.0 in values}
+        curves[variant] = list(whole), [interval(values) for values in whole.values()]
+    return curves
+
+
 @styled
-def comparison(curves: Mapping[str, Curve], differences: Mapping[str, Interval], base: str, label: str) -> Figure:
-    """Success over the updates by arm, and beside it each arm's paired difference to the first. Values are shares."""
-    figure = Figure((9.6, 3.9))
+def comparison(curves: Mapping[str, Curve], differences: Mapping[str, Interval], label: str) -> Figure:
+    """Success (shares) over the updates by variant, and beside it each one's paired difference to the first.
+
+    Of more than five variants only the first two and those that differ beyond their interval have a colour; bands are
+    drawn for three at most.
+    """
+    base, *others = curves
+    told = [v for v in others if (d := differences.get(v)) and d.low is not None and (d.low > 0 or (d.high or 0) < 0)]
+    named = [base, *others] if len(curves) <= 5 else list(dict.fromkeys([base, others[0], *told]))[: len(PALETTE)]
+    figure = Figure((9.6, max(3.9, 1.4 + 0.28 * len(curves))))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    for index, (arm, curve) in enumerate(curves.items()):
-        _band(left, curve, index, arm, 100)
+    for index, variant in enumerate(named):
+        _curve(left, curves[variant], index, variant, 100, band=len(named) <= 3)
+    for index, variant in enumerate(variant for variant in others if variant not in named):
+        steps, means = curves[variant]
+        text = None if index else "others"
+        left.plot(steps, [100 * mean.mean for mean in means], color=PALE, linewidth=1.4, label=text, zorder=1.5)
     left.set(xlabel="Update", ylabel=f"{label} (%)", ylim=(0, None))
     legend(left)
-    arms = [arm for arm in curves if arm in differences]
-    for place, arm in enumerate(arms):
-        colour, _ = look(list(curves).index(arm))
-        _dot(right, differences[arm], place, colour)
+    shown = [variant for variant in curves if variant in differences]
+    for place, variant in enumerate(shown):
+        difference = differences[variant]
+        colour = look(named.index(variant))[0] if variant in named else MUTED
+        if difference.low is not None and difference.high is not None:
+            right.plot([100 * difference.low, 100 * difference.high], [place, place], color=colour, linewidth=1.8)
+        right.plot(100 * difference.mean, place, "o", color=colour, markersize=6)
     right.axvline(0, color=MUTED, linewidth=1)
-    right.set_yticks(range(len(arms)), [f"{printable(arm)} ({differences[arm].n})" for arm in arms])
-    right.set(xlabel=f"Success after training, difference to {base} (points)", ylim=(len(arms) - 0.5, -0.5))
+    right.set_yticks(range(len(shown)), [f"{printable(v)} ({differences[v].n} seeds)" for v in shown])
+    right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(shown) - 0.5, -0.5))
     right.tick_params(axis="y", labelcolor=INK)
     right.grid(axis="x")
     right.grid(visible=False, axis="y")
@@ -72,7 +100,7 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
     grid = list(figure.subplots(rows, 3, squeeze=False).flat)
     for axes, (label, groups) in zip(grid, panels.items(), strict=False):
         for index, (name, curve) in enumerate(groups.items()):
-            _band(axes, curve, index, name, 100 if label.endswith("(%)") else 1)
+            _curve(axes, curve, index, name, 100 if label.endswith("(%)") else 1)
         axes.set_title(label, fontsize=9, loc="left", color=INK)
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -83,19 +111,14 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
     return figure
 
 
-def _band(axes: Axes, curve: Curve, index: int, label: str, factor: float) -> None:
+def _curve(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
+    """A mean and its interval as a band, cut off where no value can lie: below 0 if no mean is, and beyond 100 %."""
     (colour, dash), (steps, means) = look(index), curve
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     line: Any = {"color": colour, "linestyle": dash, "marker": "o" if len(steps) < 12 else "", "markersize": 3.5}
     axes.plot(steps, [factor * mean.mean for mean in means], linewidth=1.8, label=printable(label), **line)
     known = [(step, mean.low, mean.high) for step, mean in zip(steps, means, strict=True) if mean.low is not None]
-    if known:
-        at, low, high = zip(*known, strict=True)
-        axes.fill_between(
-            at, [factor * x for x in low], [factor * x for x in high], color=colour, alpha=0.1, linewidth=0
-        )
-
-
-def _dot(axes: Axes, difference: Interval, place: int, colour: str) -> None:
-    if difference.low is not None and difference.high is not None:
-        axes.plot([100 * difference.low, 100 * difference.high], [place, place], color=colour, linewidth=1.8)
-    axes.plot(100 * difference.mean, place, "o", color=colour, markersize=6)
+    if known and band:
+        at, low, high = np.array(known, dtype=float).T * [[1], [factor], [factor]]
+        least, most = 0 if min(mean.mean for mean in means) >= 0 else -np.inf, 100 if factor == 100 else np.inf
+        axes.fill_between(at, low.clip(least), high.clip(max=most), color=colour, alpha=0.1, linewidth=0)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paw.errors import UserError, to_stderr
 from paw.plugins import import_file
 from paw.state.record import code_commit
-from paw.tools.experiment.tables import markdown, percent, write
+from paw.tools.experiment.results import markdown, percent, write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,8 @@
-"""A study: arms x seeds, each one `paw train` of its own in OUT/runs/<arm>-<seed>.
+"""The runs of an experiment: variants x seeds, each one `paw train` of its own in OUT/runs/<variant>-<seed>.
 
-The seed is that of training and of the warm-up: each seed has its own start model, which its arms share, and the arms
-of a seed meet the same games. What is finished is not trained again, what was interrupted goes on from its checkpoint.
+The seed is that of training and of the warm-up: each seed has a start model of its own, which its variants share, and
+the variants of a seed meet the same games. What is finished is not trained again; what was interrupted is resumed from
+its checkpoint.
 """
 
 import argparse
@@ -9,8 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +21,22 @@ from typing import Any
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.recipe import load
-from paw.tools.experiment.arms import Overrides
+from paw.tools.experiment.variants import Overrides
 from paw.tools.rundir import Run, load_run
 
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
-"""Keys the study sets."""
+"""Keys that the experiment sets."""
 IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
 """Keys in which a finished run may differ: what was learnt is the same."""
 Runs = dict[str, dict[int, Run]]
-"""Finished runs by arm and seed."""
+"""Finished runs by variant and seed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the study."""
+    """One run of the experiment."""
 
-    arm: str
+    variant: str
     seed: int
     directory: Path
     updates: int
@@ -42,12 +45,16 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """A run that was asked to stop has a report too."""
+        """A run that was told to stop has a report too."""
         return (self.directory / "report.html").is_file() and load_run(self.directory).updates >= self.updates
+
+    @property
+    def log(self) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.log")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, seeds: str, out: str) -> None:
-    """The options every study has."""
+    """The options that every experiment has."""
     parser.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
     parser.add_argument(
         "--seeds", type=parse_seeds, default=seeds, metavar="N", help="how many, or which: 0-4,7 (default: %(default)s)"
@@ -56,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, seeds: str, out: str) -> N
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
     parser.add_argument("--report-only", action="store_true", help="train nothing, use what is finished")
-    parser.epilog = "any key of the configuration can be set for all arms: --run.updates 120"
+    parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -74,26 +81,26 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def conduct(
-    options: argparse.Namespace, arms: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
+    options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> Runs:
-    """Train what is missing, unless --report-only; the finished runs, arms in order.
+    """Train what is missing, unless --report-only; returns the finished runs, variants in order.
 
-    Raises UserError as `plan` and `train` do, and where the first arm, the others' baseline, has no finished run.
+    Raises UserError as `plan` and `train` do, and where the first variant, the baseline, has no finished run.
     """
-    jobs = plan(options.recipe, arms, seeds, overrides, out=options.out, jobs=options.jobs, gpus=options.gpus)
+    jobs = plan(options.recipe, variants, seeds, overrides, out=options.out, jobs=options.jobs, gpus=options.gpus)
     if not options.report_only:
         train(jobs, at_once=options.jobs)
-    runs: Runs = {}
+    runs: Runs = {variant: {} for variant in variants}
     for job in (job for job in jobs if job.finished):
-        runs.setdefault(job.arm, {})[job.seed] = load_run(job.directory)
-    if (base := next(iter(arms))) not in runs:
-        raise UserError(f"--report-only: no finished run of arm '{base}' in {options.out / 'runs'}")
-    return {arm: runs[arm] for arm in arms if arm in runs}
+        runs[job.variant][job.seed] = load_run(job.directory)
+    if not runs[base := next(iter(variants))]:
+        raise UserError(f"--report-only: no finished run of variant '{base}' in {options.out / 'runs'}")
+    return {variant: found for variant, found in runs.items() if found}
 
 
 def plan(
     recipe: str,
-    arms: dict[str, Overrides],
+    variants: dict[str, Overrides],
     seeds: dict[str, list[int]],
     overrides: Overrides,
     *,
@@ -101,25 +108,26 @@ def plan(
     jobs: int = 1,
     gpus: int = 1,
 ) -> list[Job]:
-    """The runs, all arms of a seed in a row. Nothing is written.
+    """The runs, all variants of a seed in a row. Nothing is written.
 
-    Raises UserError for a bad key or value, for one that an arm or the study sets itself, and for a run that is there
-    with another configuration.
+    Raises UserError for a bad key or value, for one that a variant or the experiment sets itself, and for a run that is
+    there with another configuration.
     """
     if jobs < 1:
         raise UserError(f"--jobs {jobs}: give 1 or more")
     for key in overrides:
         if key in OWN:
-            raise UserError(f"--{key}: the study sets it; see --seeds and --out")
-        if setter := next((arm for arm, keys in arms.items() if key in keys), None):
-            raise UserError(f"--{key} is what arm '{setter}' sets; leave it out, or write that arm yourself with --arm")
+            raise UserError(f"--{key}: the experiment sets it; see --seeds and --out")
+        if setter := next((variant for variant, keys in variants.items() if key in keys), None):
+            advice = "leave it out, or write that variant yourself with --variant"
+            raise UserError(f"--{key} is what variant '{setter}' sets; {advice}")
     planned = []
     common = {"run.threads": "1"} if jobs > 1 else {}
     for seed in sorted({seed for chosen in seeds.values() for seed in chosen}):
-        for arm in (arm for arm in arms if seed in seeds[arm]):
-            own = {"run.dir": str(out / "runs"), "run.name": f"{arm}-{seed}"}
+        for variant in (variant for variant in variants if seed in seeds[variant]):
+            own = {"run.dir": str(out / "runs"), "run.name": f"{variant}-{seed}"}
             own |= {"run.seed": str(seed), "warmup.seed": str(seed)}
-            keys = common | overrides | arms[arm] | own
+            keys = common | overrides | variants[variant] | own
             config = load(recipe, keys)
             directory = config.run.dir / config.run.name
             if (directory / "config.toml").is_file() and (found := difference(load(directory / "config.toml"), config)):
@@ -127,7 +135,7 @@ def plan(
                 raise UserError(f"{directory} has {key} = {before!r}, not {now!r}: take another --out, or remove it")
             words = ["train", recipe, "--gpus", str(gpus)]
             words += [word for key, value in keys.items() for word in (f"--{key}", value)]
-            planned.append(Job(arm, seed, directory, config.run.updates, tuple(words)))
+            planned.append(Job(variant, seed, directory, config.run.updates, tuple(words)))
     return planned
 
 
@@ -142,41 +150,44 @@ def difference(before: Config, now: Config) -> tuple[str, Any, Any] | None:
 
 
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run what is not finished, `at_once` processes at a time. UserError where a run fails; the study can go on later.
+    """Run what is not finished, `at_once` processes at a time; first one variant of each seed, which makes its model.
 
-    On the way out, whatever the reason, running ones are asked to stop: they save a checkpoint first.
+    Raises UserError where a run fails; the same command then continues. On the way out, whatever the reason, running
+    ones are asked to stop: they save a checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
+    first = list({job.seed: job for job in reversed(pending)}.values())[::-1]
     done = before = len(jobs) - len(pending)
-    started = time.monotonic()
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    warm: set[int] = set()
+    started, running, stopping = time.monotonic(), set[subprocess.Popen[bytes]](), threading.Event()
     to_stderr(f"{done} of {len(jobs)} runs")
+
+    def run(job: Job) -> None:
+        if stopping.is_set():
+            return
+        running.add(child := _start(job))
+        code = child.wait()
+        running.discard(child)
+        if code or not job.finished:
+            stopping.set()
+            for line in job.log.read_text(errors="replace").splitlines()[-10:]:
+                to_stderr(line)
+            how = f"failed (exit code {code})" if code else "was stopped"
+            raise UserError(f"run {job.directory} {how}, see {job.log}; the same command goes on from here")
+
     on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pool = ThreadPoolExecutor(at_once)
     try:
-        while pending or running:
-            while pending and len(running) < at_once:
-                # Two arms of a seed that start together would both make its start model.
-                warming = {job.seed for job in running} - warm
-                job = next((job for job in pending if job.seed not in warming), pending[0])
-                pending.remove(job)
-                running[job] = _start(job)
-            time.sleep(0.1)
-            for job in [job for job, child in running.items() if child.poll() is not None]:
-                code = running.pop(job).returncode
-                if code or not job.finished:
-                    for line in _log(job).read_text(errors="replace").splitlines()[-10:]:
-                        to_stderr(line)
-                    how = f"failed (exit code {code})" if code else "was stopped"
-                    raise UserError(f"run {job.directory} {how}, see {_log(job)}; the same command goes on from here")
-                done, warm = done + 1, warm | {job.seed}
+        for batch in (first, [job for job in pending if job not in first]):
+            for future in as_completed([pool.submit(run, job) for job in batch]):
+                future.result()
+                done += 1
                 minutes = (time.monotonic() - started) / (done - before) * (len(jobs) - done) / 60
                 to_stderr(f"{done} of {len(jobs)} runs" + (f", about {minutes:.0f} min left" if minutes else ""))
     finally:
-        for child in running.values():
+        stopping.set()
+        for child in tuple(running):
             child.terminate()
-        for child in running.values():
-            child.wait()
+        pool.shutdown()
         signal.signal(signal.SIGTERM, on_sigterm)
 
 
@@ -185,7 +196,7 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     try:
         job.directory.parent.mkdir(parents=True, exist_ok=True)
         resume = ["--resume", "auto"] if metrics.is_file() and metrics.stat().st_size else []
-        with _log(job).open("ab") as log:
+        with job.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches it once, through `train`.
             return subprocess.Popen(
                 [sys.executable, "-m", "paw", *job.words, *resume],
@@ -193,7 +204,3 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
             )  # fmt: skip
     except OSError as error:
         raise UserError(f"cannot write {job.directory}: {error.strerror}; set --out") from None
-
-
-def _log(job: Job) -> Path:
-    return job.directory.with_name(f"{job.directory.name}.log")

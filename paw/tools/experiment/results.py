@@ -1,0 +1,127 @@
+"""What several seeds show, and how it is written: intervals, paired differences, tables, files, the paper's numbers."""
+
+import json
+import math
+import tomllib
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from paw.config import Config
+from paw.errors import UserError
+from paw.files import cause, write_file
+
+PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
+    Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
+)
+"""Success in per cent, of Tables 1 to 4 of arXiv 2606.02388: env.name -> start of the model's name -> variant."""
+TITLES = {"alfworld": "ALFWorld", "webshop": "WebShop", "search": "search QA"}
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with its 95 % interval; one seed has neither spread nor interval."""
+
+    mean: float
+    n: int
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean, standard deviation (n - 1) and the two-sided 95 % Student interval of the mean."""
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return Interval(mean, n)
+    sd = stdev(values)
+    half = student(n - 1) * sd / math.sqrt(n)
+    return Interval(mean, n, sd, mean - half, mean + half)
+
+
+@cache
+def student(freedom: int, level: float = 0.95) -> float:
+    """t with P(|T| <= t) = level: for t = sqrt(freedom) tan(a) the density of a is cos(a)^(freedom - 1), summed here.
+
+    >>> [round(student(n), 3) for n in (1, 2, 9, 120)]
+    [12.706, 4.303, 2.262, 1.98]
+    """
+    width = math.pi / 2 / 20_000
+    mass = list(accumulate(math.cos((i + 0.5) * width) ** (freedom - 1) for i in range(20_000)))
+    wanted = level * mass[-1]
+    i = bisect(mass, wanted)
+    return math.sqrt(freedom) * math.tan((i + (wanted - mass[i - 1]) / (mass[i] - mass[i - 1])) * width)
+
+
+def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
+    """`other` less `first`, seed by seed: the same start model and the same games. None without a common seed."""
+    differences = [other[seed] - first[seed] for seed in first if seed in other]
+    return interval(differences) if differences else None
+
+
+def verdict(difference: Interval | None) -> str:
+    """What a difference in success shows, if anything."""
+    if difference is None or difference.n < 3 or difference.low is None or difference.high is None:
+        return "not shown (fewer than three seeds)"  # two may well differ by the same game
+    helps, hurts = difference.low > 0, difference.high < 0
+    return "helps beyond the interval" if helps else "hurts beyond the interval" if hurts else "not shown"
+
+
+def area(steps: Sequence[int], values: Sequence[float]) -> float:
+    """Mean height of the curve through the points (trapezoids): a share if the values are."""
+    if len(steps) < 2:
+        return fmean(values)
+    parts = [(steps[i + 1] - steps[i]) * (values[i + 1] + values[i]) / 2 for i in range(len(steps) - 1)]
+    return sum(parts) / (steps[-1] - steps[0])
+
+
+def paper_columns(config: Config) -> dict[str, dict[str, float]]:
+    """Title -> variant -> success: of the configuration's environment and model, or the smallest of each environment.
+
+    >>> from paw.recipe import load
+    >>> paper_columns(load("webshop-grpo-14b"))
+    {'WebShop, Qwen2.5-14B': {'grpo': 74.7, 'paw': 77.1}}
+    """
+    found = {(env, model): shares for env, models in PAPER.items() for model, shares in models.items()}
+    name = config.model.path.rpartition("/")[2] + "-"
+    chosen = [(env, model) for env, model in found if env == config.env.name and name.startswith(f"{model}-")]
+    chosen = chosen or [(env, next(iter(models))) for env, models in PAPER.items()]
+    return {f"{TITLES[env]}, {model}": found[env, model] for env, model in chosen}
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; None shows as "-"."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+
+
+def percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f}"
+
+
+def points(shown: Interval | None, *, sign: bool = False) -> str | None:
+    """A share as "61.3 [55.0, 67.6]", without brackets where there is no interval."""
+    if shown is None:
+        return None
+    form = f"{{:{'+' if sign else ''}.1f}}"
+    low, high = (None if end is None else form.format(100 * end) for end in (shown.low, shown.high))
+    return form.format(100 * shown.mean) + ("" if low is None else f" [{low}, {high}]")
+
+
+def write(out: Path, name: str, *, text: str, records: list[dict[str, Any]], figure: Any, summary: Any = None) -> None:
+    """NAME.md, NAME.csv and NAME.png, summary.json where there is one; prints the text and the names."""
+    from paw.tools.overhead import write_csv  # loads matplotlib
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(out / f"{name}.md", text)
+        write_csv(out / f"{name}.csv", records)
+        write_file(out / f"{name}.png", partial(figure.savefig, dpi=150))
+        if summary is not None:
+            write_file(out / "summary.json", json.dumps(summary, indent=1))
+    except OSError as error:
+        raise UserError(f"--out {out}: {cause(error)}") from None
+    print(f"{text}\n{out / name}.md, .csv, .png")
