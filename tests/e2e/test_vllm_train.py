@@ -44,7 +44,7 @@ def lines(path):
 @pytest.fixture(scope="module")
 def vllm_run(paw, quick, quick_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
-    engine = {"rollout.engine": "vllm", "policy.old_logp": "trainer", "run.updates": 3, "optim.lr": 3e-3}
+    engine = {"rollout.engine": "vllm", "policy.old_logp": "trainer", "run.updates": 2, "optim.lr": 3e-3}
     paw("train", "quickstart", quick | engine, {"run.dir": folder, "run.name": "run"}, env=VLLM)
     return folder / "run"
 
@@ -52,7 +52,7 @@ def vllm_run(paw, quick, quick_run, tmp_path_factory):
 @needs_vllm
 def test_the_sampler_has_the_trainers_weights_at_every_update(vllm_run):
     start, *updates = lines(vllm_run / "metrics.jsonl")
-    assert start["eval/games"] == 8 and updates[-1]["eval/games"] == 8 and len(updates) == 3
+    assert start["eval/games"] == 8 and updates[-1]["eval/games"] == 8 and len(updates) == 2
     for line in updates:
         assert all(math.isfinite(value) for value in line.values())
         assert line["health/sampler_mismatch"] < 1e-4
@@ -142,7 +142,7 @@ def test_an_engine_whose_worker_dies_is_one_line_and_the_checkpoint_stays(paw, p
     (tmp_path / "sitecustomize.py").write_text(DEATH)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), paw_env["PYTHONPATH"]])}
     options = {"rollout.engine": "vllm", "model.path": quick_model, "run.dir": tmp_path, "run.name": "dead"}
-    more = {"run.save_every": 1, "run.updates": 3, "eval.every": 0}
+    more = {"run.save_every": 1, "run.updates": 2, "eval.every": 0}
     failed = paw("train", "quickstart", quick, options, more, code=1, env=path)
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("paw: "))
     assert line.startswith(
