@@ -33,7 +33,8 @@ NAME = "run"
 
 
 class Crashing(Honest):
-    """Every fifth task, all attempts at it, raises in its second turn; which ones depends on their names alone."""
+    """Every fifth task, all attempts at it, raises in its second turn; which ones depends on their names alone. The
+    first of an update never does: an update in which all fail ends the run."""
 
     name = "soak"
 
@@ -45,7 +46,8 @@ class _Game(Game):
     turns = 0
 
     def reset(self, task: Any) -> str:
-        self.turns, self.crashes = 0, zlib.crc32(task.id.encode()) % 5 == 0
+        self.turns, first = 0, task.id.endswith("/0")
+        self.crashes = not first and zlib.crc32(task.id.encode()) % 5 == 0
         return super().reset(task)
 
     def step(self, response: str) -> Any:
