@@ -39,12 +39,12 @@ def main() -> None:
             (folder / f"{made.stem}.log").write_text(paw("rwml", *words, "--out", made))
     if not (folder / "run" / "report.html").exists():
         where = ("--run.dir", folder, "--run.name", "run", "--eval.games", 0)
-        paw("train", "rwml-quickstart", "--rwml.triplets", kept, "--model.path", start, *where)
+        paw("train", "rwml-quickstart", "--env.triplets", kept, "--model.path", start, *where)
     (RESULTS / "rwml_filter.txt").write_text((folder / "kept.log").read_text().replace(f": {kept}", ""))
     about = json.loads((folder / "run" / "run.json").read_text())
     rows = []
     for name, path in {"warm-up": model, "start": start, "rwml": folder / "run" / "hf", "wm-sft": tuned}.items():
-        states = evaluate(path, *RECIPE, "--rwml.triplets", triplets, "--eval.games", 0)
+        states = evaluate(path, *RECIPE, "--env.triplets", triplets, "--eval.games", 0)
         played = evaluate(path, "--recipe", "quickstart")
         shares = {f"{kind}_{key}": found[key] for kind, found in {"next_state": states, "task": played}.items()
                   for key in ("success", "ci_low", "ci_high", "games")}  # fmt: skip

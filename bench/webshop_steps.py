@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, write
 from bench.kernels import commit, cpu_name
-from paw.config import EnvConfig, WebshopConfig
 from paw.envs.base import admissible_responses
+from paw.envs.settings import WebshopConfig
 from paw.envs.webshop.factory import WebshopEnv, WebshopFactory
 
 SESSIONS = 128
@@ -39,8 +39,7 @@ def main() -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     started = time.perf_counter()
-    env = EnvConfig(name="webshop", eval_split="test", max_turns=15)
-    factory = WebshopFactory(env, WebshopConfig(products=options.products))
+    factory = WebshopFactory(WebshopConfig(eval_split="test", max_turns=15, products=options.products))
     loading, rows = time.perf_counter() - started, []
     for play in ("random", "buyer"):
         rows.append({"play": play, "sessions": SESSIONS, **measure(factory, play, options.steps)})

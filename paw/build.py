@@ -114,7 +114,7 @@ def build(
     tokenizer = load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
 
-    alone, ppo = ranks.world == 1, config.advantage.estimator == "ppo"
+    alone, ppo = ranks.world == 1, config.advantage.type == "ppo"
     options: dict[str, Any] = {
         "dtype": config.model.dtype,
         "device": device,

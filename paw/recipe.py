@@ -1,14 +1,17 @@
 """From a recipe and the command line to a Config.
 
 A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line overrides one key.
-`base = "alfworld-grpo"` above the first table (a packaged recipe, or a path relative to the file) takes over that
-recipe; the tables below override single keys of it. An unknown key is an error that names the nearest known one;
-`paw.ignored` finds settings without effect. No torch here.
+`base = ["alfworld", "gigpo", "paw"]` above the first table takes over other recipes (names, or paths relative to the
+file) in that order; each overrides single keys of those before it, and the file those of all. A layer that chooses
+another plug-in, or another value that keys depend on (`paw.values.Only`), drops the keys that no longer apply. An
+unknown key is an error that says what was meant. No torch here.
 """
 
 import difflib
 import tomllib
+from collections.abc import Container
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -17,48 +20,71 @@ from pydantic import ValidationError
 
 from paw.config import Config
 from paw.errors import UserError, clean, shown, to_stderr
+from paw.keys import Key, hint, keys_of, meaning
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
-GENERATIONS, LARGEST = 50, 1_000_000
-"""Bases below a recipe, and bytes of one."""
+GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
+"""Bases one on another below a recipe, in all, and bytes of one."""
+
+
+@cache
+def index() -> dict[str, dict[str, dict[str, Any]]]:
+    """recipes/index.toml: `bases`, which others build on, and `recipes`, by name."""
+    return _tables(RECIPES / "index.toml")
 
 
 def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+    """The packaged recipes that can be trained."""
+    return sorted({*(path.stem for path in RECIPES.glob("*.toml")), *index()["recipes"]} - {"index"})
 
 
-def load(recipe: str | Path, overrides: dict[str, str] | None = None) -> Config:
-    """Read a recipe by name or path, apply `{"a.b": "value"}` overrides, validate.
+def base_names() -> list[str]:
+    """The packaged recipes that others build on: algorithms, benchmarks, models."""
+    return sorted({*(path.stem for path in (RECIPES / "bases").glob("*.toml")), *index()["bases"]})
 
-    Raises UserError for an unknown or circular recipe, malformed TOML, an unknown key or a value out of range.
+
+def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a recipe by name or path, apply `{"a.b": value}` overrides (texts as on the command line), validate.
+
+    Raises UserError for a recipe that is unknown or built on itself, malformed TOML, an unknown key or a value out of
+    range.
     """
     tree, origins = read_recipe(str(recipe))
-    for key, text in (overrides or {}).items():
-        _set(tree, key, text)
-        origins[key] = "command line"
-    return validate(tree, origin=str(recipe), origins=origins)
+    return override(tree, overrides or {}, origin=str(recipe), origins=origins)
 
 
-def load_played(recipe: str | None, overrides: dict[str, str]) -> Config:
+def load_played(recipe: str | None, overrides: dict[str, str], defaults: dict[str, str] | None = None) -> Config:
     """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
 
-    An environment without such a recipe gets the defaults. Raises UserError as `load` does, or if nothing is named.
+    An environment without such a recipe gets the defaults; `defaults` are overrides of keys that the
+    environment has. Raises UserError as `load` does, or if nothing is named.
     """
     name = overrides.get("env.name")
-    if recipe is None and name == "search" and overrides.get("env.data", "").lower() == "none":
-        overrides = {"search.retriever": "bm25"} | overrides  # the recipe's E5 is a download
     if recipe is None and name is None:
         raise UserError("say what is played with --recipe NAME or --env NAME")
     if recipe is None and f"{name}-grpo" in recipe_names():
         recipe = f"{name}-grpo"
         to_stderr(f"settings of the recipe {recipe}; --recipe names another")
-    if recipe is not None:
-        return load(recipe, overrides)
-    tree: dict[str, Any] = {"model": {"path": "-"}}
+    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
+    keys = keys_of(Config, _layered(tree, {"env": {"name": name}} if name else {}))
+    given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
+    if name == "search" and given.get("env.data", "").lower() == "none":
+        given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
+    return override(tree, given, origin=recipe or "command line", origins=origins)
+
+
+def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
+    """The Config of a recipe's tables under `{"a.b": value}` overrides."""
+    selectors: dict[str, Any] = {}
+    for key, text in overrides.items():  # what plug-ins are chosen decides which keys there are
+        if key in ("env.name", "advantage.type", "agent.type", "reward.type"):
+            selectors.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = str(text)
+    keys = keys_of(Config, _layered(tree, selectors))
+    layer: dict[str, Any] = {}
     for key, text in overrides.items():
-        _set(tree, key, text)
-    return validate(tree, origin="command line")
+        _set(layer, key, text, keys, tree)
+    return validate(_layered(tree, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
@@ -76,10 +102,12 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     except ValidationError as error:
         problems = error.errors()
         key = _dotted(problems[0]["loc"])
-        if problems[0]["type"] == "extra_forbidden":
-            raise UserError(f"{where(key)}: unknown key '{clean(key)}'{nearest(key)}") from None
+        if problems[0]["type"] in ("extra_forbidden", "only"):
+            if "." not in key and isinstance(problems[0]["input"], dict) and problems[0]["input"]:
+                key += f".{next(iter(problems[0]['input']))}"  # of a section that is unknown, the first key
+            raise UserError(f"{where(key)}: unknown key '{clean(key)}'{_hint(key, tree)}") from None
         if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
-            key = next((known for known in known_keys() if known.startswith(f"{key}.")), key)
+            key = next((known for known in keys_of(Config, tree) if known.startswith(f"{key}.")), key)
             raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
         reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
         message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
@@ -88,17 +116,41 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 
 
 def dump(config: Config) -> str:
-    """The whole resolved configuration as TOML; `load` of it gives the same Config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The whole resolved configuration as TOML, the keys that apply; `load` of it gives the same Config."""
+    return tomli_w.dumps(as_tree(config))
 
 
-def known_keys() -> dict[str, Any]:
-    """Every dotted key of a configuration, and its type."""
-    return {
-        f"{section}.{leaf}": field.annotation
-        for section, table in Config.model_fields.items()
-        for leaf, field in getattr(table.annotation, "model_fields", {}).items()
-    }
+def as_tree(config: Config) -> dict[str, Any]:
+    """The keys that apply and are set, as nested dicts of plain values."""
+    plain, tree = config.model_dump(mode="json", exclude_none=True), {}
+    for dotted, key in known_keys(config).items():
+        if not key.needs and (value := _get(plain, dotted)) is not None:
+            _put(tree, dotted, value)
+    return tree
+
+
+def known_keys(config: Config) -> dict[str, Key]:
+    """Every dotted key of a configuration's sections, those that do not apply too."""
+    return keys_of(Config, {section: getattr(config, section) for section in Config.model_fields})
+
+
+def explain(config: Config) -> str:
+    """`dump` with the meaning and the default of each key, keys that are unset too."""
+    lines, section, tree = [], "", as_tree(config)
+    for dotted, key in known_keys(config).items():
+        if key.needs:
+            continue
+        table, _, leaf = dotted.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            section = table
+        value = _get(tree, dotted)
+        lines.append(f"# {meaning(key.field)}")
+        if isinstance(value, dict):  # a table within a line
+            lines.append(f"{leaf} = {{ {', '.join(tomli_w.dumps({key: value[key]}).rstrip() for key in value)} }}")
+        else:
+            lines.append(f"# {leaf} is not set" if value is None else tomli_w.dumps({leaf: value}).rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -106,39 +158,93 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
 
 
+def _hint(key: str, tree: dict[str, Any]) -> str:
+    return hint(key, keys_of(Config, tree), Config)
+
+
 def nearest(key: str) -> str:
-    """Text that suggests the nearest known key, or "". A right name in the wrong section comes before a similar one."""
-    keys, key = list(known_keys()), key[:LONGEST_NAME]
-    namesakes = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, namesakes or keys, n=1, cutoff=0.0 if namesakes else 0.5)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    """What was meant by a key that no configuration has, as the end of a line, or ""."""
+    return _hint(key, {})
 
 
-def _set(tree: dict[str, Any], key: str, text: str) -> None:
-    """Put an override into the tree: a TOML value, or a bare word; `none` where a key may be left unset."""
-    kinds = known_keys()
-    section, _, leaf = key.partition(".")
-    leaf, _, inner = leaf.partition(".")
-    if (key := f"{section}.{leaf}") not in kinds or (inner and get_origin(kinds[key]) is not dict):
-        whole = f"{key}.{inner}" if inner else key.rstrip(".")
-        raise UserError(f"command line: unknown key '--{clean(whole)}'{nearest(whole)}")
-    value: Any = text  # a bare word is a string
-    with suppress(ValueError, RecursionError):
-        parsed = tomllib.loads(f"value = {text}")
-        value = parsed["value"] if len(parsed) == 1 else text
-    if text.lower() == "none" and type(None) in get_args(kinds[key]):
-        value = None
-    elif kinds[key] in (str, Path) and not isinstance(value, str):
-        value = text  # a name that looks like a number or a date
-    table = tree.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise UserError(
-            f"command line: --{key} does not fit the recipe's {section} = {shown(table)}, which is no table"
-        )
-    if inner:  # --model.chat_template_kwargs.enable_thinking false
-        before = table.get(leaf, {})
-        value = {**(before if isinstance(before, dict) else {}), inner: value}
-    table[leaf] = value
+def layered(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The tree under changes by dotted key, without its keys that no longer apply."""
+    layer: dict[str, Any] = {}
+    for key, value in changes.items():
+        _put(layer, key, value)
+    return _layered(tree, layer)
+
+
+def _layered(tree: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+    """The layer over the tree, without the keys of the tree that no longer apply."""
+    before = keys_of(Config, tree)
+    merged = _merge(tree, layer, leaves=before)
+    after = keys_of(Config, merged)
+    for dotted, key in before.items():
+        if not key.needs and (dotted not in after or after[dotted].needs) and _get(layer, dotted, _ABSENT) is _ABSENT:
+            table, _, leaf = dotted.rpartition(".")
+            if isinstance(found := _get(merged, table), dict):
+                found.pop(leaf, None)
+    return merged
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any], *, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
+    """A copy of `old` under the values of `new`; a leaf is replaced as a whole, a table or not."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in old.items()}
+    for key, value in new.items():
+        before, dotted = merged.get(key), f"{prefix}{key}"
+        if isinstance(before, dict) and isinstance(value, dict) and dotted not in leaves:
+            value = _merge(before, value, leaves=leaves, prefix=f"{dotted}.")
+        merged[key] = value
+    return merged
+
+
+_ABSENT: Any = object()
+
+
+def _get(tree: Any, dotted: str, default: Any = None) -> Any:
+    for part in dotted.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *tables, leaf = dotted.split(".")
+    for part in tables:
+        tree = tree.setdefault(part, {})
+    tree[leaf] = value
+
+
+def _set(layer: dict[str, Any], key: str, text: Any, keys: dict[str, Key], tree: dict[str, Any]) -> None:
+    """Put an override into the layer: a TOML value, or a bare word; `none` where a key may be left unset."""
+    inside = next((known for known, found in keys.items() if key.startswith(f"{known}.") and _is_table(found)), None)
+    if key not in keys and inside is None:
+        raise UserError(f"command line: unknown key '--{clean(key.rstrip('.'))}'{hint(key, keys, Config)}")
+    if not isinstance(tree.get(key.partition(".")[0], {}), dict):
+        section = key.partition(".")[0]
+        found = f"{section} = {shown(tree[section])}"
+        raise UserError(f"command line: --{key} does not fit the recipe's {found}, which is no table")
+    kind = keys[inside or key].field.annotation
+    value = text
+    if isinstance(text, str):
+        value = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
+        with suppress(ValueError, RecursionError):
+            parsed = tomllib.loads(f"value = {text}")
+            value = parsed["value"] if len(parsed) == 1 else text
+        if text.lower() == "none" and type(None) in get_args(kind):
+            value = None
+        elif kind in (str, Path) and not isinstance(value, str):
+            value = text  # a name that looks like a number or a date
+    if inside:  # --model.chat_template_kwargs.enable_thinking false
+        before = _get(layer, inside) or _get(tree, inside)
+        value = {**(before if isinstance(before, dict) else {}), key.removeprefix(f"{inside}."): value}
+    _put(layer, inside or key, value)
+
+
+def _is_table(key: Key) -> bool:
+    return get_origin(key.field.annotation) is dict
 
 
 def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -149,41 +255,51 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, tables in _lineage(recipe):
+        tree = _layered(tree, tables)
         for section, table in tables.items():
-            old = tree.get(section)
-            tree[section] = old | table if isinstance(old, dict) and isinstance(table, dict) else table
             keys = [f"{section}.{leaf}" for leaf in table] if isinstance(table, dict) else [section]
             origins |= dict.fromkeys(keys, origin)
     return tree, origins
 
 
 def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, tables) of a recipe after those of its bases."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    heirs: list[Path] = []  # the files built on the next one, the last directly
-    base: str | None = recipe
-    while base is not None:
-        by = f"{heirs[-1]}: base: " if heirs else ""
-        path, origin = RECIPES / f"{base}.toml", base
-        if base.endswith(".toml"):
-            path = heirs[-1].parent / base if heirs else Path(base)
-            origin = str(path)
-        if not _is_file(path):
-            near = difflib.get_close_matches(base[:LONGEST_NAME], recipe_names(), n=1)
+    """(origin, tables) of a recipe after those of its bases, in the order in which they override one another."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+
+    def add(name: str, by: str, folder: Path, heirs: tuple[str, ...]) -> None:
+        origin, key, tables = name, name, _packaged(name)
+        if name.endswith(".toml"):
+            path = folder / name
+            if not _is_file(path):
+                raise UserError(f"{by}{clean(path)}: no such file")
+            origin, key, tables, folder = str(path), str(path.resolve()), _tables(path), path.parent
+        if tables is None:
+            near = difflib.get_close_matches(name[:LONGEST_NAME], [*recipe_names(), *base_names()], n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(recipe_names())}"
-            raise UserError(f"{by}unknown recipe '{clean(base)}': {hint} (or give the path of a .toml file)")
-        if path.resolve() in [heir.resolve() for heir in heirs]:
-            raise UserError(f"{by}'{base}' is itself built on this recipe")
-        if len(heirs) == GENERATIONS:
-            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
-        heirs.append(path)
-        tables = _tables(path)
-        base = tables.pop("base", None)
-        if not isinstance(base, str | None):
-            takes = "it takes the name of a recipe or the path of a .toml file"
-            raise UserError(f"{path}: base = {shown(base)}: {takes}")
-        found.append((origin, tables))
-    return found[::-1]
+            raise UserError(f"{by}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
+        if key in heirs:
+            raise UserError(f"{by}'{name}' is itself built on this recipe")
+        if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
+            raise UserError(f"{recipe}: it is built on too many recipes, one on another")
+        bases = tables.get("base", [])
+        bases = [bases] if isinstance(bases, str) else bases
+        if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+            takes = "it takes the name of a recipe or the path of a .toml file, or a list of them"
+            raise UserError(f"{origin}: base = {shown(tables['base'])}: {takes}")
+        for base in bases:
+            add(base, f"{origin}: base: ", folder, (*heirs, key))
+        layers.append((origin, {section: table for section, table in tables.items() if section != "base"}))
+
+    add(recipe, "", Path(), ())
+    return layers
+
+
+def _packaged(name: str) -> dict[str, Any] | None:
+    """The tables of a packaged recipe, or base of recipes."""
+    for path in (RECIPES / f"{name}.toml", RECIPES / "bases" / f"{name}.toml"):
+        if _is_file(path):
+            return _tables(path)
+    return index()["recipes"].get(name, index()["bases"].get(name))
 
 
 def _tables(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from paw.build import Parts, build, check_environment, check_extras, check_memor
 from paw.config import Config
 from paw.errors import LINE_CHARS, UserError, clean
 from paw.files import cause, write_file
-from paw.ignored import ignored
 from paw.model.parallel import PeerLostError, Ranks, lost_peer
 from paw.model.policy import Policy, pick_device
 from paw.plugins import load
@@ -275,7 +274,7 @@ def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) ->
         run.record = stack.enter_context(RunRecord(directory, run.info, **was))
         cut = (run.step or STARTING_OVER) if resume else None
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
-        for line in (*header_lines(run), *notes, *run.log.lost, *ignored(config)):
+        for line in (*header_lines(run), *notes, *run.log.lost):
             run.say(line)
     stack.callback(run.call, "on_end")
     run.call("on_start")

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from paw import plugins
 from paw.algo import loss as losses
-from paw.algo.advantages import advantages
+from paw.algo.advantages import drop_penalty_only
 from paw.algo.gradients import Gradients
 from paw.algo.samples import to_samples
 from paw.algo.world_model import select
@@ -119,7 +120,10 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
     if run.critic:
         run.metrics.update(run.critic.compute_values(samples))
         return
-    found = advantages(samples, **run.config.advantage.model_dump())
+    settings = run.config.advantage
+    found = plugins.load("advantages", settings.type)(samples, **settings.settings())
+    if settings.penalty_only == "drop":
+        found = drop_penalty_only(samples, found)
     for sample, advantage in zip(samples, found, strict=True):
         sample.advantage = advantage
 

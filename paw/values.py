@@ -1,8 +1,9 @@
 """What configurations are made of: sections, ranges, and text that a file can hold."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -10,13 +11,13 @@ LONGEST_TEXT, LONGEST_NAME = 4096, 255
 """Characters of a value, bytes of a file's name."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
-EnvFile = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
 def check_texts(value: Any) -> Any:
@@ -31,6 +32,17 @@ def check_texts(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Only:
+    """Metadata of a key that applies where `key` has one of `values`, or, without values, is neither 0 nor unset."""
+
+    key: str
+    values: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return self.key + (f" = {' or '.join(map(repr, self.values))}" if self.values else "")
+
+
 class Section(BaseModel):
     """A table of a recipe. The string below a key is its description."""
 
@@ -38,7 +50,24 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    ONLY: ClassVar[Only | None] = None
+    """Beside what the whole section applies."""
+
     _check_texts = field_validator("*", mode="before")(check_texts)
+
+
+class PluginSection(Section):
+    """A section whose `KEY` names a plug-in of a kind."""
+
+    KIND: ClassVar[str]
+    KEY: ClassVar[str]
+    NONE: ClassVar[str | None] = None
+    """The name that means no plug-in."""
+
+    def settings(self) -> dict[str, Any]:
+        """The plug-in's own keys: what its function takes."""
+        base = next(made for made in type(self).__mro__ if PluginSection in made.__bases__)
+        return {key: getattr(self, key) for key in type(self).model_fields if key not in base.model_fields}
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -33,8 +33,8 @@ SMALL = {
 }  # fmt: skip
 RUNS: dict[str, dict[str, object]] = {
     "grpo": {"policy.kl_coef": 0.01},
-    "gigpo": {"advantage.estimator": "gigpo", "wm.loss": "gce"},
-    "ppo": {"advantage.estimator": "ppo"},
+    "gigpo": {"advantage.type": "gigpo", "wm.loss": "gce"},
+    "ppo": {"advantage.type": "ppo"},
     "lora": {"lora.rank": 4},
     "ranks": {"--gpus": 2, "model.device": "cpu"},
     "resume": {},

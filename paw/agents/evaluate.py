@@ -27,8 +27,8 @@ from paw.types import Trajectory
 
 GIVE_UP = 32
 """Episodes in a row that could not be played: the endpoint is gone."""
-SETTINGS = ("env", "webshop", "search", "tau2", "agent", "eval")
-FURTHER = {"rollout": ("max_prompt_tokens", "max_response_tokens"), "simulator": ("model", "noise_start")}
+SETTINGS = ("env", "agent", "eval")
+FURTHER = {"rollout": ("max_prompt_tokens", "max_response_tokens")}
 """Sections and keys that decide the outcome. Where and how fast an endpoint answers does not."""
 
 
@@ -56,7 +56,7 @@ def evaluate(
 
 def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool) -> int:
     if config.agent.type == "zerosearch":
-        config = config.model_copy(update={"search": config.search.model_copy(update={"retriever": "zerosearch"})})
+        config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     name = path or str(config.endpoint.model)
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{name}").strip("-")
     folder = (out or config.run.dir / label).absolute()  # an environment may change the current folder
@@ -166,7 +166,9 @@ def _line(episode: Episode, config: Config) -> dict[str, Any]:
 
 def _settings(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
-    sections = {**{section: tree[section] for section in SETTINGS}}
+    sections = {section: tree[section] for section in SETTINGS}
+    if simulator := tree["env"].get("simulator"):
+        tree["env"]["simulator"] = {key: simulator[key] for key in ("model", "noise_start")}
     sections |= {section: {key: tree[section][key] for key in keys} for section, keys in FURTHER.items()}
     return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
 

@@ -103,8 +103,8 @@ def file_examples(path: Path) -> dict[str, list[str]]:
 def expert_example(name: str) -> str:
     """One episode of the WebShop or search environment in a small generated world, by its own expert."""
     env = {"name": name, "eval_split": "test", "max_turns": 15}
-    small = {"model": {"path": "-"}, "env": env, "webshop": {"products": 200}, "search": {"entities": 100}}
-    factory = make_factory(Config.model_validate(small))
+    env |= {"webshop": {"products": 200}, "search": {"entities": 100}}[name]
+    factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     (task,) = factory.warmup_tasks(0, 1, 1)
     environment: Any = factory.make()
     lines, done = [opening(name, environment.task, environment.reset(task))], False

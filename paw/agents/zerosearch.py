@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paw.agents.endpoint import Endpoint
-from paw.config import Config, SimulatorConfig
+from paw.config import RunConfig
 from paw.envs.http import Loop
 from paw.envs.search.retrieval.base import Hit
+from paw.envs.settings import SimulatorConfig
 from paw.rollout.episode import derive_seed
 
 # After the paper's prompt.
@@ -45,14 +46,13 @@ def noise_share(config: SimulatorConfig, step: int, updates: int) -> float:
 class Simulator:
     """A retriever whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
 
-    def __init__(self, model: Any, config: Config) -> None:
-        self.model, self.config, self.seed = model, config, config.run.seed
+    def __init__(self, model: Any, config: SimulatorConfig, run: RunConfig) -> None:
+        self.model, self.config, self.run = model, config, run
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
         """The noise share of an update's searches; of an evaluation's (None) the start's."""
-        simulator = self.config.simulator
-        return simulator.noise_start if step is None else noise_share(simulator, step, self.config.run.updates)
+        return self.config.noise_start if step is None else noise_share(self.config, step, self.run.updates)
 
     def search(self, queries: Sequence[str], topk: int, share: float | None = None) -> list[list[Hit]]:
         """At most `topk` documents a query, noise instead of useful ones with probability `share`.
@@ -67,7 +67,7 @@ class Simulator:
         return self._loop.run(search(), math.inf)  # the endpoint has time limits of its own
 
     async def _search(self, query: str, topk: int, share: float) -> list[Hit]:
-        seed = derive_seed(self.seed, "zerosearch", query)
+        seed = derive_seed(self.run.seed, "zerosearch", query)
         quality = "noisy" if random.Random(seed).random() < share else "useful"
         prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
         text = (await self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)).text
@@ -76,8 +76,8 @@ class Simulator:
         return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(kept, start=1)]
 
 
-def make_simulator(config: Config) -> Simulator:
-    """The simulator of [simulator]. UserError if its endpoint is not configured, or nobody answers there."""
-    endpoint = Endpoint(config.simulator, section="simulator")
+def make_simulator(config: SimulatorConfig, run: RunConfig) -> Simulator:
+    """The simulator of env.simulator. UserError if its endpoint is not configured, or nobody answers there."""
+    endpoint = Endpoint(config, section="env.simulator")
     endpoint.check()
-    return Simulator(endpoint, config)
+    return Simulator(endpoint, config, run)

@@ -16,51 +16,36 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 from paw.types import Sample
+from paw.values import NonNegative, Share
 
 Stat = Literal["steps", "trajectories"]
 
 
-def advantages(
-    samples: Sequence[Sample],
-    *,
-    estimator: Literal["grpo", "rloo", "gigpo"] = "grpo",
-    stat: Stat = "steps",
-    norm_std: bool = True,
-    eps: float = 1e-6,
-    penalty_only: Literal["keep", "drop"] = "keep",
-    gigpo_norm: Literal["mean_std", "mean"] = "mean_std",
-    omega: float = 1.0,
-    gamma: float = 0.95,
-    similarity: float | None = None,
-) -> list[float]:
-    """Advantage of each sample under the chosen estimator; the options are those of the `[advantage]` configuration.
+def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) -> list[float]:
+    """The advantages, 0 for every sample of a group whose episode returns are all equal.
 
-    penalty_only "drop": 0 for every sample of a group whose episode returns are all equal. There the only variance is
-    the invalid penalty, which the division by its own standard deviation would blow up to full scale.
-    Raises ValueError for an unknown estimator.
+    There the only variance is the invalid penalty, which the division by its own standard deviation would blow up.
     """
-    if estimator == "grpo":
-        result = grpo(samples, stat=stat, norm_std=norm_std, eps=eps)
-    elif estimator == "rloo":
-        result = rloo(samples, stat=stat)
-    elif estimator == "gigpo":
-        by_std = gigpo_norm == "mean_std"
-        result = gigpo(samples, stat=stat, norm_std=by_std, omega=omega, gamma=gamma, eps=eps, similarity=similarity)
-    else:
-        raise ValueError(f"estimator={estimator!r} is unknown; known estimators: grpo, rloo, gigpo")
-    if penalty_only == "drop":
-        for members in _by(sample.group for sample in samples):
-            if len({samples[i].episode_return for i in members}) == 1:
-                for i in members:
-                    result[i] = 0.0
+    result = list(advantages)
+    for members in _by(sample.group for sample in samples):
+        if len({samples[i].episode_return for i in members}) == 1:
+            for i in members:
+                result[i] = 0.0
     return result
 
 
-def grpo(samples: Sequence[Sample], *, stat: Stat = "steps", norm_std: bool = True, eps: float = 1e-6) -> list[float]:
+def grpo(
+    samples: Sequence[Sample], *, stat: Stat = "steps", norm_std: bool = True, eps: NonNegative = 1e-6
+) -> list[float]:
     """(score - mean) / (std + eps) within the group, std unbiased; without the division if not norm_std (Dr. GRPO).
 
     stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more; "trajectories" over
     one entry a trajectory, the score of its first sample. A single entry has mean 0, std 1, as in the reference code.
+
+    Args:
+        stat: mean and standard deviation over all turns of the group, or over one score a trajectory
+        norm_std: divide by the standard deviation; false is Dr. GRPO
+        eps: added to the standard deviation
     """
     result = [0.0] * len(samples)
     for members in _by(sample.group for sample in samples):
@@ -72,7 +57,11 @@ def grpo(samples: Sequence[Sample], *, stat: Stat = "steps", norm_std: bool = Tr
 
 
 def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
-    """(score - mean) n / (n - 1): the score less the mean of the other entries. A single entry keeps its score."""
+    """(score - mean) n / (n - 1): the score less the mean of the other entries. A single entry keeps its score.
+
+    Args:
+        stat: mean over all turns of the group, or over one score a trajectory
+    """
     result = [0.0] * len(samples)
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
@@ -86,18 +75,26 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
 def gigpo(
     samples: Sequence[Sample],
     *,
-    stat: Stat,
-    norm_std: bool,
-    omega: float,
-    gamma: float,
-    eps: float,
-    similarity: float | None,
+    stat: Stat = "steps",
+    norm_std: bool = True,
+    eps: NonNegative = 1e-6,
+    omega: NonNegative = 1.0,
+    gamma: Share = 0.95,
+    similarity: Share | None = None,
 ) -> list[float]:
     """Episode advantage (GRPO, divided by std if norm_std) + omega * step advantage.
 
     The step advantage compares the discounted step returns, less the sample's own penalty, of samples of one group that
     answered the same anchor observation, normalised like the episode's; a sample alone with its anchor gets 0.
     Anchors match by equal text, or with `similarity` by difflib ratio >= similarity to a cluster's first anchor.
+
+    Args:
+        stat: mean and standard deviation over all turns of the group, or over one score a trajectory
+        norm_std: divide both parts by their standard deviation
+        eps: added to the standard deviation
+        omega: weight of the step advantage
+        gamma: discount of the step returns
+        similarity: anchors match at or above this difflib ratio; unset, only equal texts do
     """
     result = grpo(samples, stat=stat, norm_std=norm_std, eps=eps)
     returns = step_returns(samples, gamma=gamma)
@@ -123,11 +120,15 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
     return result
 
 
-def gae(values: Sequence[float], score: float, *, gamma: float, lam: float) -> list[float]:
+def gae(values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0) -> list[float]:
     """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
 
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the last token, after
     which nothing follows: the sample's next turn is another sample.
+
+    Args:
+        gamma: discount from token to token
+        lam: GAE's lambda
     """
     result: list[float] = []
     advantage, following, reward = 0.0, 0.0, score

@@ -65,8 +65,8 @@ class Critic:
                 "stopped: the critic's values are not finite, its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"
             )
-        options = self.config.critic
-        raw = [gae(found[i], sample.score, gamma=options.gamma, lam=options.lam) for i, sample in enumerate(samples)]
+        options = self.config.advantage.settings()
+        raw = [gae(found[i], sample.score, **options) for i, sample in enumerate(samples)]
         for i, (sample, whitened) in enumerate(zip(samples, whiten(raw), strict=True)):
             sample.values, sample.token_advantage = found[i], whitened
             sample.returns = [a + value for a, value in zip(raw[i], found[i], strict=True)]

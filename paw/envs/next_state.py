@@ -18,8 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from paw.config import EnvConfig, RwmlConfig
 from paw.envs.base import shuffled
+from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.files import cause, write_file
 from paw.types import Outcome, Task
@@ -75,7 +75,7 @@ def read_triplets(path: Path) -> list[Triplet]:
         lines = path.expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"rwml.triplets = '{path}': {reason}; make it with `paw rwml collect`") from None
+        raise UserError(f"env.triplets = '{path}': {reason}; make it with `paw rwml collect`") from None
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -89,10 +89,10 @@ def read_triplets(path: Path) -> list[Triplet]:
                 raise ValueError("'next_state' is empty")
         except (ValueError, TypeError, RecursionError) as error:
             reason = str(error).replace("Triplet.__init__() ", "")
-            raise UserError(f"rwml.triplets = '{path}': line {number} is no triplet: {reason}") from None
+            raise UserError(f"env.triplets = '{path}': line {number} is no triplet: {reason}") from None
         found.append(triplet)
     if not found:
-        raise UserError(f"rwml.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
+        raise UserError(f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
     return found
 
 
@@ -103,7 +103,7 @@ def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
         raise UserError(f"cannot write {path}: {cause(error)}; set --out") from None
 
 
-def ask(triplet: Triplet, config: EnvConfig) -> str:
+def ask(triplet: Triplet, config: NextStateConfig) -> str:
     """The user message.
 
     Compact style: the prompt and, on the line after a last "did:", the action; so a model that knows no instructions
@@ -116,12 +116,12 @@ def ask(triplet: Triplet, config: EnvConfig) -> str:
     )
 
 
-def answer(next_state: str, config: EnvConfig) -> str:
+def answer(next_state: str, config: NextStateConfig) -> str:
     """A well-formed response (without a thought) that predicts `next_state`: what fine-tuning imitates."""
     return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
 
 
-def predicted(response: str, config: EnvConfig) -> str | None:
+def predicted(response: str, config: NextStateConfig) -> str | None:
     """The next state that a response predicts, None where it is malformed or empty."""
     if config.style == "compact":
         return response.strip() or None
@@ -133,27 +133,28 @@ def predicted(response: str, config: EnvConfig) -> str | None:
 
 
 class NextStateFactory:
-    """The triplets of `rwml.triplets`.
+    """The triplets of `env.triplets`.
 
-    `similarity` is what rewards are made of (default: the encoder `rwml.embedding`, loaded now).
+    `similarity` is what rewards are made of (default: the encoder `env.embedding`, loaded now).
 
     Raises:
         UserError: the file is missing or damaged, one of the two splits is empty, the split to evaluate on is another,
             or the encoder is not there.
     """
 
+    Config = NextStateConfig
     name = "next_state"
     may_block = True  # environments wait for one another, so that the encoder gets batches
 
-    def __init__(self, config: EnvConfig, rwml: RwmlConfig, similarity: Similarity | None = None) -> None:
-        if rwml.triplets is None:
-            raise UserError("rwml.triplets is not set; make a file with `paw rwml collect`, then --rwml.triplets FILE")
+    def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:
+        if config.triplets is None:
+            raise UserError("env.triplets is not set; make a file with `paw rwml collect`, then --env.triplets FILE")
         if config.eval_split != HELD_OUT:
             raise UserError(f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only")
-        self.config, self.rwml = config, rwml
+        self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        self.triplets = read_triplets(rwml.triplets)
+        self.triplets = read_triplets(config.triplets)
         tasks = [Task(f"{t.task}#{i}", t.kind, t) for i, t in enumerate(self.triplets)]
         self.training = [task for task in tasks if not task.payload.held_out]
         self.held_out = [task for task in tasks if task.payload.held_out]
@@ -161,13 +162,13 @@ class NextStateFactory:
             games = len({triplet.task for triplet in self.triplets})
             lacking = "to evaluate on" if self.training else "to train on"
             raise UserError(
-                f"rwml.triplets = '{rwml.triplets}': none of its {games} games is one {lacking} (one game in"
+                f"env.triplets = '{config.triplets}': none of its {games} games is one {lacking} (one game in"
                 f" {HELD_OUT_IN} is held out); collect from more"
             )
         if similarity is None:
             from paw.envs.search.embedding import Embedding
 
-            similarity = Embedding(rwml.embedding).similarity
+            similarity = Embedding(config.embedding).similarity
         self._similarity = _Together(similarity)
 
     def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
@@ -186,17 +187,17 @@ class NextStateFactory:
         )
 
     def make(self) -> "NextStateEnv":
-        return NextStateEnv(self.config, self.rwml.threshold, self._similarity)
+        return NextStateEnv(self.config, self.config.threshold, self._similarity)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr(self.triplets).encode()).hexdigest()[:16]
-        return f"{len(self.triplets)} triplets {digest}, {self.rwml.embedding} < {self.rwml.threshold:g}"
+        return f"{len(self.triplets)} triplets {digest}, {self.config.embedding} < {self.config.threshold:g}"
 
 
 class NextStateEnv:
     """One prediction."""
 
-    def __init__(self, config: EnvConfig, threshold: float, similarity: Callable[[str, str], float]) -> None:
+    def __init__(self, config: NextStateConfig, threshold: float, similarity: Callable[[str, str], float]) -> None:
         self.config, self.threshold, self.similarity = config, threshold, similarity
 
     def reset(self, task: Task) -> str:

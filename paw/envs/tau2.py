@@ -22,8 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paw.config import EnvConfig, Tau2Config
 from paw.envs.base import shuffled
+from paw.envs.settings import Tau2Config
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
@@ -61,23 +61,24 @@ class Tau2Factory:
         UserError: tau2-bench is not installed or something else of its name is, or it has no such domain or split.
     """
 
+    Config = Tau2Config
     name = "tau2"
     may_block = True
 
-    def __init__(self, config: EnvConfig, tau2: Tau2Config) -> None:
-        self.config, self.tau2 = config, tau2
+    def __init__(self, config: Tau2Config) -> None:
+        self.config = config
         self.reward_max, self.invalid_penalty = config.reward, config.invalid_penalty
         self._gym, registry = _import()
         domains = sorted({*registry.get_domains()} & {*registry.get_task_sets()})
-        if tau2.domain not in domains:
-            raise UserError(f"tau2.domain = '{tau2.domain}': tau2-bench has {', '.join(domains)}")
-        load_splits = registry.get_task_splits_loader(tau2.domain)
+        if config.domain not in domains:
+            raise UserError(f"env.domain = '{config.domain}': tau2-bench has {', '.join(domains)}")
+        load_splits = registry.get_task_splits_loader(config.domain)
         try:
-            self._tasks = {task.id: task for task in registry.get_tasks_loader(tau2.domain)()}
+            self._tasks = {task.id: task for task in registry.get_tasks_loader(config.domain)()}
             self._splits: dict[str, list[str]] = load_splits() if load_splits else {"base": list(self._tasks)}
         except OSError as error:
             raise UserError(
-                f"tau2.domain = '{tau2.domain}': {error}; set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
+                f"env.domain = '{config.domain}': {error}; set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
             ) from None
         for split in (config.train_split, config.eval_split):
             self._ids(split)
@@ -95,26 +96,26 @@ class Tau2Factory:
         raise UserError("model.path = 'quickstart': tau2 has no expert to warm it up on; take an instruct model")
 
     def make(self) -> "Tau2Env":
-        return Tau2Env(self._gym, self.config, self.tau2)
+        return Tau2Env(self._gym, self.config)
 
     def fingerprint(self) -> str:
         splits = (self.config.train_split, self.config.eval_split)
         tasks = [self._tasks[i].model_dump_json() for split in splits for i in self._ids(split)]
         digest = hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16]
-        return f"tau2 {metadata.version('tau2')} {self.tau2.domain} {digest}, user {self.tau2.user_model}"
+        return f"tau2 {metadata.version('tau2')} {self.config.domain} {digest}, user {self.config.user_model}"
 
     def _ids(self, split: str) -> list[str]:
         """Task ids of a split; UserError where there is none that the gymnasium interface can start."""
         playable = {name: ids for name, ids in self._splits.items() if ids and self._tasks.keys() >= {*ids}}
         if split not in playable:
             raise UserError(
-                f"tau2.domain = '{self.tau2.domain}' has no split '{split}' to play; env.train_split and "
+                f"env.domain = '{self.config.domain}' has no split '{split}' to play; env.train_split and "
                 f"env.eval_split can be {', '.join(playable)}"
             )
         return playable[split]
 
     def _task(self, tau2_id: str) -> Task:
-        return Task(f"{self.tau2.domain}/{tau2_id}", self.tau2.domain, tau2_id)
+        return Task(f"{self.config.domain}/{tau2_id}", self.config.domain, tau2_id)
 
 
 class Tau2Env:
@@ -123,16 +124,16 @@ class Tau2Env:
     task: str = ""
     """What the customer said first."""
 
-    def __init__(self, make: Callable[..., Any], config: EnvConfig, tau2: Tau2Config) -> None:
-        self._make, self.config, self.tau2 = make, config, tau2
+    def __init__(self, make: Callable[..., Any], config: Tau2Config) -> None:
+        self._make, self.config = make, config
         self._gym: Any = None
         self._threads = Threads(1, config.step_timeout_s)
 
     def reset(self, task: Task) -> str:
         """Start a conversation. Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s."""
         self.close()
-        options = {"user_llm": self.tau2.user_model, "max_steps": 4 * self.config.max_turns}
-        gym = self._within(functools.partial(self._make, self.tau2.domain, task.payload, **options))
+        options = {"user_llm": self.config.user_model, "max_steps": 4 * self.config.max_turns}
+        gym = self._within(functools.partial(self._make, self.config.domain, task.payload, **options))
         text, info = self._within(gym.reset)
         if not text:
             raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
@@ -234,7 +235,7 @@ class Tau2Env:
             raise
         except BaseException as error:
             self._gym = None
-            raise EnvironmentFailure(f"tau2 {self.tau2.domain}: {describe(error)}") from error
+            raise EnvironmentFailure(f"tau2 {self.config.domain}: {describe(error)}") from error
 
 
 def _end(gym: Any) -> None:

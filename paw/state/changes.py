@@ -6,6 +6,7 @@ from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError
+from paw.keys import MOVED
 
 FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
@@ -25,25 +26,26 @@ PLACE = {"run.name", "run.dir"}
 def changes(directory: Path, config: Config) -> list[str]:
     """A line for each key in which `config` differs from the directory's config.toml.
 
-    Raises UserError for a key that cannot change: `FIXED`, and advantage.estimator from or to "ppo", whose critic is in
+    Raises UserError for a key that cannot change: `FIXED`, and advantage.type from or to "ppo", whose critic is in
     the checkpoints. A key that either version of PaW does not know counts as its default.
     """
     path = directory / "config.toml"
     try:
         if not path.is_file():
             raise ValueError("it is missing" if not path.exists() else "it is no file")
-        before = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        written = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        before = {MOVED.get(key, key): value for key, value in written.items()}
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
     now = _flat(config.model_dump(mode="json", exclude_none=True))
-    defaults = _flat(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json", exclude_none=True))
+    defaults = _flat(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
     for key in sorted((before.keys() | now.keys()) - PLACE):
         old, new = (tree.get(key, defaults.get(key)) for tree in (before, now))
-        if old == new:
+        if old == new or (key not in before and key not in defaults):  # or of a plug-in that it did not have
             continue
         reason = FIXED.get(key)
-        if key == "advantage.estimator" and "ppo" in (old, new):
+        if key == "advantage.type" and "ppo" in (old, new):
             reason = "its checkpoints hold a critic" if old == "ppo" else "its checkpoints hold no critic"
         if reason:
             raise UserError(

@@ -51,7 +51,7 @@ def export(
     files there stay. Raises UserError when it cannot be written.
     """
     world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})" if config.wm.enabled else "no world model"
-    method = method or f"{config.advantage.estimator}, {world}"
+    method = method or f"{config.advantage.type}, {world}"
     temp = folder.with_name(f".tmp_{folder.name}")
     try:
         shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed

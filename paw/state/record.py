@@ -104,5 +104,5 @@ def header_lines(run: "Run") -> list[str]:
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
         f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
-        f"{config.advantage.estimator}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
+        f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.config import WebshopConfig
 from paw.envs.alfworld import data as alfworld
 from paw.envs.alfworld.difficulty import DIFFICULTIES
+from paw.envs.settings import WebshopConfig
 from paw.errors import UserError
 
 WEBSHOP = """\
@@ -92,7 +92,7 @@ def _report_shop(folder: Path, _: object) -> None:
             train = len(made.goals) - made.n_test
             counts = f"{len(made.products):,} products, {made.n_test:,} goals to test, {train:,} to train"
             print(f"{choice.catalogue:<6} {choice.goals:<10} {counts}, sha256 {made.digest[:16]}")
-    keys = ("", " --webshop.catalogue full")[all(choice.catalogue == "full" for choice in choices)]
+    keys = ("", " --env.catalogue full")[all(choice.catalogue == "full" for choice in choices)]
     print(f"use them with --env.data {folder}{keys}")
 
 
@@ -125,7 +125,7 @@ def _report_search(folder: Path, corpus: Path | None) -> None:
         print(f"no documents: {folder} has no {' or '.join(CORPORA)}; name them with --corpus")
         return
     print(f"corpus {len(Corpus(corpus)):,} documents in {corpus}")
-    print(f"use them with --env.data {folder} --search.corpus {corpus}")
+    print(f"use them with --env.data {folder} --env.corpus {corpus}")
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

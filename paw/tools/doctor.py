@@ -18,7 +18,7 @@ EXTRAS = {
     "faiss": (("faiss-cpu", "faiss-gpu"), "search: dense retrieval", "pip install 'paw-trainer[search]'"),
     "fastapi": (("fastapi",), "paw serve retriever", "pip install 'paw-trainer[search]'"),
     "uvicorn": (("uvicorn",), "paw serve retriever", "pip install 'paw-trainer[search]'"),
-    "httpx": (("httpx",), "search.retriever = URL", "pip install 'paw-trainer[search]'"),
+    "httpx": (("httpx",), "env.retriever = URL", "pip install 'paw-trainer[search]'"),
     "pyarrow": (("pyarrow",), "questions as parquet", "pip install 'paw-trainer[search]'"),
     "openai": (("openai",), "agents: paw eval --endpoint", "pip install 'paw-trainer[agents]'"),
     "flash_attn": (("flash-attn",), "attention over packed rows (else torch's own)", "pip install flash-attn"),

@@ -279,7 +279,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print what was found; returns 1 where a rule does not hold."""
-    config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **overrides})
+    config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
     # Imported anew each time: the factory of a new process shares nothing with the one before.
     subject = Subject(
         lambda: find_class(args.env)(config.env) if is_own(args.env) else make_factory(config), config.env

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import cause, write_file
-from paw.recipe import known_keys, load, validate
+from paw.recipe import known_keys, layered, load, validate
 from paw.tools.plan import GIB, MFU, USABLE, Plan, plan
 from paw.tools.shapes import Shape, shape_of
 
@@ -35,7 +35,7 @@ LADDER: tuple[Change, ...] = (
     {"optim.micro_batch_tokens": 4096},
     {"model.offload_activations": True},
     {"policy.kl_coef": 0.0},
-    {"lora.rank": 32, "optim.name": "adamw", "optim.offload": False},
+    {"lora.rank": 32, "optim.name": "adamw"},
 )
 """Changes that save memory, each on top of those before it, cheapest in time first. The last two change what is
 learnt: no reference model, and adapters instead of all weights."""
@@ -124,9 +124,7 @@ def changed(config: Config, *changes: Change) -> Config:
     """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     for change in changes:
-        for key, value in change.items():
-            section, leaf = key.split(".")
-            tree.setdefault(section, {})[leaf] = value
+        tree = layered(tree, change)
     return validate(tree, origin="paw plan")
 
 
@@ -166,7 +164,7 @@ def check_fits(
     if not reasons:
         return
     found = fit(config, shape, **machine)
-    differing = [key for key in known_keys() if get(found.best.config, key) != get(config, key)]
+    differing = [key for key in known_keys(found.best.config) if get(found.best.config, key) != get(config, key)]
     words = " ".join(f"--{key} {str(get(found.best.config, key)).lower()}" for key in differing)
     advice = f"what fits: {words}" if found.fits else "nothing tried fits; use more GPUs or a smaller model"
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")

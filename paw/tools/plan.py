@@ -124,7 +124,7 @@ class _Model:
         self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if flash else 8  # of one parameter
         # PPO's critic has a head of one row. Its step comes first and needs no more than the policy's.
         self.valued = 0
-        if config.advantage.estimator == "ppo":
+        if config.advantage.type == "ppo":
             self.valued = shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden + 1
         self.critic = self.w * self.valued / gpus
         plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0

@@ -14,13 +14,13 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
-from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.difficulty import DIFFICULTIES
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.generator import generate
 from paw.envs.alfworld.problem import Game
 from paw.envs.base import Env, EnvFactory
+from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
 from paw.recipe import load_played
 from paw.types import Outcome, Task
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
 def _alfworld(args: argparse.Namespace) -> tuple[EnvFactory, Task]:
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty or "full")
     style = "compact" if args.json else args.style or "paper"
-    factory = AlfworldFactory(EnvConfig(backend=args.backend or "native", style=style))
+    factory = AlfworldFactory(AlfworldConfig(backend=args.backend or "native", style=style))
     return factory, Task(game.name, game.kind, game)
 
 
@@ -73,7 +73,7 @@ def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[EnvFac
         raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
     options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
     given = {key: value for key, value in options.items() if value}
-    config = load_played(args.recipe, {"env.name": args.env, "env.data": "none", **given, **overrides})
+    config = load_played(args.recipe, {"env.name": args.env, **given, **overrides}, {"env.data": "none"})
     factory = make_factory(config)
     return factory, factory.eval_tasks(config.env.eval_split, 1, args.seed)[0]
 

@@ -84,7 +84,7 @@ def profile(
 
 def make_variants(config: Config) -> dict[str, Config]:
     """The recipe without and with the world model, as table and chart name them; lr 0, which no recipe may have."""
-    name, still = config.advantage.estimator.upper(), config.optim.model_copy(update={"lr": 0.0})
+    name, still = config.advantage.type.upper(), config.optim.model_copy(update={"lr": 0.0})
     off, on = (changed(config, {"wm.enabled": wm}).model_copy(update={"optim": still}) for wm in (False, True))
     return {name: off, f"{name} + PaW": on}
 

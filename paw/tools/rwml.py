@@ -185,7 +185,7 @@ def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -
 
     Fine-tuning has no thoughts to imitate, so neither asks it for any (env.think).
     """
-    given = {"rwml.triplets": str(source), "model.path": model, "env.think": "false"}
+    given = {"env.triplets": str(source), "model.path": model, "env.think": "false"}
     config, path = resolve(model, recipe, overrides | given)
     if config.env.name != "next_state":
         raise UserError(f"--recipe {recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")

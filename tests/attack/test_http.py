@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paw.config import EndpointConfig, SearchConfig
+from paw.config import EndpointConfig
 from paw.envs import http
 from paw.envs.search.retrieval import remote, server
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 httpx = pytest.importorskip("httpx")
@@ -126,7 +127,7 @@ def test_a_retriever_that_misbehaves_costs_little_time_and_memory(listen, monkey
     sender, reason = BAD[problem]
     url = listen(sender)
     started, before = time.monotonic(), memory()
-    with pytest.raises(UserError, match=rf"^search.retriever = '{url}/retrieve': .*({reason})") as caught:
+    with pytest.raises(UserError, match=rf"^env.retriever = '{url}/retrieve': .*({reason})") as caught:
         RemoteRetriever(url, timeout_s=TIMEOUT_S)
     assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 200 << 20
     assert str(caught.value).isprintable()

@@ -81,7 +81,7 @@ def two_machines(folder, recipe, *options, second=()):
 
 @pytest.mark.slow
 def test_two_machines_resume_from_the_files_of_the_first(start, tmp_path):
-    ppo = {"advantage_estimator": "ppo", "critic_lr": 3e-3}
+    ppo = {"advantage_type": "ppo", "critic_lr": 3e-3}
     whole = train(tmp_path, start, "whole", gpus=2, run_updates=2, **ppo)
     recipe = tmp_path / "whole.toml"
     first = two_machines(tmp_path, recipe, "--run.updates", "1", "--eval.every", "0")

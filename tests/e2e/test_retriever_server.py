@@ -15,10 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paw.config import SearchConfig
 from paw.envs.search.retrieval import remote, server
 from paw.envs.search.retrieval.base import Hit, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def serve(paw_start, corpus) -> Callable:
 
 
 def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw, monkeypatch):
-    child, url, said = serve("--search.topk", 2)
+    child, url, said = serve("--env.topk", 2)
     assert said.endswith(f": 3,000 documents of {corpus}, bm25\n")
     local = make_retriever(SearchConfig(corpus=corpus))
     client = RemoteRetriever(url, timeout_s=30)
@@ -120,7 +120,7 @@ def stream(count: int) -> Iterator[bytes]:
 
 
 def test_what_takes_too_long_ends(serve):
-    child, url, _ = serve("--search.timeout_s", TIGHT_S)
+    child, url, _ = serve("--env.timeout_s", TIGHT_S)
     host, port = re.match(r"http://(.*):(\d+)", url).groups()
     with socket.create_connection((host, int(port)), timeout=10) as connection:  # a body that does not come
         connection.sendall(HEAD)
@@ -172,11 +172,11 @@ def test_a_busy_server_turns_requests_away_and_a_broken_one_says_so(monkeypatch)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--corpus", "missing.jsonl"], "search.corpus = 'missing.jsonl': cannot be read (No such file or directory)"),
+        (["--corpus", "missing.jsonl"], "env.corpus = 'missing.jsonl': cannot be read (No such file or directory)"),
         (["--corpus", "bad.jsonl"], 'bad.jsonl, line 2: "contents" is missing, empty or not text'),
         (["--retriever", "zerosearch"], "'zerosearch' is no index"),
-        (["--retriever", "tfidf"], "search.retriever = 'tfidf'"),
-        (["--search.topk", "0"], "search.topk = 0"),
+        (["--retriever", "tfidf"], "env.retriever = 'tfidf'"),
+        (["--env.topk", "0"], "env.topk = 0"),
         (["--port", "70000"], "--port 70000"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1"),
     ],
@@ -245,7 +245,7 @@ def test_the_client_takes_both_forms_and_tries_again(scripted, monkeypatch):
         ((200, '{"result": [["text"]]}'), "does not answer as a retriever", 1),
         ((200, '{"result": [[{"contents": 3}]]}'), "contents are not text", 1),
         ((200, "[]"), "does not answer as a retriever", 1),
-        ((0, "never"), f"no answer within search.timeout_s = {TIGHT_S / 2:g}", 1),
+        ((0, "never"), f"no answer within env.timeout_s = {TIGHT_S / 2:g}", 1),
     ],
 )
 def test_the_client_names_the_server_that_misbehaves(scripted, monkeypatch, answer, reason, tries):
@@ -261,5 +261,5 @@ def test_a_server_that_is_down_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     for down in (url, "http://127.0.0.1:99999"):
-        with pytest.raises(UserError, match=f"search.retriever = '{down}/retrieve': .*; `paw serve retriever` starts"):
+        with pytest.raises(UserError, match=f"env.retriever = '{down}/retrieve': .*; `paw serve retriever` starts"):
             make_retriever(SearchConfig(retriever=down))

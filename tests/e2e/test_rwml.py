@@ -42,7 +42,7 @@ def test_collect_fine_tune_filter_and_train(quick_model, tmp_path, capsys):
     assert "right in" in capsys.readouterr().out
 
     small = {"run.updates": 2, "run.dir": tmp_path, "rollout.tasks": 4, "rollout.group_size": 4, "eval.games": 8}
-    start = {"model.path": tuned, "rwml.triplets": kept, "run.name": "run", "rollout.max_response_tokens": 24}
+    start = {"model.path": tuned, "env.triplets": kept, "run.name": "run", "rollout.max_response_tokens": 24}
     run("train", "rwml-quickstart", start, small)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [0, 1, 2] and metrics[-1]["eval/games"] == 8

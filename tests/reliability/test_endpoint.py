@@ -409,9 +409,9 @@ def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
         handler.answer(200, completion(reply), {})
 
     server.default = answer
-    words = ["--agent", "zerosearch", "--env", "search", "--env.data", "none", "--search.entities", "50"]
+    words = ["--agent", "zerosearch", "--env", "search", "--env.data", "none", "--env.entities", "50"]
     words += ["--endpoint", server.url, "--model", "m", "--endpoint.concurrency", "1", "--eval.games", "2"]
-    words += ["--simulator.url", server.url, "--simulator.model", "engine", "--simulator.noise_start", "1"]
+    words += ["--env.simulator.url", server.url, "--env.simulator.model", "engine", "--env.simulator.noise_start", "1"]
     assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 0, capfd.readouterr().err
     first, second = episodes(tmp_path)
     assert [turn["action"] for turn in first["turns"]] == [turn["action"] for turn in second["turns"]]

@@ -35,7 +35,8 @@ class Scripted(Model):
 
 
 def configure(kind="plain", **sections):
-    env = {"difficulty": "tiny", "max_turns": 12, **sections.pop("env", {})}
+    env = {"max_turns": 12, **sections.pop("env", {})}
+    env |= {"difficulty": "tiny"} if env.get("name", "alfworld") == "alfworld" else {}
     agent = {"type": kind, **sections.pop("agent", {})}
     return Config.model_validate({"model": {"path": "-"}, "env": env, "agent": agent, **sections})
 
@@ -253,7 +254,7 @@ def test_reflexion_stops_when_it_has_won():
 
 def searching(kind, **more):
     env = {"name": "search", "eval_split": "test", "max_turns": 4, "invalid_penalty": 0.01, "reward": 1.0}
-    return configure(kind, env=env, search={"entities": 50}, **more)
+    return configure(kind, env=env | {"entities": 50} | more.pop("env", {}), **more)
 
 
 def test_search_r1_goes_on_with_one_answer():
@@ -289,9 +290,7 @@ def test_search_r1_and_react_answer_right():
 
 def test_react_shops():
     pytest.importorskip("bm25s")
-    config = configure(
-        "react", env={"name": "webshop", "eval_split": "test", "max_turns": 15}, webshop={"products": 200}
-    )
+    config = configure("react", env={"name": "webshop", "eval_split": "test", "max_turns": 15, "products": 200})
     actions = oracle_actions(config)
     episode, asked = play(config, ["I would buy something.", *actions])
     assert episode.outcome.won and episode.outcome.score == 1.0
@@ -331,7 +330,8 @@ class Librarian:
 
 def test_a_simulated_search_engine():
     model = Librarian("Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
-    simulator = Simulator(model, searching("plain"))
+    config = searching("plain")
+    simulator = Simulator(model, config.env.simulator, config.run)
     hits = simulator.search(["where is Tik", "who"], 3)
     assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
     assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
@@ -342,13 +342,15 @@ def test_a_simulated_search_engine():
 
 def test_the_share_of_noise_is_kept_and_rises_over_training():
     queries = [f"query {i}" for i in range(400)]
-    simulator = Simulator(Librarian("no documents here"), searching("plain"))
+    config = searching("plain")
+    simulator = Simulator(Librarian("no documents here"), config.env.simulator, config.run)
     found = simulator.search(queries, 1, share=0.25)
     assert 70 <= sum(hits[0].id.startswith("noisy") for hits in found) <= 130
     assert found == simulator.search(queries, 1, share=0.25)
     assert found[0][0].contents == "no documents here"
     settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
-    simulator = Simulator(Librarian(""), searching("plain", simulator=settings, run={"updates": 100}))
+    config = searching("plain", env={"simulator": settings}, run={"updates": 100})
+    simulator = Simulator(Librarian(""), config.env.simulator, config.run)
     assert simulator.share(None) == simulator.share(0) == pytest.approx(0.1)
     assert simulator.share(50) == pytest.approx(0.1 + (4**0.5 - 1) / 3 * 0.8)
     assert simulator.share(100) == simulator.share(200) == pytest.approx(0.9)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import Config, EnvConfig, ModelConfig
+from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.factory import GENERATED_EVAL, AlfworldFactory
 from paw.envs.alfworld.problem import Game
 from paw.envs.base import admissible_responses
+from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
 from paw.tools import data
 
@@ -27,7 +28,7 @@ ABSOLUTE = '{"train": {"stamp": "x", "digest": "y", "games": [["/etc/a/b", "pick
 
 
 def factory(**settings) -> AlfworldFactory:
-    return AlfworldFactory(EnvConfig(**settings))
+    return AlfworldFactory(AlfworldConfig(**settings))
 
 
 @pytest.fixture
@@ -322,7 +323,7 @@ def test_data_generates_a_folder_to_train_on(tmp_path: Path, capsys):
     assert lines[0].startswith("train           12 games (")
     assert lines[1].startswith("valid_unseen     1 games (")
     assert lines[-1] == f"use them with --env.data {out}"
-    games = make_factory(Config(model=ModelConfig(path="-"), env=EnvConfig(data=out)))
+    games = make_factory(Config(model=ModelConfig(path="-"), env=AlfworldConfig(data=out)))
     contents = [
         {_content(task.payload) for task in tasks}
         for tasks in (games.train_tasks(0, 12, 0), games.eval_tasks("valid_unseen", 0, 0))

@@ -118,18 +118,16 @@ MISTAKES = {
     "no such file": (["train", "quickstart", "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     "one of a group": (
         ["train", "alfworld-gigpo-paw", "--rollout.group_size", "1"],
-        "command line: rollout.group_size = 1 leaves gigpo without a baseline; use 2 or more, or advantage.estimator =",
+        "command line: rollout.group_size = 1 leaves gigpo without a baseline; use 2 or more, or advantage.type =",
     ),
 }
 RANGES = {
     "wm.alpha": ("0", "greater than 0"),
     "wm.rho": ("1.5", "less than or equal to 1"),
-    "wm.q": ("0", "greater than 0"),
     "wm.scale": ("-1", "greater than or equal to 0"),
     "env.reward": ("0", "greater than 0"),
     "advantage.gamma": ("1.1", "less than or equal to 1"),
     "advantage.omega": ("-1", "greater than or equal to 0"),
-    "critic.lam": ("1.1", "less than or equal to 1"),
 }
 
 

@@ -91,7 +91,7 @@ def critic(start, tmp_path):  # noqa: F811
 
 
 def make_critic(start, folder, **changes):  # noqa: F811
-    options = {"advantage_estimator": "ppo", "critic_lr": 1e-2, **changes}
+    options = {"advantage_type": "ppo", "critic_lr": 1e-2, **changes}
     return Critic(load_critic(str(start)), make_config(start, folder, **options), Ranks(CPU, tasks=4))
 
 
@@ -171,7 +171,7 @@ def test_the_critic_learns_the_returns(critic):
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
-    options = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "rollout_tasks": 12, "rollout_group_size": 1}
+    options = {"advantage_type": "ppo", "critic_lr": 1e-3, "rollout_tasks": 12, "rollout_group_size": 1}
     config = make_config(start, tmp_path, **options)
     weights, groups, metrics = run_updates(config, 2)
     assert all(len(trajectories) == 1 for group in groups for trajectories in group)
@@ -196,7 +196,7 @@ def run_to(step, config, *, resume=False):
 
 @pytest.mark.slow
 def test_resuming_is_exact_for_both_models(start, tmp_path):  # noqa: F811
-    options = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "run_save_every": 1}
+    options = {"advantage_type": "ppo", "critic_lr": 1e-3, "run_save_every": 1}
     whole = run_to(2, make_config(start, tmp_path / "whole", **options))
     cut = make_config(start, tmp_path / "cut", **options)
     run_to(1, cut)
@@ -207,8 +207,8 @@ def test_resuming_is_exact_for_both_models(start, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_a_run_without_a_critic_cannot_get_one(start, tmp_path):  # noqa: F811
     run_to(1, make_config(start, tmp_path, run_save_every=1))
-    ppo = make_config(start, tmp_path, advantage_estimator="ppo")
-    with pytest.raises(UserError, match=r"advantage\.estimator = 'grpo', not 'ppo': its checkpoints hold no critic"):
+    ppo = make_config(start, tmp_path, advantage_type="ppo")
+    with pytest.raises(UserError, match=r"advantage\.type = 'grpo', not 'ppo': its checkpoints hold no critic"):
         run_to(2, ppo, resume=True)
 
 
@@ -228,6 +228,6 @@ def test_numbers_that_are_not_finite_reach_no_weight(critic):
 
 
 def test_lora_with_ppo_is_refused():
-    with pytest.raises(UserError, match=r"lora\.rank with advantage\.estimator = 'ppo'") as error:
-        load("alfworld-gigpo-paw", {"advantage.estimator": "ppo", "lora.rank": "8"})
+    with pytest.raises(UserError, match=r"lora\.rank with advantage\.type = 'ppo'") as error:
+        load("alfworld-gigpo-paw", {"advantage.type": "ppo", "lora.rank": "8"})
     assert "\n" not in str(error.value)

@@ -97,7 +97,7 @@ def test_an_unknown_environment_is_refused(capsys):
     assert cli.main(["train", "quickstart", "--dry-run", "--env.name", "webshp"]) == 2
     error = capsys.readouterr().err
     assert (
-        error.startswith("paw: command line: env.name = 'webshp': Input should be 'alfworld'")
+        error.startswith("paw: command line: env.name = 'webshp': there is no 'webshp': did you mean 'webshop'")
         and error.count("\n") == 1
     )
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from paw import cli
-from paw.config import Config, EnvConfig, ModelConfig, SearchConfig, WebshopConfig
+from paw.config import Config, ModelConfig
 from paw.envs import make_factory
+from paw.envs.settings import SearchConfig, WebshopConfig
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,8 @@ def test_a_shop_is_generated_and_played(tmp_path, capsys):
         "small  human      40 products, "
     )
     assert lines[2] == f"use them with --env.data {folder}"
-    env = EnvConfig(name="webshop", data=folder, eval_split="test")
-    factory = make_factory(Config(model=ModelConfig(path="-"), env=env, webshop=WebshopConfig(goals="human")))
+    env = WebshopConfig(data=folder, eval_split="test", goals="human")
+    factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     digest = factory.fingerprint().rpartition(" ")[2]
     assert lines[1].endswith(f" sha256 {digest}")
     assert f" {len(factory.eval_tasks('test', 0, 0))} goals to test" in lines[1]
@@ -37,7 +38,7 @@ def test_a_shop_is_generated_and_played(tmp_path, capsys):
     for name in ("shuffle", "ins_v2"):
         (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
     lines = paw_data(capsys, "webshop", "--dir", folder)
-    assert lines[0].startswith("full   synthetic") and lines[-1].endswith(" --webshop.catalogue full")
+    assert lines[0].startswith("full   synthetic") and lines[-1].endswith(" --env.catalogue full")
 
 
 def test_a_world_is_generated_and_played(tmp_path, capsys):
@@ -45,10 +46,9 @@ def test_a_world_is_generated_and_played(tmp_path, capsys):
     lines = paw_data(capsys, "search", "--generate", 200, "--out", folder)
     assert lines[0].startswith("train  ") and lines[1].startswith("test   ")
     assert lines[2] == f"corpus 200 documents in {folder / 'corpus.jsonl'}"
-    assert lines[3] == f"use them with --env.data {folder} --search.corpus {folder / 'corpus.jsonl'}"
-    env = EnvConfig(name="search", data=folder, eval_split="test", max_turns=4)
-    search = SearchConfig(corpus=folder / "corpus.jsonl")
-    factory = make_factory(Config(model=ModelConfig(path="-"), env=env, search=search))
+    assert lines[3] == f"use them with --env.data {folder} --env.corpus {folder / 'corpus.jsonl'}"
+    env = SearchConfig(data=folder, eval_split="test", max_turns=4, corpus=folder / "corpus.jsonl")
+    factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     tasks = factory.eval_tasks("test", 0, 0)
     assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
     environment = factory.make()

@@ -209,8 +209,8 @@ def test_the_example_keeps_them(capsys):
     "words",
     [
         ["alfworld", "--env.difficulty", "tiny", "--env.max_turns", "8"],
-        ["search", "--search.entities", "200"],
-        ["webshop", "--webshop.products", "100"],
+        ["search", "--env.entities", "200"],
+        ["webshop", "--env.products", "100"],
     ],
 )
 def test_what_is_built_in_keeps_them(words, capsys):
@@ -258,8 +258,8 @@ def test_a_member_that_is_missing_ends_the_check(tmp_path, capsys):
     ("words", "message"),
     [
         (["nowhere.py:Mine"], "there is no file"),
-        ([f"{EXAMPLE}:Gues"], "the file has no class 'Gues'"),
-        (["webshp"], "Input should be 'alfworld'"),
+        ([f"{EXAMPLE}:Gues"], "the file has no 'Gues'; did you mean 'Guess'?"),
+        (["webshp"], "did you mean 'webshop'?"),
         (["alfworld", "--env.eval_split", "valid_seen"], "generated games have no split 'valid_seen'"),
         (["alfworld", "--env.max_turn", "3"], "did you mean 'env.max_turns'?"),
     ],

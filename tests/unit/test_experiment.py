@@ -86,7 +86,7 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
     assert words[:2] == ("train", "quickstart")
     given = dict(zip(words[2::2], words[3::2], strict=True))
     assert given == {
-        "--gpus": "1", "--run.updates": "7", "--advantage.estimator": "grpo", "--wm.enabled": "true",
+        "--gpus": "1", "--run.updates": "7", "--advantage.type": "grpo", "--wm.enabled": "true",
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
     assert "--run.threads" in make_plan(tmp_path, jobs=2)[0].words

@@ -10,7 +10,7 @@ import pytest
 import torch
 from joint import VOCAB, gradients, packed, relative, tiny_policy
 
-from paw.algo.advantages import advantages
+from paw.algo.advantages import grpo
 from paw.algo.loss import Objective, score
 from paw.algo.packing import minibatches
 from paw.algo.samples import to_samples
@@ -55,7 +55,7 @@ def encode(text):
 def prepared(policy, groups, *, drift=0.0):
     """Rows after every stage; `drift` moves old log-probs away from the policy's."""
     rows = to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
-    for row, advantage in zip(rows, advantages(rows), strict=True):
+    for row, advantage in zip(rows, grpo(rows), strict=True):
         row.advantage = advantage
     rng = random.Random(7)
     for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=100).values(), strict=True):

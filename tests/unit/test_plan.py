@@ -114,7 +114,7 @@ def test_components_are_those_of_the_settings():
         vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
         each = (bits - 16) / 8 + moments
         assert kept["optimizer"] == pytest.approx(each * (P - vectors) + 12 * vectors)
-    plain = low_memory(optim__offload=False, optim__name="adamw", policy__offload_reference=False)
+    plain = low_memory(optim__name="adamw", policy__offload_reference=False)
     parts = plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
     sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
     assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
@@ -123,8 +123,7 @@ def test_components_are_those_of_the_settings():
 def test_a_critic_takes_a_second_model():
     shape = shape_of(NAME)
     grpo, ppo = (
-        plan(low_memory(advantage__estimator=name), shape, gpus=8, gpu_gib=80.0, host_gib=900.0)
-        for name in ("grpo", "ppo")
+        plan(low_memory(advantage__type=name), shape, gpus=8, gpu_gib=80.0, host_gib=900.0) for name in ("grpo", "ppo")
     )
     weights = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30  # bf16, no vocabulary's head
     for phase, parts in ppo.phases.items():
@@ -163,7 +162,7 @@ def test_every_saving_saves():
             {},
             {"optim__micro_batch_tokens": 8192},
             {"optim__micro_batch_tokens": 8192, "model__offload_activations": True},
-            {"lora__rank": 16, "optim__name": "adamw", "optim__offload": False},
+            {"lora__rank": 16, "optim__name": "adamw"},
         )
     ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)

@@ -106,18 +106,18 @@ def test_a_missing_game_is_a_users_mistake(tmp_path: Path):
 
 
 def test_a_shop():
-    said = messages("search[shoes]\nclick[next >]\nbuy", env="webshop", webshop__products="50")
+    said = messages("search[shoes]\nclick[next >]\nbuy", env="webshop", env__products="50")
     assert said[0]["task"].startswith("Find me ") and "task" not in said[1]
     assert "click[next >]" in said[1]["admissible"] and said[2]["feedback"].startswith(
         "'Back to Search' [SEP] 'Page 2 "
     )
     assert list(said[-1]) == [*KEYS, "score"]
-    out = talk("search[shoes]\n2\nquit", "--seed", "3", env="webshop", webshop__products="50")
+    out = talk("search[shoes]\n2\nquit", "--seed", "3", env="webshop", env__products="50")
     assert out.startswith("Find me ") and "   2  click[next >]\n" in out and "'Page 2 " in out
 
 
 def test_a_question():
-    said = messages("search[town]\nanswer[nobody]", env="search", search__entities="100")
+    said = messages("search[town]\nanswer[nobody]", env="search", env__entities="100")
     assert said[0]["feedback"].endswith("?") and said[0]["admissible"] == [] and "task" not in said[0]
     assert said[1]["feedback"].startswith('<information>{"result": "Doc 1: ') and said[2]["done"]
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig, WarmupConfig
+from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
+from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.tools import quickstart
 from paw.tools.warmup import demonstrations, ensure_warm_model
@@ -156,7 +157,7 @@ def test_demonstrations_are_expert_play_with_random_actions():
 def config_of(**warmup):
     return Config(
         model=ModelConfig(path="quickstart", dtype="float32"),
-        env=EnvConfig(**ENV.model_dump() | {"max_turns": 4}),
+        env=AlfworldConfig(**ENV.model_dump() | {"max_turns": 4}),
         rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=2),
         warmup=WarmupConfig(hidden_size=32, layers=1, intermediate_size=48, batch_size=16, **warmup),
     )

@@ -2,11 +2,16 @@
 
 import json
 import re
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from paw.recipe import RECIPES, known_keys, load, recipe_names
+from paw.config import Config
+from paw.keys import keys_of
+from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
+from paw.state.changes import _flat
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.variants import VARIANTS
 from paw.tools.fit import check_fits, get
@@ -23,22 +28,42 @@ SIZES = {
 every_recipe = pytest.mark.parametrize("name", recipe_names())
 
 
-def comments(name: str) -> tuple[str, str]:
-    """The two lines that open a recipe: what it is, and on how many GPUs."""
-    first, second, third = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()[:3]
-    assert not third.startswith("#") and max(len(first), len(second)) <= 120
-    return first.removeprefix("# "), second.removeprefix("# ")
+@cache
+def page() -> dict[str, tuple[str, int, float]]:
+    """docs/recipes.md: recipe -> what it is, on how many GPUs, of how much memory."""
+    rows = re.findall(
+        r"^\| (.*) \| (No|One|Two|Four|Eight) GPUs?(?: of (\d+) GB)?[^|]* \| "
+        r"`paw train ([\w.-]+)(?: --gpus (\d))?` \|$",
+        PAGE.read_text(encoding="utf-8"), re.MULTILINE,
+    )  # fmt: skip
+    for _, number, _, _, gpus in rows:
+        assert int(gpus or 1) == max(1, NUMBERS[number])
+    return {name: (what, NUMBERS[number], float(gib or 0)) for what, number, gib, name, _ in rows}
 
 
-def gpus_of(name: str) -> tuple[int, float]:
-    found = re.match(r"(No|One|Two|Four|Eight) GPUs?(?: of (\d+) GB)?\b", comments(name)[1])
-    assert found, f"the second line of {name} does not begin with its number of GPUs"
-    return NUMBERS[found[1]], float(found[2] or 0)
+def test_the_page_has_a_row_for_each_recipe():
+    assert sorted(page()) == recipe_names()
+
+
+@every_recipe
+def test_a_recipe_resolves_and_is_dumped_as_it_is(name):
+    config = load(name)
+    assert validate(tomllib.loads(dump(config)), origin="text") == config
+    path = RECIPES / f"{name}.toml"
+    if path.is_file():
+        first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
+        assert first.startswith("# ") and second.startswith("# ") and not third.startswith("#")
+
+
+def test_each_base_says_what_it_sets():
+    for name in base_names():
+        tree, _ = read_recipe(name)
+        assert tree and keys_of(Config, tree)
 
 
 @every_recipe
 def test_a_recipe_fits_the_gpus_it_names(name):
-    gpus, gib = gpus_of(name)
+    _, gpus, gib = page()[name]
     config = load(name)
     if gpus:
         path = config.model.path
@@ -51,13 +76,13 @@ def test_a_recipe_fits_the_gpus_it_names(name):
 
 @every_recipe
 def test_a_recipe_is_the_model_and_the_estimator_of_its_name(name):
-    what, config = comments(name)[0], load(name)
+    what, config = page()[name][0], load(name)
     if not what.startswith("Table"):
         return
     assert config.model.path.rpartition("/")[2] in what
     for suffix, model in SIZES.items():
         assert name.endswith(suffix) == (model in what)
-    label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[config.advantage.estimator]
+    label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[config.advantage.type]
     assert re.search(rf"\b{label}\b", what)
     assert config.wm.enabled == ("PaW" in what.partition(":")[2].partition(" baseline of")[0]) == ("paw" in name)
     assert config.env.name in name
@@ -93,7 +118,7 @@ BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
     "wm.loss": ("cmae", "cmae", "cmae"),
     "wm.weight": ("adaptive", "adaptive", "adaptive"),
     "advantage.similarity": (None, None, 0.9),
-    "advantage.gigpo_norm": ("mean_std", "mean_std", "mean_std"),
+    "advantage.norm_std": (True, True, True),
 }
 
 
@@ -128,7 +153,7 @@ SETTINGS = {
     "group_size": "rollout.group_size",
     "gigpo_omega": "advantage.omega",
     "gigpo_gamma": "advantage.gamma",
-    "gigpo_norm": "advantage.gigpo_norm",
+    "gigpo_norm": "advantage.norm_std",
     "gigpo_similarity": "advantage.similarity",
     "temperature": "rollout.temperature",
     "eval_temperature": "eval.temperature",
@@ -165,10 +190,10 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
 
 def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
     rows = rows_of(printed)
-    claimed = {name for name in recipe_names() if comments(name)[0].startswith("Table")}
+    claimed = {name for name in recipe_names() if page()[name][0].startswith("Table")}
     assert claimed == rows.keys()
     for name, (table, model) in rows.items():
-        assert load(name).model.path.rpartition("/")[2] == model and comments(name)[0].startswith(f"Table {table[-1]}")
+        assert load(name).model.path.rpartition("/")[2] == model and page()[name][0].startswith(f"Table {table[-1]}")
 
 
 def test_the_settings_are_those_the_paper_prints(printed):
@@ -180,13 +205,14 @@ def test_the_settings_are_those_the_paper_prints(printed):
         for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
             wanted.pop(key, None)
         if wanted.pop("retriever", "") == "E5":
-            assert config.search.retriever == "dense" and "e5" in config.search.encoder, name
+            assert get(config, "env.retriever") == "dense" and "e5" in get(config, "env.encoder"), name
         environments = wanted.pop("ppo_environments", None)
-        if config.advantage.estimator == "ppo":
+        if config.advantage.type == "ppo":
             wanted |= {"groups": environments, "group_size": 1}
-        if config.advantage.estimator != "gigpo":
-            wanted.pop("gigpo_similarity", None)
-        wanted["gigpo_norm"] = {"normalised (std)": "mean_std"}[wanted.get("gigpo_norm", "normalised (std)")]
+        if config.advantage.type != "gigpo":
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("gigpo_")}
+        else:
+            wanted["gigpo_norm"] = {"normalised (std)": True}[wanted.get("gigpo_norm", "normalised (std)")]
         if wanted["history"] == "complete":
             wanted["history"] = config.env.max_turns
         assert {key: get(config, SETTINGS[key]) for key in wanted} == wanted, name
@@ -227,29 +253,26 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
 def test_what_the_variants_change():
     def differences(name: str, other: str) -> dict:
         one, two = load(name), load(other)
-        return {key: get(one, key) for key in known_keys() if get(one, key) != get(two, key)}
+        trees = [_flat(as_tree(config)) for config in (one, two)]
+        return {key: trees[0].get(key) for key in {**trees[0], **trees[1]} if trees[0].get(key) != trees[1].get(key)}
 
     paw = "alfworld-grpo-paw"
-    assert differences("alfworld-paw-ce", paw) == {"wm.loss": "ce"}
+    gigpo = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
+    assert differences("alfworld-paw-ce", paw) == {"wm.loss": "ce", "wm.rho": None}
     assert differences("alfworld-paw-constant", paw) == {"wm.weight": 1.0}
-    assert differences("alfworld-echo", paw) == {"wm.loss": "ce", "wm.weight": 0.05, "wm.alpha": 1.0}
+    assert differences("alfworld-echo", paw) == {"wm.loss": "ce", "wm.rho": None, "wm.weight": 0.05, "wm.alpha": 1.0}
     assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
-    assert differences("alfworld-gigpo-paw", paw) == {"advantage.estimator": "gigpo"}
+    assert differences("alfworld-gigpo-paw", paw) == gigpo
     shop = "webshop-grpo-paw"
-    assert differences("webshop-paw-ce", shop) == {"wm.loss": "ce"}
+    assert differences("webshop-paw-ce", shop) == {"wm.loss": "ce", "wm.rho": None}
     assert differences("webshop-paw-constant", shop) == {"wm.weight": 1.0}
-    assert differences("webshop-rloo-paw", shop) == {"advantage.estimator": "rloo"}
-    ppo = {"advantage.estimator": "ppo", "rollout.tasks": 128, "rollout.group_size": 1}
-    assert differences("webshop-ppo-paw", shop) == ppo
-
-
-def test_the_page_has_a_row_for_each_recipe():
-    rows = set()
-    for name in recipe_names():
-        what, where = comments(name)
-        gpus = gpus_of(name)[0]
-        words = f"paw train {name} --gpus {gpus}" if gpus > 1 else f"paw train {name}"
-        rows.add(f"| {what.rstrip('.')} | {re.split('[;,.:]', where)[0]} | `{words}` |")
-    written = {line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| .*\| `paw train ", line)}
-    assert not rows - written, "add to docs/recipes.md:\n" + "\n".join(sorted(rows - written))
-    assert not written - rows, "stale in docs/recipes.md:\n" + "\n".join(sorted(written - rows))
+    assert differences("webshop-rloo-paw", shop) == {
+        "advantage.type": "rloo",
+        "advantage.norm_std": None,
+        "advantage.eps": None,
+    }
+    ppo = {"advantage.type": "ppo", "rollout.tasks": 128, "rollout.group_size": 1}
+    found = differences("webshop-ppo-paw", shop)
+    assert {key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))} | {
+        "advantage.type": found["advantage.type"]
+    } == ppo

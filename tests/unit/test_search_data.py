@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
+from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.search import data
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'paw-trainer[search]'")
@@ -38,8 +39,8 @@ def factory(folder, corpus=True, **changes):
         {"id": str(i), "contents": f'"{name}"\n{name} is a river.'} for i, name in enumerate(["Nile", "Volta"])
     ]
     search = {"corpus": jsonl(folder / "corpus.jsonl", documents)} if corpus else {}
-    env = {"name": "search", "data": folder, "eval_split": "test", "max_turns": 4} | changes
-    return make_factory(Config(model=ModelConfig(path="-"), env=EnvConfig(**env), search=SearchConfig(**search)))
+    env = {"data": folder, "eval_split": "test", "max_turns": 4} | search | changes
+    return make_factory(Config(model=ModelConfig(path="-"), env=SearchConfig(**env)))
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +186,7 @@ def test_a_damaged_training_file_is_told_of_at_the_start(tmp_path):
 
 def test_questions_of_files_need_documents(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"needs documents: set search.corpus"):
+    with pytest.raises(UserError, match=r"needs documents: set env.corpus"):
         factory(tmp_path, corpus=False)
 
 

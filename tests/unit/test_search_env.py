@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from paw.config import Config, EnvConfig, ModelConfig, SearchConfig
+from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses
 from paw.envs.search.data import Question
@@ -16,20 +16,16 @@ from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
 from paw.envs.search.retrieval.base import Hit, make_retriever
 from paw.envs.search.reward import exact_match, normalize
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
+from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, UserError
 from paw.types import Task
 
-ENV = EnvConfig(name="search", eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
+ENV = SearchConfig(eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
 
 
 def factory(entities=100, topk=3, search=None, **changes):
-    return make_factory(
-        Config(
-            model=ModelConfig(path="-"),
-            env=ENV.model_copy(update=changes),
-            search=SearchConfig(entities=entities, topk=topk, **(search or {})),
-        )
-    )
+    env = ENV.model_copy(update={"entities": entities, "topk": topk, **(search or {}), **changes})
+    return make_factory(Config(model=ModelConfig(path="-"), env=env))
 
 
 def shelf(**documents):
@@ -379,7 +375,7 @@ def test_settings_that_do_not_go_together(tmp_path):
         factory(eval_split="valid_unseen")
     with pytest.raises(UserError, match="no split 'dev'"):
         factory(train_split="dev")
-    with pytest.raises(UserError, match=r"search.corpus = .* needs env.data"):
+    with pytest.raises(UserError, match=r"env.corpus = .* needs env.data"):
         factory(search={"corpus": tmp_path / "corpus.jsonl"})
 
 
@@ -392,7 +388,7 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
             quality = "noisy" if "noisy" in prompt else "useful"
             return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0, cut=False)
 
-    monkeypatch.setattr(zerosearch, "make_simulator", lambda config: zerosearch.Simulator(Writer(), config))
+    monkeypatch.setattr(zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config))
     played = factory(search={"retriever": "zerosearch"})
     assert played.may_block
 

@@ -10,7 +10,7 @@ import pytest
 from toyworld import make_chat
 
 from paw import cli
-from paw.config import Config, ModelConfig, RolloutConfig, RwmlConfig
+from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs import make_factory
 from paw.envs.next_state import ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
@@ -32,7 +32,7 @@ def path(monkeypatch):
 
 
 def config_of(**changes):
-    env = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes.pop("env", {})}
+    env = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes.pop("env", {}), **changes.pop("tau2", {})}
     return Config.model_validate({"model": ModelConfig(path="-"), "env": env, **changes})
 
 
@@ -153,7 +153,7 @@ def test_what_breaks_at_the_start_is_a_failure():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tau2": {"domain": "bank"}}, "tau2.domain = 'bank': tau2-bench has mock, retail"),
+        ({"tau2": {"domain": "bank"}}, "env.domain = 'bank': tau2-bench has mock, retail"),
         ({"env": {"eval_split": "valid_unseen"}}, "no split 'valid_unseen' to play; .* can be train, test"),
         ({"env": {"train_split": "full"}}, "'full' to play"),
         ({"tau2": {"domain": "mock"}}, "'mock' has no split 'train' to play; .* can be base"),
@@ -249,9 +249,7 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
     assert [t.next_state for t in triplets[1:3]] == [triplets[0].next_state, "user: Thank you. ###STOP###"]
     write_triplets(tmp_path / "triplets.jsonl", triplets)
     assert read_triplets(tmp_path / "triplets.jsonl") == triplets
-    triplets_config = config_of(
-        env={"name": "next_state", "eval_split": "held_out"}, rwml=RwmlConfig(), wm={"enabled": False}
-    )
+    triplets_config = config_of(env={"name": "next_state", "eval_split": "held_out"}, wm={"enabled": False})
     assert triplets[2].action == "Done." and "Done." in ask(triplets[2], triplets_config.env)
 
 

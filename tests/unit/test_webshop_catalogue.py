@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paw.config import WebshopConfig
+from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import files, generator
 from paw.envs.webshop.catalogue import Catalogue, generated, load
 from paw.envs.webshop.goals import synthetic_goals
@@ -197,7 +197,7 @@ DAMAGE = [
         {"items_shuffle_1000": broken({"small_description": [None]})},
         "'small_description' is [None], not a list of texts",
     ),
-    ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with webshop.goals = 'synthetic'"),
+    ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
     ({"items_ins_v2_1000": '{\n"B1": '}, f"{ENTRIES}, line 2: broken or cut short (Expecting value)"),
     ({"items_ins_v2_1000": []}, f"{ENTRIES} holds a JSON list, not an object"),
     ({"items_ins_v2_1000": {ANOTHER: []}}, f"{ENTRIES}, B000000002: [] is not an object"),
@@ -221,7 +221,7 @@ HUMAN_DAMAGE = [
         {"B000000001": [{"instruction_attributes": ["a"], "instruction": "x"}]},
         "B000000001, instruction 1: 'instruction_options' is None, not a list of texts",
     ),
-    ({}, "4 products make 0 goals with webshop.goals = 'human'"),
+    ({}, "4 products make 0 goals with env.goals = 'human'"),
 ]
 
 
@@ -242,7 +242,7 @@ def test_damaged_instructions_are_named(tmp_path: Path, written: dict, message: 
 @pytest.mark.parametrize("name", [ITEMS, ENTRIES, HUMAN])
 def test_a_missing_file_is_named(tmp_path: Path, name: str):
     (shop(tmp_path) / name).unlink()
-    with pytest.raises(UserError, match=f"{name} is missing .env.data with webshop.catalogue = 'small'"):
+    with pytest.raises(UserError, match=f"{name} is missing .env.data with env.catalogue = 'small'"):
         load(tmp_path, WebshopConfig(goals="human", nouns="rules"))
 
 

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from paw.config import Config, EnvConfig, ModelConfig, WebshopConfig
+from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses
+from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import generator
 from paw.envs.webshop.buyer import next_action, wanted_options
 from paw.envs.webshop.factory import WebshopFactory
@@ -19,8 +20,8 @@ from paw.types import Group, Trajectory, Turn
 
 
 def factory(products=200, goals="synthetic", **settings) -> WebshopFactory:
-    env = EnvConfig(**{"name": "webshop", "eval_split": "test", "max_turns": 15, **settings})
-    return WebshopFactory(env, WebshopConfig(products=products, goals=goals))
+    settings = {"eval_split": "test", "max_turns": 15, "products": products, "goals": goals, **settings}
+    return WebshopFactory(WebshopConfig(**settings))
 
 
 def episode(environment, task, respond) -> list:
@@ -193,4 +194,4 @@ def test_the_recipe_is_small_enough_for_its_model():
             words = max(words, len(environment.context().split()))
             done = environment.step(environment.oracle()).done
     assert len(lines) < 300 and words < 200
-    assert make_factory(Config(model=ModelConfig(path="-"), env=config.env, webshop=config.webshop)).name == "webshop"
+    assert make_factory(Config(model=ModelConfig(path="-"), env=config.env)).name == "webshop"

@@ -232,7 +232,7 @@ def test_which_nouns(monkeypatch: pytest.MonkeyPatch):
         lambda name: importlib.machinery.ModuleSpec(name, None) if name in installed else None,
     )
     assert (nouns.choose("auto"), nouns.choose("rules")) == ("rules", "rules")
-    with pytest.raises(UserError, match=r"webshop.nouns = 'spacy' needs spaCy and en_core_web_sm: pip install spacy"):
+    with pytest.raises(UserError, match=r"env.nouns = 'spacy' needs spaCy and en_core_web_sm: pip install spacy"):
         nouns.choose("spacy")
     installed.add("en_core_web_sm")
     assert (nouns.choose("auto"), nouns.choose("spacy"), nouns.choose("rules")) == ("spacy", "spacy", "rules")

@@ -8,14 +8,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from paw.config import EnvConfig, WarmupConfig
+from paw.config import WarmupConfig
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.base import admissible_responses
+from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.rollout.engines.transformers import TransformersEngine
 from paw.tools import quickstart
 
-ENV = EnvConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)
+ENV = AlfworldConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)
 MODEL = WarmupConfig(hidden_size=32, layers=2, intermediate_size=48, initializer_range=0.2)
 
 

@@ -12,7 +12,6 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from paw.config import EnvConfig
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.difficulty import get_difficulty
 from paw.envs.alfworld.household import Household
@@ -21,6 +20,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import View, make_style, task_text
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import shuffled
+from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
 from paw.types import Outcome, Task
@@ -42,9 +42,10 @@ class AlfworldFactory:
             the textworld back end is not installed.
     """
 
+    Config = AlfworldConfig
     name = "alfworld"
 
-    def __init__(self, config: EnvConfig) -> None:
+    def __init__(self, config: AlfworldConfig) -> None:
         if not config.kinds:
             raise UserError(f"env.kinds is empty; name at least one of {', '.join(KINDS)}")
         if config.backend == "textworld":
@@ -140,7 +141,7 @@ class AlfworldEnv:
 
     task: str = ""
 
-    def __init__(self, config: EnvConfig) -> None:
+    def __init__(self, config: AlfworldConfig) -> None:
         self.config = config
         self.style = make_style(config.style, history=config.history, think=config.think)
         self._worker = Worker(TEXTWORLD, timeout_s=config.step_timeout_s) if config.backend == "textworld" else None

@@ -36,7 +36,7 @@ class Embedding:
     cannot be loaded.
     """
 
-    def __init__(self, name: str, *, key: str = "rwml.embedding", device: str = "auto", tokens: int = TOKENS):
+    def __init__(self, name: str, *, key: str = "env.embedding", device: str = "auto", tokens: int = TOKENS):
         self._tokens = tokens
         self.device = pick_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32

@@ -10,13 +10,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paw.config import Config, EnvConfig
+from paw.config import RunConfig
 from paw.envs.base import shuffled
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import Action, Style, make_style, title
 from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
 from paw.envs.search.reward import exact_match
+from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, UserError, describe
 from paw.types import Outcome, Task
 
@@ -30,45 +31,45 @@ class SearchFactory:
     """The questions of one configuration and the retriever that answers searches.
 
     Raises:
-        UserError: env.data or search.corpus is missing, damaged, or without the other; a split is not there; a package
+        UserError: env.data or env.corpus is missing, damaged, or without the other; a split is not there; a package
             is not installed; or the server does not answer.
     """
 
+    Config = SearchConfig
     name = "search"
 
-    def __init__(self, config: Config) -> None:
-        env, search = config.env, config.search
-        self.config, self.search = env, search
-        self.reward_max = env.reward
-        self.invalid_penalty = env.invalid_penalty
-        self.may_block = search.retriever == "zerosearch" or search.retriever.startswith("http")
+    def __init__(self, config: SearchConfig, run: RunConfig) -> None:
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        self.may_block = config.retriever == "zerosearch" or config.retriever.startswith("http")
         # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
-        numbered = env.style == "compact"
+        numbered = config.style == "compact"
         count = WORLDS if numbered and not self.may_block else 1
-        self._worlds = [] if env.data else world.make_worlds(search.entities, numbered=numbered, count=count)
-        if env.data and not (self.may_block or search.corpus):
+        self._worlds = [] if config.data else world.make_worlds(config.entities, numbered=numbered, count=count)
+        if config.data and not (self.may_block or config.corpus):
             raise UserError(
-                f"env.data = '{env.data}' needs documents: set search.corpus to a JSONL file, or search.retriever to "
+                f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, or env.retriever to "
                 "the URL of a server (`paw serve retriever`)"
             )
-        if search.corpus and not env.data:
+        if config.corpus and not config.data:
             raise UserError(
-                f"search.corpus = '{search.corpus}' needs env.data: generated questions are about the generated world"
+                f"env.corpus = '{config.corpus}' needs env.data: generated questions are about the generated world"
             )
         self._load = functools.cache(data.load)
         self._generated = {
             split: [Task(f"generated/{split}/{i}", *question) for i, question in enumerate(questions)]
             for split, questions in (world.split(self._worlds) if self._worlds else {}).items()
         }
-        self._split(env.eval_split)
-        if env.data is None or data.candidates(env.data, env.train_split):
-            self._split(env.train_split)  # damaged files are told of before a model is loaded
+        self._split(config.eval_split)
+        if config.data is None or data.candidates(config.data, config.train_split):
+            self._split(config.train_split)  # damaged files are told of before a model is loaded
         self._simulator = None
         self._retriever = functools.cache(self._make_retriever)
-        if search.retriever == "zerosearch":
+        if config.retriever == "zerosearch":
             from paw.agents.zerosearch import make_simulator
 
-            self._simulator = make_simulator(config)
+            self._simulator = make_simulator(config.simulator, run)
         else:
             self._retriever(0)  # what is missing is told of now
 
@@ -105,12 +106,13 @@ class SearchFactory:
 
     def fingerprint(self) -> str:
         """Hash of the questions, and of the documents where they are generated; what searches them."""
-        search, env = self.search, self.config
-        engine = f"{search.retriever}{f' {search.corpus.name}' if search.corpus else ''} top {search.topk}"
+        config = self.config
+        engine = f"{config.retriever}{f' {config.corpus.name}' if config.corpus else ''} top {config.topk}"
         if self._worlds:
-            return f"generated {search.entities} {world.digest(self._worlds)}, {engine}"
-        assert env.data is not None
-        files = [path for split in (env.train_split, env.eval_split) for path in data.candidates(env.data, split)]
+            return f"generated {config.entities} {world.digest(self._worlds)}, {engine}"
+        assert config.data is not None
+        splits = (config.train_split, config.eval_split)
+        files = [path for split in splits for path in data.candidates(config.data, split)]
         return f"{' '.join(f'{path.stem} {data.digest(path)}' for path in dict.fromkeys(files))}, {engine}"
 
     def _split(self, split: str) -> list[Task]:
@@ -123,12 +125,12 @@ class SearchFactory:
 
     def _make_retriever(self, i: int) -> Retriever:
         """Of generated world `i`, or of all questions."""
-        return make_retriever(self.search, self._worlds[i].documents if self._worlds else None)
+        return make_retriever(self.config, self._worlds[i].documents if self._worlds else None)
 
     def _search(self, question: Question, query: str) -> list[Hit]:
         if self._simulator:
-            return self._simulator.search([query], self.search.topk, self._simulator.share(question.step))[0]
-        return self._retriever(question.world).search([query], self.search.topk)[0]
+            return self._simulator.search([query], self.config.topk, self._simulator.share(question.step))[0]
+        return self._retriever(question.world).search([query], self.config.topk)[0]
 
 
 class SearchEnv:
@@ -136,7 +138,7 @@ class SearchEnv:
 
     task: str = ""
 
-    def __init__(self, config: EnvConfig, search: Search, names: Sequence[str] = ()) -> None:
+    def __init__(self, config: SearchConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
         self.style: Style = make_style(config.style, history=config.history, think=config.think)
         self._retrieve = search

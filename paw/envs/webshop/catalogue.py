@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.config import WebshopConfig
 from paw.envs.search.retrieval.bm25 import Bm25
+from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import files, generator
 from paw.envs.webshop.goals import human_goals, synthetic_goals
 from paw.envs.webshop.nouns import choose
@@ -56,7 +56,7 @@ class Catalogue:
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
-    """The user's copy of WebShop's files, of the size that webshop.catalogue names.
+    """The user's copy of WebShop's files, of the size that env.catalogue names.
 
     Raises:
         UserError: a file is missing, broken or lacks something; there are fewer than 2 goals; or a package of the
@@ -68,7 +68,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
     for path in (items, entries, *human):
         if not path.is_file():
             raise UserError(
-                f"{path} is missing (env.data with webshop.catalogue = '{config.catalogue}', webshop.goals = "
+                f"{path} is missing (env.data with env.catalogue = '{config.catalogue}', env.goals = "
                 f"'{config.goals}'); copy WebShop's data files there, or --env.data none plays a generated shop"
             )
     digest = hashlib.sha256()
@@ -79,7 +79,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
 
 
 def generated(config: WebshopConfig, seed: int = 0) -> Catalogue:
-    """The generated shop of webshop.products products; one for all factories of a process."""
+    """The generated shop of env.products products; one for all factories of a process."""
     return _generated(config.products, config.goals, config.nouns, seed)
 
 
@@ -110,7 +110,7 @@ def _stock(
         goals = list(synthetic_goals(products, entries, rng, entry_source))
     if len(goals) < 2:
         raise UserError(
-            f"{source}: {len(products)} products make {len(goals)} goals with webshop.goals = '{kind}'; "
+            f"{source}: {len(products)} products make {len(goals)} goals with env.goals = '{kind}'; "
             "at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paw.config import EnvConfig, WebshopConfig
 from paw.envs.base import shuffled
+from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop.buyer import next_action
 from paw.envs.webshop.prompt import make_style
@@ -39,17 +39,18 @@ class WebshopFactory:
         UserError: env.data lacks a file or one is damaged, a package is missing, or there is no such split.
     """
 
+    Config = WebshopConfig
     name = "webshop"
     may_block = False
 
-    def __init__(self, config: EnvConfig, webshop: WebshopConfig) -> None:
+    def __init__(self, config: WebshopConfig) -> None:
         if config.train_split != "train":
             raise UserError(f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'")
         _check_held_out(config.eval_split)
-        self.config, self.webshop = config, webshop
+        self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        made = catalogue.load(config.data.expanduser(), webshop) if config.data else catalogue.generated(webshop)
+        made = catalogue.load(config.data.expanduser(), config) if config.data else catalogue.generated(config)
         self.catalogue = made
         tasks = [Task(f"goal/{i}", goal.category, Visit(0, goal)) for i, goal in enumerate(made.goals)]
         self._test, self._train = tasks[: made.n_test], tasks[made.n_test :]
@@ -71,7 +72,7 @@ class WebshopFactory:
 
     def fingerprint(self) -> str:
         """The catalogue's hash, and what goals and rewards are made with."""
-        made, shop = self.catalogue, self.webshop
+        made, shop = self.catalogue, self.config
         kind = shop.catalogue if self.config.data else "generated"
         return f"webshop {kind}, {len(made.goals)} {shop.goals} goals, nouns {made.nouns}, {made.digest[:16]}"
 
@@ -83,7 +84,7 @@ class WebshopFactory:
         return Task(f"warmup/{shop}/{place}", goal.category, Visit(shop, goal))
 
     def _shop(self, number: int) -> catalogue.Catalogue:
-        return catalogue.generated(self.webshop, number) if number else self.catalogue
+        return catalogue.generated(self.config, number) if number else self.catalogue
 
 
 class WebshopEnv:
@@ -91,7 +92,7 @@ class WebshopEnv:
 
     task: str = ""
 
-    def __init__(self, config: EnvConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
+    def __init__(self, config: WebshopConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
         self.config, self._shop = config, shop
         self.style = make_style(config.style, history=config.history, think=config.think)
 

@@ -22,7 +22,7 @@ FUNCTION = frozenset(_FUNCTION.split())
 
 
 def choose(wanted: str) -> str:
-    """ "spacy" or "rules" for webshop.nouns.
+    """ "spacy" or "rules" for env.nouns.
 
     Raises:
         UserError: spaCy's model is wanted and not installed.
@@ -30,7 +30,7 @@ def choose(wanted: str) -> str:
     installed = all(importlib.util.find_spec(name) for name in ("spacy", MODEL))
     if wanted == "spacy" and not installed:
         raise UserError(
-            f"webshop.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, then python -m spacy download {MODEL}"
+            f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, then python -m spacy download {MODEL}"
         )
     return "spacy" if wanted != "rules" and installed else "rules"
 

@@ -8,13 +8,13 @@ from paw.errors import UserError
 
 Overrides = dict[str, str]
 """Dotted keys of the configuration and their values, as on the command line."""
-GRPO = {"advantage.estimator": "grpo", "wm.enabled": "false"}
-PAW = {"advantage.estimator": "grpo", "wm.enabled": "true"}
+GRPO = {"advantage.type": "grpo", "wm.enabled": "false"}
+PAW = {"advantage.type": "grpo", "wm.enabled": "true"}
 ESTIMATORS: dict[str, Overrides] = {
-    "rloo": {"advantage.estimator": "rloo"},
-    "gigpo": {"advantage.estimator": "gigpo"},
-    "dr-grpo": {"advantage.estimator": "grpo", "advantage.norm_std": "false"},
-    "ppo": {"advantage.estimator": "ppo"},
+    "rloo": {"advantage.type": "rloo"},
+    "gigpo": {"advantage.type": "gigpo"},
+    "dr-grpo": {"advantage.type": "grpo", "advantage.norm_std": "false"},
+    "ppo": {"advantage.type": "ppo"},
 }
 VARIANTS: dict[str, tuple[Overrides, str]] = {
     "grpo": (GRPO, "GRPO without a world model"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paw.config import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 Documents = Sequence[tuple[str, str]]
@@ -28,7 +28,7 @@ class Retriever(Protocol):
 
 
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
-    """The retriever that `search.retriever` names, over `search.corpus`, else over `documents`.
+    """The retriever that `env.retriever` names, over `env.corpus`, else over `documents`.
 
     Indexes what is not indexed yet. UserError if a package, the corpus or the server is missing.
     """
@@ -37,13 +37,13 @@ def make_retriever(config: SearchConfig, documents: Documents | None = None) -> 
 
         return RemoteRetriever(config.retriever, timeout_s=config.timeout_s)
     if config.retriever == "zerosearch":
-        raise UserError("search.retriever = 'zerosearch' is an LLM that plays the search engine: there is no index")
+        raise UserError("env.retriever = 'zerosearch' is an LLM that plays the search engine: there is no index")
     if config.corpus is not None:
         from paw.envs.search.retrieval.corpus import Corpus
 
         documents = Corpus(config.corpus)
     if not documents:
-        raise UserError(f"search.retriever = '{config.retriever}' needs documents: name a file with --search.corpus")
+        raise UserError(f"env.retriever = '{config.retriever}' needs documents: name a file with --env.corpus")
     if config.retriever == "dense":
         from paw.envs.search.retrieval.dense import DenseRetriever
 

@@ -32,7 +32,7 @@ class Corpus(Sequence[tuple[str, str]]):
             self._file = self.path.open("rb")
             folder = cached(f"corpus-{stamp(self.path)}", self._index)
         except OSError as error:
-            raise UserError(f"search.corpus = '{path}': cannot be read ({error.strerror})") from None
+            raise UserError(f"env.corpus = '{path}': cannot be read ({error.strerror})") from None
         self._starts = np.load(folder / "starts.npy", mmap_mode="r")
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Corpus(Sequence[tuple[str, str]]):
                     starts.append(offset)
                 offset += len(line)
         if not starts:
-            raise UserError(f"search.corpus = '{self.path}': there is no document in it")
+            raise UserError(f"env.corpus = '{self.path}': there is no document in it")
         starts.append(offset)
         np.save(folder / "starts.npy", np.frombuffer(starts, np.int64))
 

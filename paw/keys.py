@@ -1,0 +1,183 @@
+"""Keys of a configuration: which apply, what they mean, and which one a wrong one was meant to be."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from paw import plugins
+from paw.errors import UserError
+from paw.values import LONGEST_NAME, Only, PluginSection, Section
+
+SYNONYMS = {
+    "actor_lr": "optim.lr", "learning_rate": "optim.lr", "adam_beta1": "optim.betas", "adam_beta2": "optim.betas",
+    "max_grad_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip", "lr_scheduler_type": "optim.schedule",
+    "lr_warmup_steps": "optim.warmup_updates", "warmup_steps": "optim.warmup_updates", "ppo_epochs": "optim.epochs",
+    "num_iterations": "optim.epochs", "num_train_epochs": "run.updates", "total_epochs": "run.updates",
+    "ppo_mini_batch_size": "optim.minibatch_rows", "mini_batch_size": "optim.minibatch_rows",
+    "per_device_train_batch_size": "optim.micro_batch_tokens", "ppo_max_token_len_per_gpu": "optim.micro_batch_tokens",
+    "gradient_accumulation_steps": "optim.minibatch_rows", "optim": "optim.name", "optimizer": "optim.name",
+    "num_generations": "rollout.group_size", "n": "rollout.group_size", "train_batch_size": "rollout.tasks",
+    "max_completion_length": "rollout.max_response_tokens", "max_response_length": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens", "response_length": "rollout.max_response_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens", "prompt_length": "rollout.max_prompt_tokens",
+    "use_vllm": "rollout.engine", "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_steps": "run.updates", "total_training_steps": "run.updates", "steps": "run.updates",
+    "output_dir": "run.dir", "default_local_dir": "run.dir", "run_name": "run.name", "experiment_name": "run.name",
+    "report_to": "run.trackers", "logger": "run.trackers",
+    "save_steps": "run.save_every", "save_freq": "run.save_every",
+    "save_total_limit": "run.keep", "eval_steps": "eval.every", "test_freq": "eval.every",
+    "beta": "policy.kl_coef", "kl_loss_coef": "policy.kl_coef", "entropy_coeff": "policy.entropy_coef",
+    "epsilon": "policy.clip_low", "epsilon_low": "policy.clip_low", "epsilon_high": "policy.clip_high",
+    "clip_ratio": "policy.clip_low", "clip_ratio_low": "policy.clip_low", "clip_ratio_high": "policy.clip_high",
+    "clip_ratio_c": "policy.dual_clip", "delta": "policy.dual_clip", "loss_type": "policy.loss_norm",
+    "loss_agg_mode": "policy.loss_norm", "adv_estimator": "advantage.type", "scale_rewards": "advantage.norm_std",
+    "norm_adv_by_std_in_grpo": "advantage.norm_std", "cliprange_value": "critic.value_clip",
+    "model_name_or_path": "model.path", "model_name": "model.path", "model_id": "model.path",
+    "gradient_checkpointing": "model.checkpointing", "enable_gradient_checkpointing": "model.checkpointing",
+    "lora_r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha",
+    "lora_target_modules": "lora.targets", "target_modules": "lora.targets", "env_name": "env.name",
+}  # fmt: skip
+"""Names of TRL (GRPOConfig) and verl -> our key."""
+MOVED = {
+    "advantage.estimator": "advantage.type", "agent.kind": "agent.type", "advantage.gigpo_norm": "advantage.norm_std",
+    "critic.gamma": "advantage.gamma", "critic.lam": "advantage.lam",
+    "rwml.triplets": "env.triplets", "rwml.embedding": "env.embedding", "rwml.threshold": "env.threshold",
+    "webshop": "env", "search": "env", "tau2": "env", "simulator": "env.simulator",
+}  # fmt: skip
+"""Keys and sections of older versions -> where they are now."""
+LEFT = {
+    key: f"{key} has left: measured on ten seeds, it did not help (docs/experiments.md)"
+    for key in ("wm.balance", "wm.ratio", "wm.horizon", "wm.grad_norms", "optim.clip")
+}
+
+
+class Key(NamedTuple):
+    """A key of a configuration."""
+
+    field: FieldInfo
+    needs: Only | None
+    """What is lacking for it to apply."""
+
+
+def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
+    """`base`, with the keys of the plug-in that the table names. Raises UserError where there is no such plug-in."""
+    if not issubclass(base, PluginSection):
+        return base
+    name = table.get(base.KEY, base.model_fields[base.KEY].default)
+    if not isinstance(name, str) or name == base.NONE:
+        return base
+    return plugins.settings(plugins.load(base.KIND, name), name, base)
+
+
+def keys_of(config: type[Section], tree: dict[str, Any]) -> dict[str, Key]:
+    """Every dotted key of the sections that the tables choose, in order; of a plug-in that is not there, none."""
+    types: dict[str, type[Section]] = {}
+    for section, field in config.model_fields.items():
+        base, table = _section(field), tree.get(section, {})
+        types[section] = type(table) if isinstance(table, Section) else base
+        if isinstance(table, dict):
+            try:
+                types[section] = section_type(base, table)
+            except UserError:
+                continue  # said when the section itself is validated
+    return {
+        dotted: Key(field, next((need for need in needs if not _holds(need, tree, types)), None))
+        for section, made in types.items()
+        for dotted, field, needs in _fields(section, made)
+    }
+
+
+def _section(field: FieldInfo) -> type[Section]:
+    assert isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    return field.annotation
+
+
+def _fields(prefix: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo, list[Only]]]:
+    """(dotted key, field, its `Only`s) of a section and of sections within it."""
+    common = [section.ONLY] if section.ONLY else []
+    for name, field in section.model_fields.items():
+        needs = [*common, *(part for part in field.metadata if isinstance(part, Only))]
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            for dotted, leaf, more in _fields(f"{prefix}.{name}", inner):
+                yield dotted, leaf, needs + more
+        else:
+            yield f"{prefix}.{name}", field, needs
+
+
+def _holds(need: Only, tree: dict[str, Any], types: dict[str, type[Section]]) -> bool:
+    section, leaf = need.key.split(".")
+    if leaf not in types[section].model_fields:
+        return True
+    table, default = tree.get(section), types[section].model_fields[leaf].default
+    value = table.get(leaf, default) if isinstance(table, dict) else getattr(table, leaf, default)
+    return value in need.values if need.values else bool(value)
+
+
+def hint(key: str, keys: dict[str, Key], config: type[Section]) -> str:
+    """What was meant by an unknown key, as the end of a line, or "": where it went, which choice has it, the nearest.
+
+    A right name in the wrong section comes before a similar one.
+    """
+    if key in LEFT:
+        return f"; {LEFT[key]}"
+    section, _, rest = key.partition(".")
+    moved = MOVED.get(key) or (MOVED[section] + f".{rest}".rstrip(".") if section in MOVED else None)
+    if moved:
+        return f"; it is '{moved}' now"
+    if (found := keys.get(key)) and found.needs:
+        return f"; it needs {found.needs}"
+    leaf = key.rpartition(".")[2]
+    if others := [name for name, own in plugin_keys(config) if key in own]:
+        return f"; {' and '.join(others)} has it"
+    if leaf in SYNONYMS:
+        return f"; it is '{SYNONYMS[leaf]}' here"
+    names, key = [known for known, found in keys.items() if not found.needs], key[:LONGEST_NAME]
+    namesakes = [known for known in keys if known.rpartition(".")[2] == leaf]
+    near = difflib.get_close_matches(key, namesakes or names, n=1, cutoff=0.0 if namesakes else 0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def plugin_keys(config: type[Section]) -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
+    for section, field in config.model_fields.items():
+        base = _section(field)
+        for name in plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) else ():
+            common = {dotted for dotted, _, _ in _fields(section, base)}
+            own = _fields(section, section_type(base, {base.KEY: name}))
+            yield f"{section}.{base.KEY} = '{name}'", {key: field for key, field, _ in own if key not in common}
+
+
+def meaning(field: FieldInfo) -> str:
+    """A key's description and default on one line."""
+    default = "required" if field.is_required() else f"default: {_toml(field.get_default(call_default_factory=True))}"
+    return f"{' '.join((field.description or '').split())} ({default})".strip()
+
+
+def values(field: FieldInfo) -> str:
+    """What a key takes, in words."""
+    return " or ".join(dict.fromkeys(_words(field.annotation)))
+
+
+def _words(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from (_toml(value) for value in get_args(kind))
+    elif get_origin(kind) in (list, tuple, dict):
+        yield {list: "list", tuple: "list", dict: "table"}[get_origin(kind)]
+    elif get_args(kind):  # a union, or Annotated
+        parts = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
+        for part in parts:
+            yield from _words(part)
+    else:
+        names = {str: "text", Path: "path", int: "integer", float: "number", bool: "true or false", type(None): "none"}
+        yield names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "none"
+    return json.dumps(value, default=str, ensure_ascii=False)
