@@ -24,7 +24,7 @@ from paw.tools.rundir import load_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
     options = parser.parse_args()

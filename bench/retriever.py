@@ -41,7 +41,7 @@ SECONDS = 5.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bm25", type=int, default=20_000, help="documents (default: %(default)s)")
     parser.add_argument("--dense", type=int, default=1_000, help="documents (default: %(default)s)")
     options = parser.parse_args()

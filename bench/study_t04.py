@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,12 +22,12 @@ CSV = RESULTS / "experiment_t04.csv"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("experiment", type=Path, help="the folder an experiment was written to")
     parser.add_argument("--variants", default="grpo,paw")
     parser.add_argument("--temperature", type=float, default=0.4)
     options = parser.parse_args()
-    variants, rows = options.variants.split(","), read(CSV) if CSV.exists() else []
+    variants, rows = options.variants.split(","), list[dict[str, Any]](read(CSV) if CSV.exists() else [])
     known = {(row["variant"], row["seed"], float(row["temperature"])) for row in rows}
     for run in sorted(options.experiment.glob("runs/*")):
         variant, _, seed = run.name.rpartition("-")
@@ -39,7 +40,7 @@ def main() -> None:
             write(CSV, rows)
     chosen = [row for row in rows if float(row["temperature"]) == options.temperature]
     success = {
-        name: {row["seed"]: float(row["success"]) for row in chosen if row["variant"] == name} for name in variants
+        name: {int(row["seed"]): float(row["success"]) for row in chosen if row["variant"] == name} for name in variants
     }
     for variant, by_seed in success.items():
         difference = paired(success[variants[0]], by_seed)

@@ -74,7 +74,7 @@ NEIGHBOURS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tabled", action="store_true", help="only the table, JSON lines to the standard output")
     options = parser.parse_args()
     if options.tabled:

@@ -31,7 +31,7 @@ TARGET = 2000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--products", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--out", type=Path, default=RESULTS / "webshop_steps.csv")

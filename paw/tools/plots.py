@@ -222,7 +222,7 @@ def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> 
     axes.set_xlim(steps[0] - 0.19 * span, steps[-1] + 0.17 * span)
 
 
-def legend(axes: Axes) -> None:
+def legend(axes: Any) -> None:
     """Above the axes, where it hides no data, in as many columns as its texts leave room for."""
     texts = axes.get_legend_handles_labels()[1]
     if texts:

@@ -28,31 +28,21 @@ def marked(rule, observation, *, prompt="", action=""):
     return [observation[start:end] for start, end in rule(prompt, action, observation)]
 
 
-@pytest.mark.parametrize(
-    ("observation", "expected"),
-    [
-        ("You arrive at shelf 2. On the shelf 2, you see a mug 1, and a pan 2.", ["a mug 1, and a pan 2"]),
-        ("You open the fridge 1. The fridge 1 is open. In it, you see nothing.", ["nothing"]),
-        ("You arrive at fridge 1. The fridge 1 is closed.", []),
-        ("You pick up the mug 1 from the shelf 1.", []),
-        ("You are facing the shelf 1. Next to it, you see nothing.", []),
-        ("On the shelf 1, you see a mug 1.", []),  # examined again: the prompt holds it
-        ("On the shelf 1, you see a mug 1, and a pan 2.", ["a mug 1, and a pan 2"]),
-        ("Nothing happens.", []),
-    ],
-)
-def test_in_a_household_what_lies_in_a_place_is_noise(observation, expected):
-    assert marked(household, observation, prompt=PROMPT) == expected
-
-
-def test_in_a_shop_codes_and_titles_are_noise():
+def test_what_nobody_can_predict_is_noise():
+    """In a household what lies in a place, unless the prompt shows it already; in a shop codes and titles."""
+    for observation, expected in {
+        "You arrive at shelf 2. On the shelf 2, you see a mug 1, and a pan 2.": ["a mug 1, and a pan 2"],
+        "You open the fridge 1. The fridge 1 is open. In it, you see nothing.": ["nothing"],
+        "You arrive at fridge 1. The fridge 1 is closed.": [],
+        "You are facing the shelf 1. Next to it, you see nothing.": [],
+        "On the shelf 1, you see a mug 1.": [],  # examined again: the prompt holds it
+        "On the shelf 1, you see a mug 1, and a pan 2.": ["a mug 1, and a pan 2"],
+        "Nothing happens.": [],
+    }.items():
+        assert marked(household, observation, prompt=PROMPT) == expected
     assert marked(webshop, RESULTS) == ["B09ABCDEF1", "Acme mug, blue", "B01ZZZZZZ9", "Other cup B0"]
-    assert marked(webshop, PRODUCT) == ["'Acme mug, blue'"]
-    assert marked(webshop, "Search") == []
-
-
-def test_one_character_makes_a_token_noise():
-    tokens = [(0, 3), (3, 7), (7, 9), (9, 9), (9, 12)]
+    assert marked(webshop, PRODUCT) == ["'Acme mug, blue'"] and marked(webshop, "Search") == []
+    tokens = [(0, 3), (3, 7), (7, 9), (9, 9), (9, 12)]  # one character makes a token noise
     assert noisy(tokens, [(5, 8), (11, 40)]) == [False, True, True, False, True]
     assert noisy(tokens, [(3, 3)]) == [False] * 5
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, sparse: bool = False) -> N
 def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = False) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json (sparse.* for `sparse`). Returns 0."""
     variants = parse_variants(options.variants, options.own)
-    seeds = {
+    seeds: dict[str, list[int]] = {
         variant: sorted({*options.seeds, *(options.pair_seeds if place < 2 else [])})
         for place, variant in enumerate(variants)
     }

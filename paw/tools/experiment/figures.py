@@ -28,12 +28,14 @@ def average(runs: Sequence[Run], key: str, *, window: int = 1) -> Curve:
     return steps, [interval([one[step] for one in smooth]) for step in steps]
 
 
-def evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     """The evaluation curve of each variant, from lines of compare.csv, or what is read back from it."""
     steps = sorted({int(key[5:]) for row in records for key in row if key.startswith("eval_")})
     curves: dict[str, Curve] = {}
     for variant in dict.fromkeys(row["variant"] for row in records):
-        found = {step: [row.get(f"eval_{step}") for row in records if row["variant"] == variant] for step in steps}
+        found: dict[int, list[Any]] = {
+            step: [row.get(f"eval_{step}") for row in records if row["variant"] == variant] for step in steps
+        }
         whole = {step: [float(v) for v in values] for step, values in found.items() if all(values) or 0.0 in values}
         curves[variant] = list(whole), [interval(values) for values in whole.values()]
     return curves
