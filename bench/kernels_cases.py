@@ -15,11 +15,12 @@ from bench.kernels_problem import (
     errors,
     loss_of_rows,
     passes,
+    paw_loss,
     slope_of_mean,
     slope_of_rows,
 )
 from bench.peers import PEERS
-from paw_kernels import BACKENDS, paw_loss, token_stats, why_not_backend
+from paw_kernels import BACKENDS, token_loss, token_stats, why_not_backend
 
 MATMUL_ROWS = 4096
 FORWARD, BOTH = "forward", "forward + backward"
@@ -40,7 +41,7 @@ class Case(NamedTuple):
     group: Group
     live: float
     dead: str
-    """"" (none), "found" (by the forward) or "known" (kind 0 for us; peers get the live rows alone, gathered)."""
+    """"" (none), "found" (by the forward) or "known" (the live rows alone, gathered)."""
     name: str
     mode: str
 
@@ -95,11 +96,14 @@ class Implementation:
 
 def implementation(case: Case, problem: Problem) -> Implementation:
     target, rows = problem.target, problem.rows
+    index = problem.live if case.dead == "known" else None
+    labels = target if index is None else target[index]
     if case.name.startswith("paw["):
         backend = case.name[4:-1]
 
         def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            out = paw_loss(hidden, weight, target, rows, backend=backend)
+            x, batch = (hidden, rows) if index is None else (hidden[index], rows.take(index))
+            out = token_loss(x, weight, labels, paw_loss, batch, backend=backend)
             return out.loss, out.logp
 
         def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
@@ -108,8 +112,6 @@ def implementation(case: Case, problem: Problem) -> Implementation:
         return Implementation(fused, statistics, slope_of_rows(problem), loss_of_rows(problem))
 
     peer = next(peer for peer in PEERS if peer.name == case.name)
-    index = problem.live if case.dead == "known" else None
-    labels = target if index is None else target[index]
 
     def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = peer.loss(hidden if index is None else hidden[index], weight, labels)

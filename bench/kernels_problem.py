@@ -2,17 +2,37 @@
 
 How a row dies after the forward: its hidden state points at its target's row of the weight, so p > rho, and CMAE masks
 it. Nothing but the forward can tell. Live rows are actions (advantage +1 or -1, on policy) and observations with p near
-1/V, in turn. Every row enters the forward; where death is known before, the dead rows are of kind 0.
+1/V, in turn. Every row enters the forward; where death is known before, the live rows alone are gathered.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from paw_kernels import ACTION, OBSERVATION, SKIP, LossRows
+
+@dataclass(frozen=True)
+class Tokens:
+    """What `paw_loss` reads; all [T]."""
+
+    weight: Tensor
+    observation: Tensor
+    """bool"""
+    advantage: Tensor
+    old_logp: Tensor
+
+    def take(self, index: Tensor) -> "Tokens":
+        return Tokens(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def paw_loss(logp: Tensor, entropy: Tensor, batch: Tokens) -> Tensor:
+    """The surrogate without a clip, which rows on policy do not reach, and CMAE."""
+    p = logp.exp()
+    surrogate = -batch.advantage * (logp - batch.old_logp).exp()
+    return batch.weight * torch.where(batch.observation, torch.where(p.detach() <= RHO, 1 - p, 0.0), surrogate)
+
 
 HEADS = {  # name: (D, V)
     "Qwen2.5-1.5B": (1536, 151_936),
@@ -36,7 +56,9 @@ class Problem:
     """[V, D], rows of about unit length."""
     target: Tensor
     """[T] int64."""
-    rows: LossRows
+    rows: Tokens
+    known: bool
+    """Whether it is known before the forward which rows live."""
     live: Tensor
     """[f T] int64, ascending: rows with a gradient."""
     log_sum: Tensor
@@ -55,7 +77,9 @@ class Problem:
         x, w = self.hidden[at].requires_grad_(), self.weight.detach().requires_grad_()
         logp = (x @ w.t()).log_softmax(-1).gather(1, self.target[at, None]).squeeze(1)
         rows = {name: getattr(self, name)[at] for name in ("hidden", "target", "log_sum", "logp")}
-        part = replace(self, **rows, rows=self.rows.take(at), checked=torch.arange(at.numel(), device=at.device))
+        part = replace(
+            self, **rows, rows=self.rows.take(at), known=False, checked=torch.arange(at.numel(), device=at.device)
+        )
         a = 0.7 * slope_of_mean(part)  # powers of two would round to nothing in 16 bits
         gradients = list(torch.autograd.grad((a * logp).sum(), (x, w)))
         return errors(part, a, loss=None, logp=logp.detach(), gradients=gradients)
@@ -100,16 +124,14 @@ def make_problem(
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
         raise ValueError(f"D={D} is too small to tell live rows from dead ones at V={V}")
 
-    kind = torch.full((T,), OBSERVATION, dtype=torch.uint8, device=device)
-    kind[alive[::2]] = ACTION
-    if known:
-        kind[dead] = SKIP
+    observation = torch.ones(T, dtype=torch.bool, device=device)
+    observation[alive[::2]] = False
     sign = torch.randint(2, (T,), generator=g, device=device) * 2.0 - 1
-    rows = LossRows(kind, torch.full_like(sign, 0.7 / T), sign, logp.float(), rho=RHO)
+    rows = Tokens(torch.full_like(sign, 0.7 / T), observation, sign, logp.float())
     half = CHECKED // 2
     checked = torch.cat((alive[some(min(half, L), max(L, 1))], dead[:half])) if L else dead[:half]
     words = torch.cat((target[alive[:half]], some(half, V))).unique()
-    return Problem(hidden, weight, target, rows, alive, log_sum, logp, checked, words)
+    return Problem(hidden, weight, target, rows, known, alive, log_sum, logp, checked, words)
 
 
 def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -132,16 +154,15 @@ def slope_of_rows(problem: Problem) -> Tensor:
     """a = dL/dlogp of each row of the paw loss, [T] float64, written out for the rows made here."""
     rows, p = problem.rows, problem.logp.exp()
     action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    a = torch.where(rows.kind == ACTION, action, torch.where(p <= RHO, -p, 0.0))
-    return rows.weight * torch.where(rows.kind == SKIP, 0.0, a)
+    return rows.weight * torch.where(rows.observation, torch.where(p <= RHO, -p, 0.0), action)
 
 
 def loss_of_rows(problem: Problem) -> Tensor:
     """Scalar float64."""
     rows, p = problem.rows, problem.logp.exp()
     action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    loss = torch.where(rows.kind == ACTION, action, torch.where(p <= RHO, 1 - p, 0.0))
-    return (rows.weight * loss)[rows.kind != SKIP].sum()
+    loss = rows.weight * torch.where(rows.observation, torch.where(p <= RHO, 1 - p, 0.0), action)
+    return (loss[problem.live] if problem.known else loss).sum()
 
 
 def slope_of_mean(problem: Problem, index: Tensor | None = None) -> Tensor:
@@ -179,12 +200,12 @@ def d_weight(problem: Problem, a: Tensor) -> Tensor:
 def errors(
     problem: Problem, a: Tensor, *, loss: tuple[Tensor, Tensor] | None, logp: Tensor | None, gradients: list[Tensor]
 ) -> Errors:
-    """`loss` is (got, wanted); `logp` [T] is compared on every row it covers; `gradients` are of hidden and weight."""
+    """`loss` is (got, wanted); `logp` of all rows, or the live ones if known; `gradients` are of hidden and weight."""
+    at = problem.live if problem.known else slice(None)
     h, w = (None, None) if not gradients else (gradients[0][problem.checked], gradients[1][problem.words])
-    read = problem.rows.kind != SKIP
     return Errors(
         loss=None if loss is None else (loss[0].double() - loss[1]).abs().item(),
-        logp=None if logp is None else (logp.double() - problem.logp)[read].abs().amax().item(),
+        logp=None if logp is None or not logp.numel() else (logp.double() - problem.logp[at]).abs().amax().item(),
         d_hidden=None if h is None else relative(h, d_hidden(problem, a)),
         d_weight=None if w is None else relative(w, d_weight(problem, a)),
     )

@@ -31,6 +31,7 @@ import paw.model.parallel as ranks_module
 import paw.model.policy as model_module
 from bench.roofline import paw_memory
 from paw.algo import loss as losses
+from paw.algo.samples import collate
 from paw.config import Config
 from paw.model.attention import pick_attention
 from paw.model.optim import make_optimizer
@@ -82,12 +83,12 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             self.track(leaf)
-        if func is torch.ops.paw_kernels.paw_loss.default:
+        if func is torch.ops.paw_kernels.token_loss.default:
             hidden, weight = args[:2]
-            self._head = {d.untyped_storage()._cdata for d in out[8:11]}
+            self._head = {d.untyped_storage()._cdata for d in out[5:8]}
             if hidden.dtype == torch.bfloat16:
                 memory = paw_memory(*hidden.shape, weight.shape[0])
-                results = sum(d.untyped_storage().size() for d in out[8:11])
+                results = sum(d.untyped_storage().size() for d in out[5:8])
                 self.peak = max(self.peak, self.live - results + round((memory["peak"] + memory["total"]) * GIB))
         return out
 
@@ -176,11 +177,12 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
     `live` has reset_peak(), peak and live, in bytes.
     """
     rows = make_rows(config.optim.micro_batch_tokens)
-    objective = losses.Objective(kl_coef=config.policy.kl_coef, entropy_coef=config.policy.entropy_coef)
+    kl_coef, entropy_coef = config.policy.kl_coef, config.policy.entropy_coef
+    loss = losses.joint(losses.ppo, losses.ce, kl_coef=kl_coef, entropy_coef=entropy_coef)
     with unset_fake_temporarily():
-        batch = losses.collate(rows, range(len(rows)), with_observation=False, device=torch.device("cpu"))
-        coefficients = losses.loss_rows(batch, rows, objective, update_samples=len(rows))
-    batch, coefficients = _placed(batch, place), _placed(coefficients, place)
+        batch = collate(rows, [[i] for i in range(len(rows))], with_observation=False, device=torch.device("cpu"))
+        tokens = losses.token_batch(batch, rows, update_samples=len(rows), reference=kl_coef > 0)
+    batch, tokens = _placed(batch, place), _placed(tokens, place)
     flash = config.optim.name == "flash-adamw" and policy.device.type != "cuda"
     optimizer: Any = FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
     if config.optim.name == "adamw":
@@ -189,7 +191,7 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
     for _ in range(2):
         live.reset_peak()
         for _ in range(2):
-            out = losses.joint_loss(policy, batch, coefficients, temperature=1.0)
+            out = losses.joint_loss(policy, batch, tokens, loss, temperature=1.0)
             out.loss.backward()
             del out
         update = live.peak

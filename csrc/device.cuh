@@ -8,10 +8,8 @@
 
 #ifndef PAW_ON_CPU
 
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #define SHARED(type, name) __shared__ type name
@@ -33,56 +31,17 @@ __device__ inline void narrow(__half* to, float x, float y) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
 }
 
-template <class T>
-__device__ T* dynamic_shared() {
-  extern __shared__ uint4 bytes[];
-  return reinterpret_cast<T*>(bytes);
-}
-
-// Thread-block clusters; before sm_90 a cluster is one block.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-__device__ inline int cluster_rank() { return 0; }
-__device__ inline int cluster_size() { return 1; }
-__device__ inline void cluster_arrive() {}
-__device__ inline void cluster_wait() { __syncthreads(); }
-template <class T>
-__device__ T* cluster_peer(T* mine, int) { return mine; }
-#else
-__device__ inline int cluster_rank() { return cooperative_groups::this_cluster().block_rank(); }
-__device__ inline int cluster_size() { return cooperative_groups::this_cluster().num_blocks(); }
-__device__ inline void cluster_arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
-__device__ inline void cluster_wait() { cooperative_groups::this_cluster().barrier_wait(); }
-template <class T>
-__device__ T* cluster_peer(T* mine, int rank) { return cooperative_groups::this_cluster().map_shared_rank(mine, rank); }
-#endif
-
 struct Grid {
   int64_t blocks;
-  int threads, cluster = 1;
-  int64_t shared = 0;  // bytes of dynamic shared memory
+  int threads;
 };
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t stream, A... arguments) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (grid.shared > 0) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared));
-    if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(grid.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(grid.blocks);
-  config.blockDim = unsigned(grid.threads);
-  config.dynamicSmemBytes = grid.shared;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1;
-  return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+  kernel<<<unsigned(grid.blocks), grid.threads, 0, stream>>>(P(arguments)...);
+  return cudaGetLastError();
 }
 
 }  // namespace paw

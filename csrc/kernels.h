@@ -25,12 +25,6 @@ struct Statistics {
   float *top, *log_total;  // max u, and logsumexp(z - top scale): apart, because their sum would round small ones away
 };
 
-// a and c as functions of logp, one formula for every loss: see Slopes in paw_kernels/coefficients.py.
-struct Slopes {
-  const float *scale, *base, *low, *high, *power;
-  const float *pull, *ref, *c;  // may be null; pull and ref together
-};
-
 enum class Type { float32, bfloat16, float16 };
 
 cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t stream);
@@ -40,15 +34,6 @@ cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t st
 // independent. logp is not read; c may be null.
 cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
                          Type type, cudaStream_t stream);
-
-// Statistics, a(logp) and, where a or c is not 0, the gradient in place of the row: logits are read once. A cluster of
-// `cluster` blocks holds a row in its shared memory, 16 ceil(ceil(V + 6) / 4 / cluster) bytes each; top and log_total are not
-// written.
-cudaError_t row_loss(Rows rows, int64_t n, Slopes slopes, Statistics out, float* a, Type type, int cluster,
-                     cudaStream_t stream);
-
-// Copies row source[k], as row_loss left it, to row k < L.
-cudaError_t row_move(Rows rows, const int64_t* source, int64_t L, Type type, cudaStream_t stream);
 
 // Sums or means of values[offsets[s] .. offsets[s + 1]) for s < N; 0 for an empty segment.
 cudaError_t segment_reduce(const float* values, const int64_t* offsets, int64_t N, bool mean, float* out,

@@ -1,5 +1,5 @@
-// Row kernels of the head: statistics of a softmax and the gradient of its logits in place, or both in one read.
-// Bytes of device memory a row: 4 V for the statistics, (4 + size) V for the gradient, (4 + size) V for both at once.
+// Row kernels of the head: statistics of a softmax, and the gradient of its logits in place.
+// Bytes of device memory a row: 4 V for the statistics, (4 + size) V for the gradient.
 
 #include <type_traits>
 
@@ -11,7 +11,6 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 4;         // 16-byte vectors of a thread in a tile: as many loads in flight
-constexpr int DEPTH = 4;         // tiles of asynchronous copies in flight
 constexpr float FLOOR = -126.f;  // exp(FLOOR) is 0: bounds a logarithm that is multiplied by its own exponential
 
 // top of u, sum of exp((u - top) scale), and dot of these times (u - top) scale: each has one sign, so log(sum) - dot / sum
@@ -210,110 +209,6 @@ __global__ void __launch_bounds__(THREADS, 4)
   if (mine) gradient.store_target(out, row, target, u_target);
 }
 
-// One row's part of Slopes.
-struct Slope {
-  float scale, base, low, high, power, pull, ref, c;
-
-  __device__ Slope(const Slopes& of, int64_t k)
-      : scale(of.scale[k]), base(of.base[k]), low(of.low[k]), high(of.high[k]), power(of.power[k]),
-        pull(of.pull ? of.pull[k] : 0), ref(of.pull ? of.ref[k] : 0), c(of.c ? of.c[k] : 0) {}
-
-  __device__ float a(float logp) const {
-    const float above = logp - base, finite = above < -1e30f ? -1e30f : above;  // NaN stays, 0 * inf does not occur
-    const float clipped = logp < low || logp > high ? 0 : scale * expf(power * finite);
-    const float gap = ref - logp > 20 ? 20 : ref - logp, gap_exp = expf(gap);  // beyond the clamp, and never infinite
-    return clipped + (pull == 0 || gap_exp - gap - 1 > 10 ? 0 : pull * (1 - gap_exp));
-  }
-};
-
-struct Answer {
-  float top, log_total, entropy, a;
-};
-
-// A cluster of blocks holds one row, `part` vectors in each block's shared memory.
-template <class T, bool CAPPED>
-__global__ void __launch_bounds__(THREADS, 4) loss_kernel(Rows rows, Slopes slopes, Statistics out, float* a, int part) {
-  SHARED(Sums, mine);
-  SHARED(Answer, answer);
-  float4* const held = dynamic_shared<float4>();  // each thread reads only what it copied itself: no barrier
-  const int rank = cluster_rank(), size = cluster_size();
-  const int64_t k = blockIdx.x / size;
-  const Row<CAPPED> row(rows, k);
-  const int begin = rank * part, count = min(part, row.vectors() - begin), tile = LOADS * blockDim.x;
-
-  const auto fetch = [&](int start) {
-    for (int v = start + threadIdx.x; v < min(start + tile, count); v += blockDim.x) {
-      if (row.whole(begin + v))
-        __pipeline_memcpy_async(held + v, row.vector(begin + v), sizeof(float4));
-      else
-        held[v] = row.load(begin + v);
-    }
-    __pipeline_commit();
-  };
-  for (int d = 0; d < DEPTH; d++) fetch(d * tile);
-  const int target = rows.target[k];
-  const float u_target = row.logit(target);  // while no block of the cluster overwrites it
-  const Slope slope(slopes, k);
-
-  Sums sums = no_sums(row.scale);
-  for (int start = 0; start < count; start += tile) {
-    fetch(start + DEPTH * tile);
-    __pipeline_wait_prior(DEPTH);
-    float u[4 * LOADS];
-#pragma unroll
-    for (int l = 0; l < LOADS; l++) {
-      const int v = start + l * blockDim.x + threadIdx.x;
-      if (v < count)
-        row.logits(held[v], begin + v, u + 4 * l);
-      else
-        row.logits({-INFINITY, -INFINITY, -INFINITY, -INFINITY}, row.vectors(), u + 4 * l);
-    }
-    sums.add(u);
-  }
-  sums = block_reduce(sums, no_sums(row.scale));
-  if (threadIdx.x == 0) mine = sums;
-  cluster_arrive();
-  cluster_wait();
-
-  if (warp() == 0) {
-    sums = warp_reduce(lane() < size ? *cluster_peer(&mine, lane()) : no_sums(row.scale));
-    if (lane() == 0) {
-      const Softmax of(sums, u_target);
-      const float slope_a = slope.a(of.logp);
-      answer = {sums.top, of.log_total, of.entropy, slope_a};
-      if (rank == 0) {
-        out.logp[k] = of.logp;
-        out.entropy[k] = of.entropy;
-        a[k] = slope_a;
-      }
-    }
-  }
-  __syncthreads();
-  cluster_arrive();  // waited for at the end: a block's sums must outlive the reading of them
-  if (answer.a != 0 || slope.c != 0) {  // the caller decides so too: not by the products, which may underflow
-    const Gradient gradient(answer.top, row.scale, answer.log_total, answer.entropy, answer.a, slope.c);
-    T* const to = reinterpret_cast<T*>(rows.logits + k * rows.stride);
-#pragma unroll LOADS
-    for (int v = threadIdx.x; v < count; v += blockDim.x) gradient.store(to, row, begin + v, held[v]);
-    const int v = row.of(target) - begin;
-    if (v >= 0 && v < count && v % blockDim.x == threadIdx.x) gradient.store_target(to, row, target, u_target);
-  }
-  cluster_wait();
-}
-
-__global__ void __launch_bounds__(THREADS) move_kernel(Rows rows, const int64_t* source, int words) {
-  const int64_t k = blockIdx.x, i = source[k];
-  if (i == k) return;
-  const float* const from = rows.logits + i * rows.stride;
-  float* const to = rows.logits + k * rows.stride;
-  const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % sizeof(float4) == 0;
-  const int vectors = aligned ? words / 4 : 0;
-#pragma unroll LOADS
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x)
-    reinterpret_cast<float4*>(to)[v] = reinterpret_cast<const float4*>(from)[v];
-  for (int w = 4 * vectors + threadIdx.x; w < words; w += blockDim.x) to[w] = from[w];
-}
-
 // Threads of a block that has so many vectors: whole warps, at most one tile's.
 int threads(int vectors) {
   const int warps = (vectors + 32 * LOADS - 1) / (32 * LOADS);
@@ -351,20 +246,6 @@ cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics
     const auto kernel = gradient_kernel<decltype(t), capped.value>;
     return launch(kernel, {L, threads(vectors(rows.V))}, stream, rows, source, of, a, c);
   });
-}
-
-cudaError_t row_loss(Rows rows, int64_t n, Slopes slopes, Statistics out, float* a, Type type, int cluster,
-                     cudaStream_t stream) {
-  const int part = (vectors(rows.V) + cluster - 1) / cluster;
-  const Grid grid{n * cluster, threads(part), cluster, part * int64_t(sizeof(float4))};
-  return with(type, rows.softcap, [&](auto t, auto capped) {
-    return launch(loss_kernel<decltype(t), capped.value>, grid, stream, rows, slopes, out, a, part);
-  });
-}
-
-cudaError_t row_move(Rows rows, const int64_t* source, int64_t L, Type type, cudaStream_t stream) {
-  const int words = type == Type::float32 ? rows.V : (rows.V + 1) / 2;
-  return launch(move_kernel, {L, threads(words / 4)}, stream, rows, source, words);
 }
 
 }  // namespace paw

@@ -125,32 +125,6 @@ void row_gradient(Tensor logits, optional<Tensor> bias, Tensor target, Tensor so
                                call.stream));
 }
 
-std::tuple<Tensor, Tensor, Tensor> row_loss(Tensor logits, optional<Tensor> bias, Tensor target, Tensor slope,
-                                            Tensor base, Tensor low, Tensor high, Tensor power, optional<Tensor> pull,
-                                            optional<Tensor> ref, optional<Tensor> c, double scale, ScalarType dtype,
-                                            int64_t cluster, optional<double> softcap) {
-  const Call call(logits);
-  const int64_t n = logits.size(0);
-  STD_TORCH_CHECK(cluster >= 1 && cluster <= 16, "cluster must be 1 to 16 blocks, got ", cluster);
-  STD_TORCH_CHECK(pull.has_value() == ref.has_value(), "pull and ref come together");
-  const auto of = [&](const auto& tensor, const char* name) { return call.data<const float>(tensor, name, n); };
-  const paw::Slopes slopes{of(slope, "slope"), of(base, "base"), of(low, "low"), of(high, "high"),
-                           of(power, "power"), of(pull, "pull"), of(ref, "ref"), of(c, "c")};
-  const auto empty = [&] { return call.empty(n, ScalarType::Float); };
-  Tensor logp = empty(), entropy = empty(), a = empty();
-  const auto to = [&](const Tensor& t) { return call.data<float>(t, "result", n); };
-  const paw::Rows rows = call.rows(logits, bias, target, scale, softcap);
-  call.check(paw::row_loss(rows, n, slopes, {to(logp), to(entropy)}, to(a), type_of(dtype), int(cluster), call.stream));
-  return {logp, entropy, a};
-}
-
-void row_move(Tensor logits, Tensor source, ScalarType dtype) {
-  const Call call(logits);
-  const int64_t L = source.numel();
-  const paw::Rows rows = call.rows(logits, std::nullopt, std::nullopt, 1, std::nullopt);
-  call.check(paw::row_move(rows, call.data<const int64_t>(source, "source", L), L, type_of(dtype), call.stream));
-}
-
 Tensor segment_reduce(Tensor values, Tensor offsets, bool mean) {
   const Call call(values);
   const int64_t N = offsets.numel() - 1;
@@ -183,13 +157,11 @@ std::tuple<Tensor, Tensor> pack(Tensor live) {
 }  // namespace
 
 // Renamed whenever an operator changes, so that Python never calls an older library.
-extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_2 = 2;
+extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_3 = 2;
 
 STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));
   m.impl("row_gradient_", TORCH_BOX(&row_gradient));
-  m.impl("row_loss_", TORCH_BOX(&row_loss));
-  m.impl("row_move_", TORCH_BOX(&row_move));
   m.impl("segment_reduce", TORCH_BOX(&segment_reduce));
   m.impl("top_alpha", TORCH_BOX(&top_alpha));
   m.impl("pack", TORCH_BOX(&pack));

@@ -241,7 +241,10 @@ class CriticConfig(Section):
     """A value may move this far from the one the advantages were computed from."""
 
 
-class PolicyConfig(Section):
+class PolicyConfig(PluginSection):
+    KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
+    loss: str = "ppo"
+    """Token loss of responses: ppo, or one of your own, "module:name" or "FILE.py:name" (docs/algorithm.md)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
@@ -266,16 +269,17 @@ class PolicyConfig(Section):
     """Keep the reference model in host memory but for its log-prob pass."""
 
 
-class WorldConfig(Section):
+class WorldConfig(PluginSection):
     """World-model co-training (PaW Section 3)."""
 
+    KIND, KEY, WITHIN = "losses", "loss", ("cmae", "mae", "ce", "gce")
     enabled: bool = True
     """Whether observations are predicted too."""
     alpha: Annotated[Rate, WM] = 0.75
     """Share of each group's transitions kept, those of highest action entropy."""
-    loss: Annotated[Literal["cmae", "mae", "ce", "gce"], WM] = "cmae"
+    loss: Annotated[str, WM] = "cmae"
     """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, or the generalised
-    cross-entropy (1 - p^q) / q (arXiv 1805.07836), between ce (q near 0) and mae (q = 1)."""
+    cross-entropy gce (1 - p^q) / q (arXiv 1805.07836), between ce (q near 0) and mae (q = 1); or a loss of your own."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
     """Tokens of a higher probability are left out."""
     q: Annotated[Rate, WM, GCE] = 0.7
@@ -373,13 +377,13 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
     critic: CriticConfig = CriticConfig()
-    policy: PolicyConfig = PolicyConfig()
-    wm: WorldConfig = WorldConfig()
+    policy: SerializeAsAny[PolicyConfig] = _DEFAULT
+    wm: SerializeAsAny[WorldConfig] = _DEFAULT
     optim: OptimConfig = OptimConfig()
     rwml: RwmlConfig = RwmlConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator("env", "agent", "reward", "advantage", mode="before")
+    @field_validator("env", "agent", "reward", "advantage", "policy", "wm", mode="before")
     @classmethod
     def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
         if not isinstance(table, dict):

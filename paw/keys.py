@@ -68,7 +68,7 @@ def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
     if not issubclass(base, PluginSection):
         return base
     name = table.get(base.KEY, base.model_fields[base.KEY].default)
-    if not isinstance(name, str) or name == base.NONE:
+    if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
         return base
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 
@@ -146,7 +146,7 @@ def plugin_keys(config: type[Section]) -> Iterator[tuple[str, dict[str, FieldInf
     """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
     for section, field in config.model_fields.items():
         base = _section(field)
-        for name in plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) else ():
+        for name in plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) and not base.WITHIN else ():
             common = {dotted for dotted, _, _ in _fields(section, base)}
             own = _fields(section, section_type(base, {base.KEY: name}))
             yield f"{section}.{base.KEY} = '{name}'", {key: field for key, field, _ in own if key not in common}

@@ -45,7 +45,7 @@ ADVANTAGES = {
     "gigpo": "paw.algo.advantages:gigpo",
     "ppo": "paw.algo.advantages:gae",  # one a token, from the critic's values
 }
-LOSSES: dict[str, str] = {}
+LOSSES = {name: f"paw.algo.loss:{name}" for name in ("ppo", "cmae", "mae", "ce", "gce")}
 AGENTS: dict[str, str] = {
     "plain": "paw.rollout.episode:plain",
     "react": "paw.agents.react:React",

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from paw.algo.loss import score
-from paw.algo.packing import minibatches
+from paw.algo.loss import log_probs
+from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory
 from paw.config import Config
 from paw.errors import LINE_CHARS, UserError, clean
@@ -117,11 +117,11 @@ class Run(Parts):
         """Whether any rank was told to stop: signals reach them at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def score(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
-        """`algo.loss.score` of all samples, the batches shared among ranks."""
+    def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
+        """`algo.loss.log_probs` of all samples, the batches shared among ranks."""
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world)
-        scored = score(model, samples, temperature=temperature, budget=budget, share=share)
+        scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
         parts = self.ranks.gather(scored, dict[int, tuple[list[float], float]])
         found = {i: values for part in parts for i, values in part.items()}
         return [found[i] for i in range(len(samples))]

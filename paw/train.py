@@ -7,26 +7,37 @@ Deviations from the reference code, on purpose: no random duplication of samples
 finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
 """
 
+import inspect
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from paw import plugins
 from paw.algo import loss as losses
 from paw.algo.advantages import drop_penalty_only
-from paw.algo.gradients import Gradients
-from paw.algo.samples import to_samples
+from paw.algo.loss import TokenLossFunction
+from paw.algo.samples import micro_batches, to_samples
 from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.lora import adapters_off
 from paw.model.optim import learning_rate, set_learning_rate
+from paw.model.parallel import whole
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Sample
+from paw.values import Section
+from paw_kernels import TokenLoss
 
 PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before an update whose episodes failed is played again; more than two minutes in all."""
@@ -151,7 +162,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     entropy_known = sampled_entropy or all(sample.sampled_entropy is not None for sample in samples)
     pass_needed = not (from_engine and entropy_known)
     if pass_needed:
-        scored = run.score(run.policy, samples)
+        scored = run.log_probs(run.policy, samples)
     else:
         scored = [(sample.sampled_logp, fmean(sample.sampled_entropy or [0.0])) for sample in samples]
     if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, entropy)):
@@ -168,49 +179,98 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
         sample.entropy = entropy
     if config.policy.kl_coef > 0.0:
         with adapters_off(run.reference.lm), run.reference_at_hand():
-            reference = run.score(run.reference, samples)
+            reference = run.log_probs(run.reference, samples)
         for sample, (logp, _) in zip(samples, reference, strict=True):
             sample.ref_logp = logp
+
+
+def token_losses(config: Config) -> tuple[TokenLossFunction, TokenLossFunction]:
+    """The losses of response and of observation tokens, with their settings."""
+    engine_ratio = config.policy.old_logp == "engine" and config.policy.tis_cap is not None
+    policy = losses.tis if engine_ratio and config.policy.loss == "ppo" else plugins.load("losses", config.policy.loss)
+    return bind(policy, config.policy), bind(plugins.load("losses", config.wm.loss), config.wm)
+
+
+def bind(function: Callable[..., Tensor], section: Section) -> TokenLossFunction:
+    """A loss with its keyword-only parameters as its section of the recipe has them."""
+    named = (p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    return partial(function, **{name: getattr(section, name) for name in named if hasattr(section, name)})
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Optimizer steps over the update's samples: mini-batches, each cut into micro-batches, each one fused pass.
 
-    PPO's critic goes first, over the same mini-batches.
+    PPO's critic goes first, over the same mini-batches. Raises StaleWeightsError where no log-prob pass was made and
+    the first micro-batch finds that the sampler had other weights.
     """
-    config, ranks = run.config, run.ranks
-    clip = config.policy.model_dump(exclude={"old_logp", "offload_reference"})
-    if config.policy.tis_cap and config.policy.old_logp == "engine":  # A min(pi / pi_sampler, cap), whatever A's sign
-        clip |= {"clip_low": 1.0, "clip_high": config.policy.tis_cap - 1.0, "dual_clip": config.policy.tis_cap}
-    objective = losses.Objective(
-        **clip,
-        rho=config.wm.rho,
-        observation_loss=config.wm.loss,
-        q=config.wm.q,
-        wm_scale=config.wm.scale,
-        temperature=config.rollout.temperature,
-    )
+    config, ranks, policy = run.config, run.ranks, run.policy
+    options = config.policy
+    acting, watching = token_losses(config)
+    tis_cap = options.tis_cap if options.old_logp == "trainer" else None
+    loss = losses.joint(acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, tis_cap=tis_cap)
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
-    critic = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
+    found = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
     unscored = "health/sampler_mismatch" not in run.metrics
-    gradients = Gradients(config, run.policy, ranks, objective, update_samples=len(samples), unscored=unscored)
-    norms: list[float] = []
-    steps = 0
+    of_update: Any = {
+        "update_samples": len(samples), "norm": options.loss_norm, "verl_rows": options.verl_rows,
+        "wm_scale": config.wm.scale, "reference": options.kl_coef > 0.0,
+    }  # fmt: skip
+    sums, norms, steps = [0.0] * len(losses.SUMS), list[float](), 0
     for minibatch in run.minibatches(samples):
-        loss, norm = gradients.form(minibatch)
+        batches = micro_batches(
+            minibatch,
+            budget=config.optim.micro_batch_tokens,
+            with_observation=config.wm.enabled,
+            device=policy.device,
+            quadratic=policy.quadratic,
+            skip=partial(zero_gradient, config),
+            share=(ranks.rank, ranks.world),
+        )
+        total = 0.0
+        for batch in batches:
+            ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
+            tokens = losses.token_batch(batch, minibatch, **of_update)
+            # Times world: the weights of samples are those of the whole mini-batch, FSDP averages over ranks.
+            scaled = replace(tokens, weight=ranks.world * tokens.weight)
+            out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
+            out.loss.backward()
+            if unscored:
+                unscored, found = False, found | compare_sampler(run, out, tokens)
+            total += float(out.loss.detach()) / ranks.world
+            out = out._replace(token_loss=out.token_loss / ranks.world)
+            sums = [a + b for a, b in zip(sums, losses.tally(out, tokens, acting, watching), strict=True)]
         steps += 1
-        if run.guard.allows(loss=sum(ranks.gather(loss)), grad_norm=norm):
+        norm = float(whole(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
+        if run.guard.allows(loss=sum(ranks.gather(total)), grad_norm=norm):
             run.optimizer.step()
             norms.append(norm)
         run.optimizer.zero_grad(set_to_none=True)
+    sums = [sum(parts) for parts in zip(*ranks.gather(sums, list[float]), strict=True)]
     return {
-        **gradients.metrics(minibatches=steps),
-        **critic,
+        **losses.metrics(sums, steps=steps, reference=options.kl_coef > 0.0, masks=config.wm.loss == "cmae"),
+        **found,
         "optim/lr": lr,
         **({"optim/grad_norm": fmean(norms)} if norms else {}),
         "optim/skipped": run.guard.skipped,
     }
+
+
+def zero_gradient(config: Config, sample: Sample) -> bool:
+    """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
+    options = config.policy
+    learns = any(sample.advantages) or options.kl_coef > 0.0 or options.entropy_coef > 0.0 or options.loss != "ppo"
+    return not learns and sample.wm_weight == 0.0
+
+
+def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch) -> dict[str, float]:
+    """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step."""
+    action = ~tokens.observation
+    pair = out.logp[action].tolist(), tokens.sampled_logp[action].tolist()
+    ours, theirs = zip(*run.ranks.gather(pair, tuple[list[float], list[float]]), strict=True)
+    if any(ours) and all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
+        return sampler_mismatch(ours, theirs)
+    return {}
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:

@@ -116,6 +116,8 @@ class Sample:
     reward: float
     penalty: float
     anchor: str
+    continues: bool = False
+    """Whether the prompt begins with the prompt and the response of the turn before: they can share a sequence."""
     advantage: float = 0.0
     """One scalar a sample, broadcast to its response tokens."""
     token_advantage: list[float] | None = None
@@ -134,9 +136,6 @@ class Sample:
     """1 / (G * response tokens of the group in the update): of a response token, with policy.loss_norm = "group"."""
     wm_weight: float = 0.0
     """lambda_g / (G |S_g|) for a selected sample with a target, else 0 (PaW Eq. (11))."""
-
-    def __len__(self) -> int:
-        return sum(map(len, (self.prompt_ids, self.response_ids, self.separator_ids, self.observation_ids)))
 
     @property
     def advantages(self) -> list[float]:

@@ -63,6 +63,8 @@ class PluginSection(Section):
     KEY: ClassVar[str]
     NONE: ClassVar[str | None] = None
     """The name that means no plug-in."""
+    WITHIN: ClassVar[tuple[str, ...]] = ()
+    """Names of built-in plug-ins whose keys are the section's own: nothing is imported to check them."""
 
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys: what its function takes."""

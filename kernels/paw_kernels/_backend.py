@@ -1,4 +1,4 @@
-"""Choice of the implementation behind `token_stats` and `paw_loss`, and why another one cannot run here."""
+"""Choice of the implementation behind `token_stats` and `token_loss`, and why another one cannot run here."""
 
 import importlib.util
 import os

@@ -1,8 +1,8 @@
 """The chunk loop of every backend: logits, statistics and gradients of some rows at a time, 1 + 2f matmul passes.
 
-Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and answers their statistics; from
-these come the coefficients a and c of each row (`Slopes`), and the backend turns the buffer into dL/dz of the live
-rows, packed to its front. Only those rows reach the two gradient matmuls; f is their share.
+Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and returns their statistics; from
+these come the coefficients a and c of each row, and the backend turns the buffer into dL/dz of the rows that have a
+gradient, packed to its front. Only those reach the two gradient matmuls; f is their share.
 
 Memory beside inputs and results: the backend's buffer, flat in T.
 """
@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paw_kernels.coefficients import Slopes
 from paw_kernels.segments import pack
 
 
@@ -38,11 +37,8 @@ class Rows(Protocol):
     head: Tensor
     """[V, D]: the weight as the gradient matmuls read it."""
 
-    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Logits of x [n, D], kept for `gradient`; answers logp, entropy, a, c ([n] float32, c None for all zeros).
-
-        a and c are those of the logits after soft cap and temperature (anything, if slopes is None).
-        """
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """logp and entropy [n] float32 of the logits of x [n, D], which are kept for `gradient`."""
         ...
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
@@ -52,6 +48,9 @@ class Rows(Protocol):
         """
         ...
 
+
+Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(rows of a chunk, their logp, entropy) -> a = dL/dlogp and c = dL/dentropy, [n] float32, c None for all zeros."""
 
 MakeRows = Callable[[Tensor, Tensor | None, float, float | None, int, bool], tuple[Rows, int]]
 """(weight, bias, temperature, softcap, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
@@ -67,15 +66,15 @@ def head_pass(
     temperature: float,
     softcap: float | None,
     *,
-    slopes: Slopes | None = None,
+    coefficients: Coefficients | None = None,
     wants: tuple[bool, bool, bool] = (False, False, False),
 ) -> HeadPass:
     """Statistics of the rows `index` ([N] int64, distinct) of hidden, and the gradients in the same pass.
 
-    `slopes` are those of the N rows; `wants` says which gradients to form: of hidden, weight, bias.
+    `coefficients` is called once a chunk, in order; `wants` says which gradients to form: of hidden, weight, bias.
     """
     head = weight, bias, temperature, softcap
-    sums = _chunks(make_rows, hidden, head, target, index, slopes if any(wants) else None, wants)
+    sums = _chunks(make_rows, hidden, head, target, index, coefficients, wants)
     # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
     d_weight, d_bias = (None if d is None else d.to(gradient_dtype(weight.dtype)) for d in sums[3:])
     return HeadPass(*sums[:3], d_weight, d_bias)
@@ -87,7 +86,7 @@ def _chunks(
     head: tuple[Tensor, Tensor | None, float, float | None],
     target: Tensor,
     index: Tensor,
-    slopes: Slopes | None,
+    coefficients: Coefficients | None,
     wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The fields of HeadPass, dW and db as they were summed. `head`: weight, bias, temperature, softcap."""
@@ -99,17 +98,19 @@ def _chunks(
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
 
     with torch.autocast(device.type, enabled=False):
-        rows, step = make_rows(*head, N, slopes is not None)
+        rows, step = make_rows(*head, N, any(wants))
         for start in range(0, N, step):
             chunk = slice(start, min(start + step, N))
             at = index[chunk]
             x, y = hidden[at].to(rows.head.dtype), target[at]
-            part = None if slopes is None else slopes.take(chunk)
-            logp[chunk], entropy[chunk], a, c = rows.forward(x, y, part)
-            if part is None:
+            logp[chunk], entropy[chunk] = rows.forward(x, y)
+            if coefficients is None:
                 continue
-            source, live = pack(live_rows(a, c))
-            source = source[: int(live)]  # waits for the device: the shapes of the matmuls depend on it
+            a, c = coefficients(chunk, logp[chunk], entropy[chunk])
+            if not any(wants):
+                continue
+            source, length = pack(has_gradient(a, c))
+            source = source[: int(length)]  # waits for the device: the shapes of the matmuls depend on it
             if source.numel() == 0:
                 continue
             unit, largest = None, 1.0
@@ -137,8 +138,8 @@ def _chunks(
     return logp, entropy, d_hidden, d_weight, d_bias
 
 
-def live_rows(a: Tensor, c: Tensor | None) -> Tensor:
-    """bool: rows that have a gradient. NaN counts as one."""
+def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:
+    """bool: rows whose gradient is not zero. NaN counts as one."""
     return a != 0 if c is None else (a != 0) | (c != 0)
 
 

@@ -11,11 +11,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from paw_kernels.coefficients import Slopes
-
-_STATIC_SHARED = 544 + 1024
-"""Bytes of shared memory that a block of row_loss_ needs beside its part of the row: its own, and the system's."""
-
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 _LIBRARY.define(
     "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale, float? softcap=None) "
@@ -25,12 +20,6 @@ _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
     "Tensor entropy, Tensor a, Tensor? c, float scale, ScalarType dtype, float? softcap=None) -> ()"
 )
-_LIBRARY.define(
-    "row_loss_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor slope, Tensor base, Tensor low, Tensor high, "
-    "Tensor power, Tensor? pull, Tensor? ref, Tensor? c, float scale, ScalarType dtype, int cluster, "
-    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("row_move_(Tensor(a!) logits, Tensor source, ScalarType dtype) -> ()")
 
 
 @cache
@@ -62,29 +51,12 @@ def why_no_cuda() -> str | None:
         torch.ops.load_library(spec.origin)
     except OSError as error:
         return f"{spec.origin} does not load beside this torch ({error}); build it again"
-    if not hasattr(ctypes.CDLL(spec.origin), "paw_cuda_interface_2"):
+    if not hasattr(ctypes.CDLL(spec.origin), "paw_cuda_interface_3"):
         return f"{spec.origin} was built from older sources; build it again"
     return None
 
 
 why_no_cuda()  # registers the kernels: operators on CUDA tensors use them wherever they are called from
-
-
-@cache
-def cluster_size(V: int, device: torch.device) -> int:
-    """Blocks of the cluster that holds a row of V logits in `row_loss_`; 0 where it does not fit the device."""
-    gpu = torch.cuda.get_device_properties(device)
-    return _cluster_size(V, 8 if gpu.major >= 9 else 1, gpu.shared_memory_per_multiprocessor)
-
-
-def _cluster_size(V: int, largest: int, shared_memory: int) -> int:
-    """The smallest cluster of which three blocks run on a multiprocessor at a time; failing that two, or one."""
-    for resident in (3, 2, 1):
-        for cluster in (1, 2, 4, 8):
-            row = 16 * -(-((V + 6) // 4) // cluster)  # whole vectors, wherever the row starts
-            if cluster <= largest and resident * (row + _STATIC_SHARED) <= shared_memory:
-                return cluster
-    return 0
 
 
 def row_statistics(
@@ -119,29 +91,6 @@ def row_gradient_(
     """
     statistics = top, log_total, entropy
     torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, *statistics, a, c, scale, dtype, softcap)
-
-
-def row_loss_(
-    logits: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    of: Slopes,
-    scale: float,
-    dtype: torch.dtype,
-    cluster: int,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics and, in place of the rows where a or c is not 0, the gradient, from one read of the logits. CUDA only.
-
-    Answers logp, entropy and a ([n] float32). Nothing is packed yet: see `row_move_`. `cluster` is `cluster_size`.
-    """
-    per_row = of.scale, of.base, of.low, of.high, of.power, of.pull, of.ref, of.c
-    return torch.ops.paw_kernels.row_loss_(logits, bias, target, *per_row, scale, dtype, cluster, softcap)
-
-
-def row_move_(logits: Tensor, source: Tensor, dtype: torch.dtype) -> None:
-    """In place: copies row source[k] to row k, for k < L, as `row_loss_` left them. CUDA only."""
-    torch.ops.paw_kernels.row_move_(logits, source, dtype)
 
 
 def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
@@ -222,14 +171,4 @@ def _(logits, *rest):
 
 @torch.library.register_fake("paw_kernels::row_gradient_")
 def _(logits, bias, target, source, *rest):
-    return None
-
-
-@torch.library.register_fake("paw_kernels::row_loss_")
-def _(logits, bias, target, *rest):
-    return tuple(logits.new_empty(logits.shape[0]) for _ in range(3))
-
-
-@torch.library.register_fake("paw_kernels::row_move_")
-def _(logits, source, dtype):
     return None

@@ -7,17 +7,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._head import logits
-from paw_kernels._native import (
-    cluster_size,
-    cpu_library,
-    packed_rows,
-    row_gradient_,
-    row_loss_,
-    row_move_,
-    row_statistics,
-    why_no_cuda,
-)
-from paw_kernels.coefficients import Slopes
+from paw_kernels._native import cpu_library, packed_rows, row_gradient_, row_statistics, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Of one chunk's logits. On the CPU they stay in the last-level cache."""
@@ -33,26 +23,17 @@ class NativeRows:
         self._scale, self._softcap = 1 / temperature, softcap
         self._buffer = torch.empty((n, V), dtype=torch.float32, device=device)
         self._top = self._log_total = self._entropy = torch.empty(0)
-        # float16 gradients come in units that are known after the statistics: no kernel does both in one read.
-        self._cluster = cluster_size(V, device) if weight.is_cuda and weight.dtype != torch.float16 else 0
 
-    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         z = logits(x, self.head, self._buffer)
-        if slopes is not None and self._cluster:  # statistics and gradients from one read
-            how = self._scale, self.head.dtype, self._cluster, self._softcap
-            return *row_loss_(z, self._bias, target, slopes, *how), slopes.c
         found = row_statistics(z, self._bias, target, self._scale, self._softcap)
         logp, self._entropy, self._top, self._log_total = found
-        a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, self._entropy, a, c
+        return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         z, dtype = self._buffer[: target.numel()], self.head.dtype
-        if self._cluster:
-            row_move_(z, source, dtype)
-        else:
-            statistics, how = (self._top, self._log_total, self._entropy), (self._scale, dtype, self._softcap)
-            row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
+        statistics, how = (self._top, self._log_total, self._entropy), (self._scale, dtype, self._softcap)
+        row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
         return packed_rows(z, source.numel(), dtype)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paw_kernels._head import logits
-from paw_kernels.coefficients import Slopes
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
@@ -25,7 +24,7 @@ class TorchRows:
         self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
-    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums of terms of one sign."""
         n = x.shape[0]
         z = logits(x, self.head, self._z)
@@ -46,8 +45,7 @@ class TorchRows:
         self._log_sum = total.log()
         logp = chosen - self._log_sum
         self._entropy = self._log_sum - torch.linalg.vecdot(e, z) / total
-        a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, self._entropy, a, c
+        return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         """a (1[j = y] - p_j) - c p_j (log p_j + H) over the temperature, built in the buffers of z and e.

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paw_kernels import _triton_kernels as kernels
-from paw_kernels.coefficients import Slopes
 
 CHUNK_BYTES = 1440 << 20
 """Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and writes all of dW: with
@@ -91,7 +90,7 @@ class TritonRows:
         self._result = weight.new_empty((4, n), dtype=torch.float32)
         self._buffer = weight.new_empty((n, _padded(weight.shape[0]))) if gradients else None
 
-    def forward(self, x: Tensor, target: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         tiles, weight, (V, D), n = self._tiles, self._weight, self._weight.shape, x.shape[0]
         blocks, capacity, _ = self._partial.shape
         x = x.to(weight.dtype).contiguous()
@@ -130,9 +129,7 @@ class TritonRows:
             BLOCKS=64,
             num_warps=8,
         )
-        logp, entropy = self._result[0, :n], self._result[1, :n]
-        a, c = (logp, None) if slopes is None else slopes.at(logp)
-        return logp, entropy, a, c
+        return self._result[0, :n], self._result[1, :n]
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         assert self._buffer is not None, "gradient of a pass without gradients"

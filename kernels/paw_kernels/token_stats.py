@@ -12,8 +12,7 @@ from torch import Tensor
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import TAGS, check_head, out_of_range, raise_first, refuse_second_derivatives
-from paw_kernels._head import head_pass, live_rows
-from paw_kernels.coefficients import constant_slopes
+from paw_kernels._head import has_gradient, head_pass
 
 
 class TokenStats(NamedTuple):
@@ -59,7 +58,7 @@ def _token_stats_backward(
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    index = live_rows(grad_logp, grad_entropy).nonzero().squeeze(1)
+    index = has_gradient(grad_logp, grad_entropy).nonzero().squeeze(1)
     a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
     result = head_pass(
         resolve(backend, hidden),
@@ -70,7 +69,7 @@ def _token_stats_backward(
         index,
         temperature,
         softcap,
-        slopes=constant_slopes(a, c),
+        coefficients=lambda chunk, *_: (a[chunk], None if c is None else c[chunk]),
         wants=(wants[0], wants[1], wants[2]),
     )
     gradients = result.d_hidden, result.d_weight, result.d_bias

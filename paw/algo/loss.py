@@ -1,19 +1,22 @@
-"""Micro-batches and the joint objective, PaW Eq. (11), through the fused head.
+"""Token losses, and the joint objective of PaW Eq. (11) through the fused head.
 
     Eq. (11):  mean over groups of [ L_RL(g) + lambda_g * mean over the selected samples of g of CMAE ]
     computed:  mean over the mini-batch's response tokens of L_RL
                + mean over groups of lambda_g * mean over the selected samples of g of CMAE
 
 The world-model term is the equation's. The policy term is that of the reference code: every token weighs the same, so a
-group weighs by its tokens. `loss_norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response
-tokens; "row" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update
-and are scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
+group weighs by its tokens. `norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response tokens;
+"row" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update and are
+scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
 mini-batch's gradient is the same however it is cut into micro-batches.
+
+A loss is a function of each token's log-probability and entropy under the policy, (logp [n], entropy [n], batch) -> [n]
+with a `TokenBatch`, weights left out. A function of one's own plugs in by name (docs/algorithm.md).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -21,9 +24,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paw.algo.packing import alike_batches, balanced_batches
+from paw.algo.samples import Batch, micro_batches
 from paw.types import Sample
-from paw_kernels import ACTION, OBSERVATION, LossRows, PawLoss, TokenStats, paw_loss, segment_mean, token_stats
+from paw_kernels import Loss, TokenLoss, TokenStats, segment_mean, token_loss, token_stats
+
+KL_CLAMP, LOG_RATIO_MAX = 10.0, 20.0
+"""Bounds of the k3 estimate, as in verl, and of a log-ratio, beyond every clip: exp(20) is finite."""
 
 
 class Head(Protocol):
@@ -34,7 +40,7 @@ class Head(Protocol):
         ...
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] int64, samples of the given lengths one after another -> [T, D]; no sample sees another."""
+        """[T] int64, sequences of the given lengths one after another -> [T, D]; no sequence sees another."""
         ...
 
     @property
@@ -46,9 +52,9 @@ class Head(Protocol):
 
     @property
     def quadratic(self) -> float | None:
-        """What attention costs for a sample of n tokens over n^2, in units of what the rest costs a token.
+        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a token.
 
-        None: attention pads the samples of a batch to the longest.
+        None: attention pads the sequences of a batch to the longest.
         """
         ...
 
@@ -56,134 +62,165 @@ class Head(Protocol):
     def device(self) -> torch.device: ...
 
 
-@dataclass
-class Batch:
-    """Samples of one forward pass, packed: T tokens one sample after another, N of them targets.
-
-    Example: sample 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read at
-    position [2, 3, 5, 6] (each predicted by the token before it), kind [1, 1, 2, 2].
-    """
-
-    input_ids: Tensor
-    """[T] int64."""
-    lengths: list[int]
-    """[B] tokens of each sample."""
-    position: Tensor
-    """[N] int64 into the T tokens: the one that predicts each target."""
-    target: Tensor
-    """[N] int64."""
-    kind: Tensor
-    """[N] uint8: ACTION or OBSERVATION."""
-    indices: list[int]
-    """[B] indices of the samples in the sequence the batch was cut from."""
-    with_action: bool = True
-    with_observation: bool = True
-
-
 @dataclass(frozen=True)
-class Objective:
-    """The coefficients of the loss (ALGORITHM sections 4 and 5)."""
+class TokenBatch:
+    """What a loss may read of N target tokens; each [N] float32 unless noted, on the policy's device.
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    tis_cap: float | None = None
-    """Weigh each response token's surrogate by min(pi_old / pi_sampler, tis_cap) (truncated importance sampling)."""
-    loss_norm: str = "token"
-    verl_rows: int = 32
-    rho: float = 0.2
-    observation_loss: str = "cmae"
-    q: float = 0.7
-    wm_scale: float = 1.0
-    temperature: float = 1.0
-
-    def dead(self, sample: Sample) -> bool:
-        """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
-        return self.idle(sample) and sample.wm_weight == 0.0
-
-    def idle(self, sample: Sample) -> bool:
-        """Whether a sample can have no gradient of the policy term."""
-        return not any(sample.advantages) and self.kl_coef == 0.0 and self.entropy_coef == 0.0
-
-
-def collate(
-    samples: Sequence[Sample],
-    indices: Sequence[int],
-    *,
-    with_observation: bool,
-    with_action: bool = True,
-    device: torch.device,
-) -> Batch:
-    """Pack the given samples; observations only of those with a world-model weight. No samples: one token, no target.
-
-    Without `with_action` responses are context, no targets.
+    Example: response tokens 7 2 with advantage 0.7, then an observation token 8: weight [.5, .5, .1], observation
+    [False, False, True], advantage [.7, .7, 0], old_logp [-1.2, -.3, 0].
     """
-    input_ids, lengths, position, target, kind = [], [], [], [], []
-    for i in indices:
-        sample, start = samples[i], len(input_ids)
-        spans = [(sample.prompt_ids, None), (sample.response_ids, ACTION if with_action else None)]
-        if with_observation and sample.wm_weight > 0.0:
-            spans += [(sample.separator_ids, None), (sample.observation_ids, OBSERVATION)]
-        for ids, what in spans:
-            if what is not None:
-                position.extend(range(len(input_ids) - 1, len(input_ids) + len(ids) - 1))
-                target.extend(ids)
-                kind.extend([what] * len(ids))
-            input_ids.extend(ids)
-        lengths.append(len(input_ids) - start)
-    return Batch(
-        input_ids=torch.tensor(input_ids or [0], dtype=torch.int64, device=device),
-        lengths=lengths or [1],
-        position=torch.tensor(position, dtype=torch.int64, device=device),
-        target=torch.tensor(target, dtype=torch.int64, device=device),
-        kind=torch.tensor(kind, dtype=torch.uint8, device=device),
-        indices=list(indices),
-        with_action=with_action,
-        with_observation=with_observation,
+
+    weight: Tensor
+    """Of the token in the objective; normalisers and lambda_g are inside. The trainer multiplies it to the loss."""
+    observation: Tensor
+    """bool: a token of an observation, else of a response. All that follows is 0 on observation tokens."""
+    advantage: Tensor
+    old_logp: Tensor
+    """log pi_old, from the log-prob pass or the engine."""
+    sampled_logp: Tensor
+    """Under the sampler, as the engine told."""
+    ref_logp: Tensor | None = None
+    """log pi_ref, when kl_coef > 0."""
+
+
+TokenLossFunction = Callable[[Tensor, Tensor, TokenBatch], Tensor]
+
+
+def ppo(
+    logp: Tensor,
+    entropy: Tensor,
+    batch: TokenBatch,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+) -> Tensor:
+    """Clipped surrogate (arXiv 1707.06347), at most -A dual_clip where A < 0 (dual clip, arXiv 1912.09729)."""
+    ratio = (logp - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
+    plain, clipped = -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = torch.maximum(plain, clipped)
+    return torch.where(batch.advantage < 0, torch.minimum(surrogate, -batch.advantage * dual_clip), surrogate)
+
+
+def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> Tensor:
+    """Truncated importance sampling in place of the clip: -A min(pi / pi_old, cap), for either sign of A."""
+    return -batch.advantage * (logp - batch.old_logp).clamp(max=math.log(tis_cap)).exp()
+
+
+def k3(logp: Tensor, batch: TokenBatch) -> Tensor:
+    """Estimate of KL(pi || ref), e^g - g - 1 with g = log ref - log pi, clamped to 10, which stops its gradient."""
+    assert batch.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+    gap = (batch.ref_logp - logp).clamp(max=LOG_RATIO_MAX)
+    return (gap.exp() - gap - 1).clamp(-KL_CLAMP, KL_CLAMP)
+
+
+def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) -> Tensor:
+    """Clipped mean absolute error [p <= rho] (1 - p), the mask detached (PaW Eq. (7))."""
+    p = logp.exp()
+    return torch.where(p.detach() > rho, 0.0, 1 - p)  # NaN is not masked
+
+
+def mae(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    """1 - p."""
+    return 1 - logp.exp()
+
+
+def ce(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    """-log p."""
+    return -logp
+
+
+def gce(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, q: float = 0.7) -> Tensor:
+    """(1 - p^q) / q (arXiv 1805.07836): from CE (q towards 0) to MAE (q = 1)."""
+    return (1 - (q * logp).exp()) / q
+
+
+def joint(
+    policy: TokenLossFunction,
+    wm: TokenLossFunction,
+    *,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    tis_cap: float | None = None,
+) -> Loss:
+    """The objective: of response tokens `policy` + kl_coef KL - entropy_coef H, of observation tokens `wm`, weighed.
+
+    `tis_cap` weighs each token's policy loss by min(pi_old / pi_sampler, tis_cap).
+    """
+
+    def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+        acting = policy(logp, entropy, batch)
+        if tis_cap is not None:
+            acting = acting * (batch.old_logp - batch.sampled_logp).clamp(max=math.log(tis_cap)).exp()
+        if kl_coef:
+            acting = acting + kl_coef * k3(logp, batch)
+        if entropy_coef:
+            acting = acting - entropy_coef * entropy
+        return batch.weight * torch.where(batch.observation, wm(logp, entropy, batch), acting)
+
+    return Loss(loss)
+
+
+def token_batch(
+    batch: Batch,
+    minibatch: Sequence[Sample],
+    *,
+    update_samples: int,
+    norm: str = "token",
+    verl_rows: int = 32,
+    wm_scale: float = 1.0,
+    reference: bool = False,
+) -> TokenBatch:
+    """What the loss reads of a batch cut from `minibatch`; the update had `update_samples`."""
+    per_token = _token_weights(minibatch, norm, verl_rows, update_samples=update_samples)
+    wm_scale *= update_samples / len(minibatch)
+    columns: dict[str, list[float]] = {name: [] for name in ("weight", "advantage", "old_logp", "sampled_logp")}
+    if reference:
+        columns["ref_logp"] = []
+    for i in batch.indices:
+        sample = minibatch[i]
+        m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
+        n = len(sample.response_ids) if batch.with_action else 0
+        columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
+        values = {"advantage": sample.advantages, "old_logp": sample.old_logp, "sampled_logp": sample.sampled_logp}
+        if reference:
+            assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+            values["ref_logp"] = sample.ref_logp
+        for name, of_response in values.items():
+            columns[name] += of_response[:n] + [0.0] * m
+    device = batch.target.device
+    tensors = {name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in columns.items()}
+    return TokenBatch(observation=batch.observation, **tensors)
+
+
+def _token_weights(minibatch: Sequence[Sample], norm: str, verl_rows: int, *, update_samples: int) -> list[float]:
+    """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
+    lengths = [len(sample.response_ids) for sample in minibatch]
+    if norm == "group":
+        return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
+    if norm == "row":
+        return [1.0 / (len(lengths) * n) for n in lengths]
+    size = verl_rows if norm == "verl" else len(lengths)
+    tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
+    return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
+
+
+def joint_loss(model: Head, batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float) -> TokenLoss:
+    """One forward pass: the objective restricted to the batch, gradients already formed in the head."""
+    return model(
+        lambda: token_loss(
+            model.hidden(batch.input_ids, batch.lengths)[batch.position],
+            model.head_weight,
+            batch.target,
+            loss,
+            tokens,
+            **model.head_options(temperature),
+        )
     )
 
 
-def micro_batches(
-    samples: Sequence[Sample],
-    *,
-    budget: int,
-    with_observation: bool,
-    with_action: bool = True,
-    device: torch.device,
-    quadratic: float | None = 0.0,
-    skip: Any = None,
-    share: tuple[int, int] = (0, 1),
-) -> list[Batch]:
-    """Batches of at most `budget` tokens over the samples for which `skip(sample)` is false; `quadratic` as in Head.
-
-    `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others, some of them
-    without samples where these are few: their forward passes are collective.
-    """
-    rank, world = share
-    kept = [i for i, sample in enumerate(samples) if skip is None or not skip(sample)]
-    lengths = [
-        len(samples[i]) if with_observation and samples[i].wm_weight > 0.0 else _acting_length(samples[i]) for i in kept
-    ]
-    if quadratic is None:
-        cut = alike_batches(lengths, budget=budget, multiple=world)
-    else:
-        cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
-    return [
-        collate(
-            samples,
-            [kept[j] for j in picked],
-            with_observation=with_observation,
-            with_action=with_action,
-            device=device,
-        )
-        for picked in cut[rank::world]
-    ]
-
-
 @torch.no_grad()
-def score(
+def log_probs(
     model: Head, samples: Sequence[Sample], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
 ) -> dict[int, tuple[list[float], float]]:
     """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the sample's index.
@@ -199,151 +236,72 @@ def score(
             **model.head_options(temperature),
         )
 
-    scores: dict[int, tuple[list[float], float]] = {}
+    found: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(
         samples, budget=budget, with_observation=False, device=model.device, quadratic=model.quadratic, share=share
     ):
-        found = model(partial(stats, batch))
+        of = model(partial(stats, batch))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
-        entropy = segment_mean(found.entropy, torch.tensor(ends, device=model.device)).tolist()
-        logp = found.logp.tolist()
+        entropy = segment_mean(of.entropy, torch.tensor(ends, device=model.device)).tolist()
+        logp = of.logp.tolist()
         for i, (start, end), mean in zip(batch.indices, pairwise(ends), entropy, strict=True):
-            scores[i] = (logp[start:end], mean)
-    return dict(sorted(scores.items()))
+            found[i] = (logp[start:end], mean)
+    return dict(sorted(found.items()))
 
 
-def loss_rows(batch: Batch, minibatch: Sequence[Sample], objective: Objective, *, update_samples: int) -> LossRows:
-    """Token weights and references of a batch cut from `minibatch`; the update had `update_samples`."""
-    per_token = _token_weights(minibatch, objective, update_samples=update_samples)
-    wm_scale = objective.wm_scale * update_samples / len(minibatch)
-    weight: list[float] = []
-    advantage: list[float] = []
-    old_logp: list[float] = []
-    ref_logp: list[float] = []
-    for i in batch.indices:
-        sample = minibatch[i]
-        m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
-        n = len(sample.response_ids) if batch.with_action else 0
-        weight += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
-        trust = [1.0] * n
-        if objective.tis_cap:
-            pairs = zip(sample.old_logp, sample.sampled_logp, strict=True)
-            trust = [math.exp(min(old - sampled, math.log(objective.tis_cap))) for old, sampled in pairs][:n]
-        advantage += [value * ratio for value, ratio in zip(sample.advantages[:n], trust, strict=True)] + [0.0] * m
-        old_logp += sample.old_logp[:n] + [0.0] * m
-        if objective.kl_coef > 0.0:
-            assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
-            ref_logp += sample.ref_logp[:n] + [0.0] * m
-
-    def as_tensor(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=batch.target.device)
-
-    return LossRows(
-        kind=batch.kind,
-        weight=as_tensor(weight),
-        advantage=as_tensor(advantage),
-        old_logp=as_tensor(old_logp),
-        ref_logp=as_tensor(ref_logp) if objective.kl_coef > 0.0 else None,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
-        kl_coef=objective.kl_coef,
-        entropy_coef=objective.entropy_coef,
-        rho=objective.rho,
-        observation_loss=objective.observation_loss,
-        q=objective.q,
-    )
+SUMS = ("actions", "observations", "with_gradient", "masked", "clipped", "policy_loss", "wm_loss", "wm_token_loss",
+        "entropy", "kl")  # fmt: skip
+"""What `tally` counts and adds up over the tokens of an update's micro-batches."""
 
 
-def _token_weights(minibatch: Sequence[Sample], objective: Objective, *, update_samples: int) -> list[float]:
-    """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
-    lengths = [len(sample.response_ids) for sample in minibatch]
-    if objective.loss_norm == "group":
-        return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
-    if objective.loss_norm == "row":
-        return [1.0 / (len(lengths) * n) for n in lengths]
-    size = objective.verl_rows if objective.loss_norm == "verl" else len(lengths)
-    tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
-    return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
+def tally(out: TokenLoss, tokens: TokenBatch, policy: TokenLossFunction, wm: TokenLossFunction) -> list[float]:
+    """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no gradient; masked:
+    observation tokens of which `wm` has none."""
+
+    def of(loss: TokenLossFunction) -> tuple[Tensor, Tensor]:
+        """The loss of each token, and its derivative by log p."""
+        logp = out.logp.clone().requires_grad_()
+        with torch.enable_grad():
+            values = loss(logp, out.entropy, tokens)
+        return values.detach(), torch.autograd.grad(values.sum(), logp)[0]
+
+    (_, acting_slope), (watching, watching_slope) = of(policy), of(wm)
+    observation, action = tokens.observation, ~tokens.observation
+    kl = k3(out.logp, tokens)[action] if tokens.ref_logp is not None else out.logp[:0]
+    sums = [
+        action.sum(),
+        observation.sum(),
+        out.has_gradient.sum(),
+        (observation & (watching_slope == 0)).sum(),
+        (action & (tokens.advantage != 0) & (acting_slope == 0)).sum(),
+        out.token_loss[action].sum(),
+        out.token_loss[observation].sum(),
+        watching[observation].sum(),
+        out.entropy[action].sum(),
+        kl.sum(),
+    ]
+    return torch.stack([value.double() for value in sums]).tolist()  # one transfer
 
 
-def joint_loss(model: Head, batch: Batch, samples: LossRows, *, temperature: float) -> PawLoss:
-    """One forward pass: Eq. (11) restricted to the batch, gradients already formed in the head."""
-    return model(
-        lambda: paw_loss(
-            model.hidden(batch.input_ids, batch.lengths)[batch.position],
-            model.head_weight,
-            batch.target,
-            samples,
-            **model.head_options(temperature),
-        )
-    )
+def metrics(sums: Sequence[float], *, steps: int, reference: bool, masks: bool) -> dict[str, float]:
+    """Losses are means over the optimizer `steps`, fractions and means are over tokens.
 
-
-@dataclass
-class Totals:
-    """Sums over the micro-batches of an update, for its metrics."""
-
-    actions: int = 0
-    observations: int = 0
-    live: int = 0
-    masked: int = 0
-    clipped: int = 0
-    policy_loss: float = 0.0
-    wm_loss: float = 0.0
-    row_loss: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-
-    def add(self, out: PawLoss, samples: LossRows) -> None:
-        action, observation = samples.kind == ACTION, samples.kind == OBSERVATION
-        weighted = samples.weight * out.row_loss
-        sums = torch.stack(
-            [
-                action.sum(),
-                observation.sum(),
-                out.live.sum(),
-                out.masked.sum(),
-                out.clipped.sum(),
-                weighted[action].sum(),
-                weighted[observation].sum(),
-                out.row_loss[observation].sum(),
-                out.entropy[action].sum(),
-                out.kl[action].sum(),
-            ]
-        ).tolist()  # one transfer
-        for name, value in zip(Totals.__dataclass_fields__, sums, strict=True):
-            setattr(self, name, getattr(self, name) + value)
-
-    @classmethod
-    def sum(cls, parts: Iterable["Totals"]) -> "Totals":
-        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
-
-    def metrics(self, objective: Objective, *, minibatches: int) -> dict[str, float]:
-        """Losses are means over the optimizer steps, fractions and means are over tokens.
-
-        What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
-        masks none. Samples without any gradient made no forward pass and are in no mean.
-        """
-        steps = max(1, minibatches)
-        metrics = {"policy/loss": self.policy_loss / steps}
-        if self.actions:
-            metrics |= {
-                "policy/clip_frac": self.clipped / self.actions,
-                "policy/entropy": self.entropy / self.actions,
-                "wm/live_frac": self.live / (self.actions + self.observations),
-            }
-            if objective.kl_coef > 0.0:
-                metrics["policy/kl"] = self.kl / self.actions
-        if self.observations:
-            metrics |= {
-                "wm/loss": self.wm_loss / steps,
-                "wm/token_loss": self.row_loss / self.observations,
-            }
-            if objective.observation_loss == "cmae":
-                metrics["wm/masked_frac"] = self.masked / self.observations
-        return metrics
-
-
-def _acting_length(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids)
+    What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
+    masks none. Samples without any gradient made no forward pass and are in no mean.
+    """
+    of = dict(zip(SUMS, sums, strict=True))
+    steps = max(1, steps)
+    found = {"policy/loss": of["policy_loss"] / steps}
+    if of["actions"]:
+        found |= {
+            "policy/clip_frac": of["clipped"] / of["actions"],
+            "policy/entropy": of["entropy"] / of["actions"],
+            "wm/live_frac": of["with_gradient"] / (of["actions"] + of["observations"]),
+        }
+        if reference:
+            found["policy/kl"] = of["kl"] / of["actions"]
+    if of["observations"]:
+        found |= {"wm/loss": of["wm_loss"] / steps, "wm/token_loss": of["wm_token_loss"] / of["observations"]}
+        if masks:
+            found["wm/masked_frac"] = of["masked"] / of["observations"]
+    return found

@@ -1,20 +1,7 @@
-"""Samples -> mini-batches -> micro-batches. Pure; the gradient does not depend on how the samples are cut (tested)."""
+"""Sequences -> micro-batches, by their lengths alone; the gradient does not depend on how they are cut (tested)."""
 
 import heapq
-import random
 from collections.abc import Sequence
-from itertools import pairwise
-
-from paw.types import Sample
-
-
-def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
-    """Cut a seeded shuffle of the update's samples into round(n / size) mini-batches of nearly equal size."""
-    order = list(range(len(samples)))
-    random.Random(seed).shuffle(order)
-    count = max(1, round(len(samples) / size))
-    cuts = [len(samples) * i // count for i in range(count + 1)]
-    return [[samples[i] for i in order[start:end]] for start, end in pairwise(cuts) if end > start]
 
 
 def balanced_batches(

@@ -132,6 +132,6 @@ def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
     """The groups as if this run's model had sampled them: another one's log-probs would pass for stale weights."""
     rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
-    for turn, (logp, _) in zip(turns, run.score(run.policy, rows), strict=True):
+    for turn, (logp, _) in zip(turns, run.log_probs(run.policy, rows), strict=True):
         turn.sampled_logp = logp
     return groups

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from paw.algo.loss import joint_loss, micro_batches
-from paw.algo.packing import minibatches
+from paw.algo.loss import TokenBatch, ce, joint, joint_loss
+from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.next_state import NextStateFactory, Triplet, answer, ask, write_triplets
@@ -37,7 +37,6 @@ from paw.rollout.sync import full_parameters, push_weights
 from paw.state.export import export
 from paw.tools.player import open_player, progress, resolve, tell
 from paw.types import Group, Sample, Task
-from paw_kernels import OBSERVATION, LossRows
 
 
 def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, out: Path) -> int:
@@ -159,14 +158,14 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
         for epoch in range(config.rwml.sft_epochs)
         for batch in minibatches(rows, size=settings.minibatch_rows, seed=config.run.seed * 1_000_003 + epoch)
     ]
+    loss_function = joint(ce, ce)
     for step, minibatch in enumerate(batches):
         loss, tokens = 0.0, sum(len(row.response_ids) for row in minibatch)
         options: dict[str, Any] = {"device": policy.device, "quadratic": policy.quadratic}
         for batch in micro_batches(minibatch, budget=settings.micro_batch_tokens, with_observation=False, **options):
             zero = torch.zeros(len(batch.target), device=policy.device)
-            kind, weight = torch.full_like(batch.kind, OBSERVATION), torch.full_like(zero, 1.0 / tokens)
-            targets = LossRows(kind=kind, weight=weight, advantage=zero, old_logp=zero, observation_loss="ce")
-            out = joint_loss(policy, batch, targets, temperature=1.0)
+            targets = TokenBatch(torch.full_like(zero, 1.0 / tokens), batch.observation, zero, zero, zero)
+            out = joint_loss(policy, batch, targets, loss_function, temperature=1.0)
             out.loss.backward()
             loss += float(out.loss.detach())
         if not math.isfinite(loss):

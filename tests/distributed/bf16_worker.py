@@ -2,20 +2,20 @@
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from joint import make_lm, make_rows, tiny_policy
+from joint import Objective, make_lm, make_rows, tiny_policy
 
-from paw.algo.gradients import Gradients
-from paw.algo.loss import Objective, score
+from paw.algo import loss
+from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.model.lora import add_adapters
 from paw.model.parallel import Ranks, leave, whole
 from paw.model.policy import Policy
-from paw.recipe import validate
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 CPU = torch.device("cpu")
@@ -23,16 +23,21 @@ CPU = torch.device("cpu")
 
 def log_probs(policy, rows, ranks):
     share = (ranks.rank, ranks.world)
-    scored = score(policy, rows, temperature=1.0, budget=100, share=share)
+    scored = loss.log_probs(policy, rows, temperature=1.0, budget=100, share=share)
     parts = ranks.gather(scored, dict[int, tuple[list[float], float]])
     found = {i: logp for part in parts for i, (logp, _) in part.items()}
     return torch.tensor([value for i in range(len(rows)) for value in found[i]])
 
 
 def gradient(policy, rows, ranks):
-    optim = {"micro_batch_tokens": 100, "grad_clip": 1e9}
-    config = validate({"model": {"path": "here"}, "optim": optim}, origin="test")
-    Gradients(config, policy, ranks, Objective(rho=0.05), update_samples=len(rows)).form(rows)
+    objective, share = Objective(rho=0.05), (ranks.rank, ranks.world)
+    sizes = {"budget": 100, "device": policy.device, "quadratic": policy.quadratic}
+    batches = micro_batches(rows, with_observation=True, share=share, **sizes)
+    for batch in batches:
+        ranks.sync_gradients(policy, True)
+        tokens = objective.tokens(batch, rows, len(rows))
+        scaled = replace(tokens, weight=ranks.world * tokens.weight)
+        loss.joint_loss(policy, batch, scaled, objective.loss, temperature=1.0).loss.backward()
     found = {n: whole(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
     return torch.cat([found[name] for name in sorted(found)])
 

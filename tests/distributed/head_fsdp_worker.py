@@ -5,6 +5,7 @@ Each rank takes half of the rows in two micro-batches and gradient accumulation;
 
 import copy
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from paw_kernels import LossRows, paw_loss, token_stats
+from paw.algo import loss
+from paw_kernels import token_loss, token_stats
 
 V, D, T = 61, 16, 48
+LOSS = loss.joint(loss.ppo, partial(loss.cmae, rho=0.02), entropy_coef=0.02)
 
 
 class Agent(nn.Module):
@@ -31,21 +34,25 @@ class Agent(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor, target: torch.Tensor, rows: LossRows) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, target: torch.Tensor, rows: loss.TokenBatch) -> torch.Tensor:
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = hidden + block(hidden)
         stats = token_stats(hidden, self.head.weight, target)
         both = (stats.logp.float() * rows.weight).sum() + (stats.entropy * rows.weight).sum()
-        return paw_loss(hidden, self.head.weight, target, rows).loss + 0.1 * both
+        return token_loss(hidden, self.head.weight, target, LOSS, rows).loss + 0.1 * both
 
 
-def problem() -> tuple[torch.Tensor, torch.Tensor, LossRows]:
+def problem() -> tuple[torch.Tensor, torch.Tensor, loss.TokenBatch]:
     g = torch.Generator().manual_seed(1)
     ids, target = torch.randint(V, (2, T), generator=g)
-    kind = torch.randint(3, (T,), generator=g).to(torch.uint8)
+    observation = torch.rand(T, generator=g) < 0.5
     numbers = [torch.rand(T, generator=g) / T, torch.randn(T, generator=g), -4 + 0.3 * torch.randn(T, generator=g)]
-    return ids, target, LossRows(kind, *numbers, entropy_coef=0.02, rho=0.02)
+    return ids, target, loss.TokenBatch(numbers[0], observation, numbers[1], numbers[2], numbers[2])
+
+
+def take(rows: loss.TokenBatch, part: torch.Tensor) -> loss.TokenBatch:
+    return loss.TokenBatch(**{name: value[part] for name, value in vars(rows).items() if value is not None})
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -78,7 +85,7 @@ def check(*, tied: bool, checkpointed: bool, half: bool) -> None:
     for i, part in enumerate(parts):
         agent.set_requires_gradient_sync(i == len(parts) - 1)
         # times world: FSDP averages over ranks, while the weights of the rows are those of the whole batch
-        (world * agent(ids[part], target[part], rows.take(part))).backward()
+        (world * agent(ids[part], target[part], take(rows, part))).backward()
 
     bar = [1e-5] * len(list(alone.parameters()))
     if half:  # twice the error that the same model in bf16 makes without FSDP

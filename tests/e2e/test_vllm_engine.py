@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from paw.algo import loss as losses
+from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
@@ -260,9 +261,9 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
                 anchor="", advantage=(-1.0) ** i, old_logp=logp, wm_weight=0.1, **ids, **none)
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
-        (batch,) = losses.micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
-        coefficients = losses.loss_rows(batch, rows, losses.Objective(observation_loss="ce"), update_samples=len(rows))
-        losses.joint_loss(policy, batch, coefficients, temperature=1.0).loss.backward()
+        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
+        tokens, loss = losses.token_batch(batch, rows, update_samples=len(rows)), losses.joint(losses.ppo, losses.ce)
+        losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
         found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         policy.zero_grad(set_to_none=True)
         return found

@@ -29,11 +29,9 @@ def gpu():
     return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cuda")
 
 
-@pytest.fixture(
-    params=["torch", "cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda", "cuda fused"))]
-)
+@pytest.fixture(params=["torch", "cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda"))])
 def backend(request, monkeypatch):
-    """What to pass as `backend`; "cuda" are its kernels on the CPU, and "fused" those that read the logits once."""
+    """What to pass as `backend`; "cuda" are its kernels on the CPU."""
     if request.param == "triton":
         from triton_interpreted import backend as triton
 
@@ -43,15 +41,6 @@ def backend(request, monkeypatch):
     if not request.param.startswith("cuda"):
         return request.param
     request.getfixturevalue("emulator")
-
-    from paw_kernels import _rows
-
-    class OnCuda(_rows.NativeRows):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self._cluster = 2 if request.param == "cuda fused" and args[0].dtype != torch.float16 else 0
-
-    monkeypatch.setattr(_rows, "NativeRows", OnCuda)
     monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
     return "cpu"
 

@@ -1,10 +1,10 @@
 // Runs the kernels of csrc/*.cu on the CPU, to test them where there is no GPU: included ahead of them, it stands in for
 // CUDA's headers and for the first part of device.cuh.
 //
-// The threads of a cluster of blocks are fibres. Each runs until a barrier or a warp collective, then another one does,
-// in the order that the test sets (`paw_emulate`); so a missing barrier shows as a result that depends on the order.
-// Shared memory starts as NaN and ends so when its block does; asynchronous copies happen as late as they may. A barrier
-// that some thread never reaches is an error. Not modelled: clusters that run at the same time, and all timing.
+// The threads of a block are fibres. Each runs until a barrier or a warp collective, then another one does, in the order
+// that the test sets (`paw_emulate`); so a missing barrier shows as a result that depends on the order. Shared memory
+// starts as NaN. A barrier that some thread never reaches is an error. Not modelled: blocks that run at the same time, and
+// all timing.
 #pragma once
 #define PAW_ON_CPU
 
@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -61,8 +60,7 @@ inline unsigned __float_as_uint(float value) {
 namespace paw {
 struct Grid {
   int64_t blocks;
-  int threads, cluster = 1;
-  int64_t shared = 0;
+  int threads;
 };
 }  // namespace paw
 
@@ -89,35 +87,25 @@ struct Block {
   Barrier barrier;
   std::vector<Warp> warps;
   std::vector<char> shared;
-  int running;
-};
-
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
 };
 
 struct Fibre {
-  Index thread, block;
-  int rank;
+  Index thread;
   ucontext_t entry{};
   jmp_buf at{};
-  bool started = false, done = false, dropping = false;
+  bool started = false, done = false;
   int barriers = 0, collectives = 0;
   Barrier* waits = nullptr;
-  unsigned ticket = 0, cluster_ticket = 0;
-  std::deque<std::vector<Copy>> copies{{}};
+  unsigned ticket = 0;
 };
 
 struct Machine {
   int order = 0, dropped = -1, barriers = 0;  // set and read by the test: see paw_emulate
-  std::vector<Block> blocks;
+  Block block;
   std::vector<Fibre> fibres;
   std::vector<std::unique_ptr<char[]>> stacks;
   std::map<int, size_t> offsets;  // of the static shared variables, the same in every block
-  size_t dynamic = 0, used = 0;
-  Barrier cluster{0};
+  size_t used = 0;
   Fibre* now = nullptr;
   jmp_buf scheduler;
   std::function<void()> kernel;
@@ -131,8 +119,6 @@ struct Machine {
 };
 inline Machine machine;
 
-inline Block& home() { return machine.blocks[machine.now->rank]; }
-
 inline void wait(Barrier& barrier, unsigned ticket) {
   Fibre& now = *machine.now;
   now.waits = &barrier, now.ticket = ticket;
@@ -145,13 +131,13 @@ inline bool dropped() { return machine.now->barriers++ == machine.dropped; }
 inline void* shared(int id, size_t bytes) {
   const auto [entry, added] = machine.offsets.try_emplace(id, machine.used);
   if (added) machine.used += (bytes + 15) / 16 * 16;
-  return home().shared.data() + entry->second;
+  return machine.block.shared.data() + entry->second;
 }
 
 template <class T>
 T exchange(T value, int from) {
   Fibre& now = *machine.now;
-  Warp& warp = home().warps[now.thread.x / 32];
+  Warp& warp = machine.block.warps[now.thread.x / 32];
   unsigned(&slots)[32] = warp.slots[now.collectives++ % 2];
   std::memcpy(&slots[now.thread.x % 32], &value, 4);
   wait(warp.barrier, warp.barrier.arrive());
@@ -167,26 +153,22 @@ inline void start() {
 
 inline void resume(Fibre& fibre) {
   machine.now = &fibre;
-  threadIdx = fibre.thread, blockIdx = fibre.block;
+  threadIdx = fibre.thread;
   if (_setjmp(machine.scheduler) != 0) return;
   if (fibre.started) _longjmp(fibre.at, 1);
   fibre.started = true;
   setcontext(&fibre.entry);
 }
 
-// Whether every thread of the cluster came to its end.
-inline bool run_cluster(const paw::Grid& grid, int64_t index) {
+// Whether every thread of the block came to its end.
+inline bool run_block(const paw::Grid& grid, int64_t index) {
   Machine& m = machine;
-  m.cluster = {grid.cluster * grid.threads};
-  m.blocks.assign(grid.cluster, {{grid.threads}, std::vector<Warp>(grid.threads / 32),
-                                 std::vector<char>(m.dynamic + STATIC_SHARED, '\xff'), grid.threads});
+  blockIdx.x = unsigned(index);
+  m.block = {{grid.threads}, std::vector<Warp>(grid.threads / 32), std::vector<char>(STATIC_SHARED, '\xff')};
   m.fibres.clear();
-  std::vector<int> turns(grid.cluster * grid.threads);
+  std::vector<int> turns(grid.threads);
   std::iota(turns.begin(), turns.end(), 0);
-  for (int t : turns) {
-    const int rank = t / grid.threads;
-    m.fibres.push_back({{unsigned(t % grid.threads)}, {unsigned(index * grid.cluster + rank)}, rank});
-  }
+  for (int t : turns) m.fibres.push_back({{unsigned(t)}});
   for (size_t t = 0; t < m.fibres.size(); t++) {
     if (t == m.stacks.size()) m.stacks.emplace_back(new char[STACK]);
     ucontext_t& entry = m.fibres[t].entry;
@@ -195,11 +177,8 @@ inline bool run_cluster(const paw::Grid& grid, int64_t index) {
     makecontext(&entry, start, 0);
   }
   m.arrange(turns);
-  const unsigned idle_rank = m.random() % grid.cluster, idle_warp = m.random() % (grid.threads / 32 + grid.cluster - 1);
-  const auto idle = [&](const Fibre& fibre) {  // a warp or a whole block that moves only when nobody else can
-    const bool all = idle_warp >= m.blocks[0].warps.size();
-    return m.order > 1 && fibre.rank == idle_rank && (all || fibre.thread.x / 32 == idle_warp);
-  };
+  const unsigned idle_warp = m.random() % (grid.threads / 32);  // moves only when nobody else can
+  const auto idle = [&](const Fibre& fibre) { return m.order > 1 && fibre.thread.x / 32 == idle_warp; };
   size_t running = turns.size();
   const auto sweep = [&](bool idlers) {
     bool moved = false;
@@ -212,8 +191,6 @@ inline bool run_cluster(const paw::Grid& grid, int64_t index) {
       if (!fibre.done) continue;
       running--;
       m.barriers = std::max(m.barriers, fibre.barriers);
-      Block& block = m.blocks[fibre.rank];
-      if (--block.running == 0) std::fill(block.shared.begin(), block.shared.end(), '\xff');
     }
     return moved;
   };
@@ -225,16 +202,15 @@ inline bool run_cluster(const paw::Grid& grid, int64_t index) {
 }
 
 inline cudaError_t run(const paw::Grid& grid, std::function<void()> kernel) {
-  const bool fits = grid.threads % 32 == 0 && grid.threads <= 1024 && grid.blocks % grid.cluster == 0;
-  if (!fits || grid.cluster > 16) return cudaErrorInvalidConfiguration;
+  if (grid.threads % 32 != 0 || grid.threads > 1024) return cudaErrorInvalidConfiguration;
   Machine& m = machine;
   m.kernel = std::move(kernel), m.random.seed(m.order), blockDim.x = grid.threads;
-  m.offsets.clear(), m.dynamic = m.used = (grid.shared + 15) / 16 * 16;
-  std::vector<int64_t> clusters(grid.blocks / grid.cluster);
-  std::iota(clusters.begin(), clusters.end(), 0);
-  m.arrange(clusters);
-  for (int64_t index : clusters)
-    if (!run_cluster(grid, index)) return cudaErrorLaunchFailure;
+  m.offsets.clear(), m.used = 0;
+  std::vector<int64_t> blocks(grid.blocks);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  m.arrange(blocks);
+  for (int64_t index : blocks)
+    if (!run_block(grid, index)) return cudaErrorLaunchFailure;
   return cudaSuccess;
 }
 
@@ -242,7 +218,7 @@ inline cudaError_t run(const paw::Grid& grid, std::function<void()> kernel) {
 
 inline void __syncthreads() {
   if (cpu::dropped()) return;
-  cpu::Barrier& barrier = cpu::home().barrier;
+  cpu::Barrier& barrier = cpu::machine.block.barrier;
   cpu::wait(barrier, barrier.arrive());
 }
 inline unsigned own_lane() { return threadIdx.x % 32; }
@@ -253,40 +229,11 @@ T __shfl_xor_sync(unsigned, T value, int mask) { return cpu::exchange(value, own
 template <class T>
 T __shfl_up_sync(unsigned, T value, int by) { return cpu::exchange(value, own_lane() < by ? own_lane() : own_lane() - by); }
 
-inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
-  cpu::machine.now->copies.back().push_back({to, from, bytes});
-}
-inline void __pipeline_commit() { cpu::machine.now->copies.emplace_back(); }
-inline void __pipeline_wait_prior(size_t groups) {
-  auto& copies = cpu::machine.now->copies;
-  for (; copies.size() > groups + 1; copies.pop_front())
-    for (const cpu::Copy& copy : copies.front()) std::memcpy(copy.to, copy.from, copy.bytes);
-}
-
 namespace paw {
 
 inline float fast_exp(float x) { return expf(x); }
 template <class T>
 void narrow(T* to, float x, float y) { to[0] = x, to[1] = y; }
-template <class T>
-T* dynamic_shared() { return reinterpret_cast<T*>(cpu::home().shared.data()); }
-
-inline int cluster_rank() { return cpu::machine.now->rank; }
-inline int cluster_size() { return int(cpu::machine.blocks.size()); }
-inline void cluster_arrive() {
-  cpu::Fibre& now = *cpu::machine.now;
-  now.dropping = cpu::dropped();
-  if (!now.dropping) now.cluster_ticket = cpu::machine.cluster.arrive();
-}
-inline void cluster_wait() {
-  if (!cpu::machine.now->dropping) cpu::wait(cpu::machine.cluster, cpu::machine.now->cluster_ticket);
-}
-template <class T>
-T* cluster_peer(T* mine, int rank) {
-  const size_t offset = reinterpret_cast<char*>(mine) - cpu::home().shared.data();
-  return reinterpret_cast<T*>(cpu::machine.blocks[rank].shared.data() + offset);
-}
-
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t, A... arguments) {
   return cpu::run(grid, [&] { kernel(P(arguments)...); });

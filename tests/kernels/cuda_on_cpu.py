@@ -15,7 +15,7 @@ from paw_kernels import _native
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 SOURCES = [ROOT / "csrc" / name for name in ("rows.cu", "select.cu", "torch_cuda.cpp")]
-NAMES = ("row_statistics", "row_gradient_", "row_loss_", "row_move_", "segment_reduce", "top_alpha", "pack")
+NAMES = ("row_statistics", "row_gradient_", "segment_reduce", "top_alpha", "pack")
 LIBRARY = torch.library.Library("paw_on_cpu", "FRAGMENT")
 TORCH = Path(torch.__file__).parent
 
@@ -30,10 +30,6 @@ class Machine(NamedTuple):
 
     ops: Any
     device: str
-
-    @property
-    def largest_cluster(self) -> int:
-        return 8 if self.device == "cpu" or torch.cuda.get_device_capability()[0] >= 9 else 1
 
     def put(self, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         return [None if t is None else t.to(self.device, copy=True) for t in tensors]

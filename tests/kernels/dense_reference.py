@@ -1,8 +1,52 @@
-"""float64 autograd reference of the fused head: full logits, every formula written out once more, independently."""
+"""float64 autograd reference of the fused head: full logits, and a problem with every branch of the losses."""
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from paw_kernels import ACTION, OBSERVATION, LossRows, _rows, _torch
+from paw.algo import loss as losses
+from paw_kernels import _rows, _torch, token_loss
+
+POLICY = ("clip_low", "clip_high", "dual_clip")
+TERMS = ("kl_coef", "entropy_coef")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch and the settings of the joint loss. The columns of the batch are attributes too."""
+
+    batch: losses.TokenBatch
+    options: dict[str, Any]
+
+    def __getattr__(self, name):
+        return getattr(self.batch, name)
+
+    @property
+    def loss(self):
+        of = {"wm": "cmae"} | self.options
+        policy = partial(losses.ppo, **{name: of[name] for name in POLICY if name in of})
+        wm = partial(getattr(losses, of["wm"]), **{name: of[name] for name in ("rho", "q") if name in of})
+        return losses.joint(policy, wm, **{name: of[name] for name in TERMS if name in of})
+
+    def map(self, change):
+        values = {f.name: getattr(self.batch, f.name) for f in fields(self.batch)}
+        changed = {name: change(value) for name, value in values.items() if value is not None}
+        return Rows(replace(self.batch, **changed), self.options)
+
+    def take(self, index):
+        return self.map(lambda values: values[index])
+
+    def to(self, *where):
+        return self.map(lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0]))
+
+    def replace(self, **values):
+        return Rows(replace(self.batch, **values), self.options)
+
+
+def fused_loss(hidden, weight, target, rows, **how):
+    return token_loss(hidden, weight, target, rows.loss, rows.batch, **how)
 
 
 def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
@@ -13,42 +57,15 @@ def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def dense_row_loss(logp, entropy, rows: LossRows):
-    """Losses before the row weight, [T] in the dtype of logp; 0 on skipped rows."""
-    losses = []
-    for t, kind in enumerate(rows.kind.tolist()):
-        loss = 0 * logp[t]
-        if kind == ACTION:
-            advantage, ratio = rows.advantage[t].to(logp.dtype), (logp[t] - rows.old_logp[t]).exp()
-            clamped = ratio.clamp(1 - rows.clip_low, 1 + rows.clip_high)
-            loss = torch.maximum(-advantage * ratio, -advantage * clamped)
-            if advantage < 0:
-                loss = torch.minimum(loss, -advantage * rows.dual_clip)
-            if rows.kl_coef != 0:
-                gap = rows.ref_logp[t] - logp[t]
-                loss = loss + rows.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
-            loss = loss - rows.entropy_coef * entropy[t]
-        elif kind == OBSERVATION:
-            p = logp[t].exp()
-            if rows.observation_loss == "ce":
-                loss = -logp[t]
-            elif rows.observation_loss == "gce":
-                loss = (1 - p**rows.q) / rows.q
-            elif rows.observation_loss == "mae" or p <= rows.rho:
-                loss = 1 - p
-        losses.append(loss)
-    return torch.stack(losses) if losses else logp
-
-
-def dense_loss(hidden, weight, target, rows: LossRows, bias=None, temperature=1.0, softcap=None):
-    """Loss, row losses, log-probabilities and entropies, differentiable."""
+def dense_loss(hidden, weight, target, rows: Rows, bias=None, temperature=1.0, softcap=None):
+    """Loss, losses of tokens, log-probabilities and entropies, differentiable; the formulas are float64's."""
     logp, entropy = dense_stats(hidden, weight, target, bias, temperature, softcap)
-    row_loss = dense_row_loss(logp, entropy, rows)
-    return (row_loss * rows.weight).sum(), row_loss, logp, entropy
+    each = rows.loss(logp, entropy, rows.to("cpu", torch.float64).batch)
+    return each.sum(), each, logp, entropy
 
 
-def problem(T, V, D, *, seed=0, bias=False, scale=1.0, **options):
-    """Random inputs (hidden, weight, target, bias, rows) on which every branch of the losses occurs."""
+def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=None, **options):
+    """Random inputs (hidden, weight, target, bias, rows): actions and observations, some of weight or advantage 0."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -57,16 +74,28 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, **options):
     hidden, weight = scale * randn(T, D), randn(V, D) / D**0.5
     target = torch.randint(V, (T,), generator=g)
     offset = randn(V) if bias else None
-    logp = dense_stats(hidden, weight, target, offset, options.pop("temperature", 1.0), options.pop("softcap", None))[0]
-    rows = LossRows(
-        kind=torch.randint(3, (T,), generator=g).to(torch.uint8),
-        weight=torch.rand(T, generator=g) * (torch.rand(T, generator=g) > 0.15),
+    logp = dense_stats(hidden, weight, target, offset, temperature, softcap)[0]
+    batch = losses.TokenBatch(
+        observation=torch.rand(T, generator=g) < 0.4,
+        weight=torch.rand(T, generator=g) * (torch.rand(T, generator=g) > 0.3),
         advantage=randn(T) * (torch.rand(T, generator=g) > 0.15),
         old_logp=logp + randn(T),
+        sampled_logp=logp,
         ref_logp=logp + 2 * randn(T),
-        **options,
     )
-    return hidden, weight, target, offset, rows
+    return hidden, weight, target, offset, Rows(batch, options)
+
+
+def leaves(*tensors, dtype=None):
+    """Copies of their own that require gradients; None stays."""
+    return [None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in tensors]
+
+
+def assert_close(got, want, tolerance=1e-5):
+    """Within `tolerance` of the largest number, and of 1."""
+    got, want = got.double().cpu(), want.double().cpu()
+    scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
 
 
 def set_chunk_rows(patch, rows, *, vocabulary):

@@ -3,25 +3,17 @@
 import pytest
 import torch
 from cuda_on_cpu import Machine
-from dense_reference import dense_stats, problem
+from dense_reference import problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
 from paw_kernels import _native, _rows, _torch, segments
-from paw_kernels._head import head_pass, live_rows
-from paw_kernels.coefficients import Slopes, constant_slopes, slopes
+from paw_kernels._head import has_gradient, head_pass
 
 pytestmark = pytest.mark.slow
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LOSSES = {
-    "clip and cmae": {"rho": 0.05},
-    "mae": {"observation_loss": "mae"},
-    "ce": {"observation_loss": "ce"},
-    "gce": {"observation_loss": "gce", "q": 0.4},
-    "everything": {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_low": 0.1, "dual_clip": 1.5},
-}
 
 
 def random(*shape, seed=0, size=1.0):
@@ -41,21 +33,13 @@ def exact(x, bias, target, a, c, scale):
     return log_p.gather(1, target[:, None])[:, 0], entropy, z.logsumexp(-1), scale * dz
 
 
-def run(machine: Machine, x, bias, target, of: Slopes, scale, dtype, cluster=0, softcap=None):
-    """Statistics, a and the packed gradient: by two kernels, or with a cluster size from one read of x, in place."""
+def run(machine: Machine, x, bias, target, a, c, scale, dtype, softcap=None):
+    """Statistics and the packed gradient, in place."""
     ops, args = machine.ops, (bias, target)
-    if cluster == 0:
-        logp, entropy, *normaliser = ops.row_statistics(x, *args, scale, softcap)
-        a, c = of.at(logp)
-        source = sources(live_rows(a, c))
-        ops.row_gradient_(x, *args, source, *normaliser, entropy, a, c, scale, dtype, softcap)
-    else:
-        per_row = of.scale, of.base, of.low, of.high, of.power, of.pull, of.ref, of.c
-        how = scale, dtype, min(cluster, machine.largest_cluster), softcap
-        logp, entropy, a = ops.row_loss_(x, *args, *per_row, *how)
-        source = sources(live_rows(a, of.c))
-        ops.row_move_(x, source, dtype)
-    return logp, entropy, a, source, _native.packed_rows(x, len(source), dtype)
+    logp, entropy, *normaliser = ops.row_statistics(x, *args, scale, softcap)
+    source = sources(has_gradient(a, c))
+    ops.row_gradient_(x, *args, source, *normaliser, entropy, a, c, scale, dtype, softcap)
+    return logp, entropy, source, _native.packed_rows(x, len(source), dtype)
 
 
 def sources(live):
@@ -80,12 +64,9 @@ def assert_gradient(got, want, dtype, noise):
     size=st.sampled_from([0.0, 1.0, 30.0]),
     extras=st.booleans(),
     dtype=st.sampled_from(DTYPES),
-    cluster=st.sampled_from([0, 1, 2, 8]),
     seed=st.integers(0, 10_000),
 )
-def test_statistics_and_gradients_match_float64(
-    machine, n, V, padding, offset, live, scale, size, extras, dtype, cluster, seed
-):
+def test_statistics_and_gradients_match_float64(machine, n, V, padding, offset, live, scale, size, extras, dtype, seed):
     # Rows at every alignment, with NaN around them that must neither be read nor written.
     stride = V + padding
     memory = torch.full((offset + n * stride + 4,), torch.nan)
@@ -100,68 +81,37 @@ def test_statistics_and_gradients_match_float64(
 
     memory = memory.to(machine.device)
     x = memory.as_strided((n, V), (stride, 1), offset)
-    of = constant_slopes(*machine.put(a, c))
-    got_logp, got_entropy, got_a, source, got = run(machine, x, *machine.put(bias, target), of, scale, dtype, cluster)
+    got_logp, got_entropy, source, got = run(machine, x, *machine.put(bias, target, a, c), scale, dtype)
 
     spread = max(1.0, 4 * size * scale)
     assert (got_logp <= 0).all() and (got_entropy >= 0).all()
     torch.testing.assert_close(got_logp.double().cpu(), logp, rtol=1e-6, atol=1e-6 * spread)
     torch.testing.assert_close(got_entropy.double().cpu(), entropy, rtol=1e-6, atol=1e-6 * spread)
-    assert torch.equal(got_a.cpu(), a)
     assert_gradient(got, dz[source.cpu()], dtype, 2e-6 * spread * scale)
     outside = torch.ones_like(memory, dtype=torch.bool)
     outside.as_strided((n, V), (stride, 1), offset).fill_(False)
     assert memory[outside].isnan().all()
 
 
-@pytest.mark.parametrize("cluster", [0, 1, 4])
-@pytest.mark.parametrize("name", LOSSES)
-def test_coefficients_of_every_loss_and_packing(machine, name, cluster):
-    hidden, weight, target, bias, rows = problem(90, 300, 12, bias=True, temperature=0.7, scale=2.0, **LOSSES[name])
-    chosen = rows.kind.nonzero().squeeze(1)
-    target, rows = target[chosen], rows.take(chosen)
-    x, of = hidden[chosen] @ weight.t(), slopes(rows)
-    logp = dense_stats(hidden[chosen].double(), weight.double(), target, bias.double(), 0.7)[0]
-    a, c = of.at(logp.float())
-    want = exact(x, bias, target, a, c, 1 / 0.7)[-1]
-
-    on_device = machine.put(*(getattr(of, field) for field in of.__dataclass_fields__))
-    got_a, source, got = run(
-        machine, *machine.put(x, bias, target), Slopes(*on_device), 1 / 0.7, torch.float32, cluster
-    )[2:]
-    torch.testing.assert_close(got_a.cpu(), a, rtol=1e-5, atol=1e-6)
-    assert torch.equal(source.cpu(), sources(live_rows(a, c)))
-    if name != "ce":
-        assert 0 < len(source) < len(target)
-    assert_gradient(got, want[source.cpu()], torch.float32, 2e-6)
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("cluster", [0, 2])
-def test_the_backend_gives_the_gradients_of_the_torch_backend(machine, cluster, softcap, monkeypatch):
-    hidden, weight, target, bias, rows = problem(90, 130, 12, bias=True, scale=2.0, **LOSSES["everything"])
-    index = rows.kind.nonzero().squeeze(1)
-    per_row = [getattr(slopes(rows.take(index)), field) for field in Slopes.__dataclass_fields__]
-    hidden, weight, bias, target, index, *per_row = machine.put(hidden, weight, bias, target, index, *per_row)
-    arguments, options = (
-        (hidden, weight, bias, target, index, 0.7, softcap),
-        {"slopes": Slopes(*per_row), "wants": (True,) * 3},
-    )
+def test_the_backend_gives_the_gradients_of_the_torch_backend(machine, softcap, monkeypatch):
+    hidden, weight, target, bias, rows = problem(90, 130, 12, bias=True, scale=2.0)
+    index, a, c = torch.arange(90), rows.advantage * rows.weight, rows.weight
+    hidden, weight, bias, target, index, a, c = machine.put(hidden, weight, bias, target, index, a, c)
+    arguments = hidden, weight, bias, target, index, 0.7, softcap
+    options = {"coefficients": lambda chunk, *_: (a[chunk], c[chunk]), "wants": (True,) * 3}
     want = head_pass(_torch.make_rows, *arguments, **options)
 
     def make_rows(*args):
-        backend, _ = _rows.make_rows(*args)
-        backend._cluster = min(cluster, machine.largest_cluster)
-        return backend, 17  # rows a chunk
+        return _rows.make_rows(*args)[0], 17  # rows a chunk
 
     monkeypatch.setattr(torch.ops, "paw_kernels", machine.ops)
     for got, expected in zip(head_pass(make_rows, *arguments, **options), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cluster", [0, 1, 8])
 @pytest.mark.parametrize("place", [0, 2049, 4098])
-def test_nan_and_infinity_stay_in_their_row(machine, place, cluster):
+def test_nan_and_infinity_stay_in_their_row(machine, place):
     V, special = 4099, [torch.nan, torch.inf, -torch.inf, 0.0]
     x = random(6, V)
     x[range(4), place] = torch.tensor(special)
@@ -169,8 +119,7 @@ def test_nan_and_infinity_stay_in_their_row(machine, place, cluster):
     x[5, 1:-1] = -torch.inf  # all but the ends
     target, a, c = torch.tensor([0, 1, V - 1, 7, 8, 0]), torch.ones(6), torch.ones(6)
     logp, entropy, _, dz = exact(x, None, target, a, c, 1.0)
-    of = constant_slopes(*machine.put(a, c))
-    got_logp, got_entropy, _, _, got = run(machine, *machine.put(x, None, target), of, 1.0, torch.float32, cluster)
+    got_logp, got_entropy, _, got = run(machine, *machine.put(x, None, target, a, c), 1.0, torch.float32)
 
     undefined = torch.tensor([True, True, place == V - 1, False, True, False])
     nan = torch.tensor([True, True, False, False, True, False])
@@ -182,35 +131,21 @@ def test_nan_and_infinity_stay_in_their_row(machine, place, cluster):
     torch.testing.assert_close(got.double().cpu()[~nan], dz[~nan], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_nan_coefficients_reach_the_gradient(machine, way):
+def test_nan_coefficients_reach_the_gradient(machine):
     a, target = torch.tensor([torch.nan, 0.0, 1.0]), torch.tensor([0, 1, 2])
-    of = constant_slopes(*machine.put(a, None))
-    source, got = run(machine, *machine.put(random(3, 50), None, target), of, 1.0, torch.bfloat16, way)[3:]
+    source, got = run(machine, *machine.put(random(3, 50), None, target, a, None), 1.0, torch.bfloat16)[2:]
     assert source.tolist() == [0, 2] and got.isnan().all(1).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_coefficients_that_vanish_with_the_scale_leave_no_logits_behind(machine, way):
-    of = constant_slopes(*machine.put(torch.tensor([1e-45, 1.0]), None))
-    source, got = run(machine, *machine.put(random(2, 50), None, torch.tensor([0, 1])), of, 0.5, torch.float32, way)[3:]
+def test_coefficients_that_vanish_with_the_scale_leave_no_logits_behind(machine):
+    a = torch.tensor([1e-45, 1.0])
+    source, got = run(machine, *machine.put(random(2, 50), None, torch.tensor([0, 1]), a, None), 0.5, torch.float32)[2:]
     assert source.tolist() == [0, 1] and (got[0].abs() < 1e-40).all() and (got[1] != 0).all()
 
 
-def test_rows_without_gradient_are_left_alone(machine):
-    x, target = random(4, 333), torch.zeros(4, dtype=torch.int64)
-    of = constant_slopes(*machine.put(torch.tensor([1.0, 0.0, -1.0, 0.0]), None))
-    per_row = of.scale, of.base, of.low, of.high, of.power, None, None, None
-    got, target = machine.put(x, target)
-    machine.ops.row_loss_(got, None, target, *per_row, 1.0, torch.float32, 1)
-    assert (got.cpu() == x).all(1).tolist() == [False, True, False, True]
-
-
-@pytest.mark.parametrize("way", [0, 1])
-def test_no_rows(machine, way):
+def test_no_rows(machine):
     empty, target = machine.put(torch.empty(0), torch.empty(0, dtype=torch.int64))
-    of = constant_slopes(empty, empty)
-    logp, *_, got = run(machine, empty.reshape(0, 3), None, target, of, 1.0, torch.float16, way)
+    logp, *_, got = run(machine, empty.reshape(0, 3), None, target, empty, empty, 1.0, torch.float16)
     assert logp.shape == (0,) and got.shape == (0, 3)
 
 
@@ -229,17 +164,6 @@ def test_arguments_that_do_not_fit_are_refused(machine):
             ops.row_statistics(*bad, 1.0)
     with pytest.raises(RuntimeError, match="dtype must be float32, bfloat16 or float16"):
         ops.row_gradient_(x, None, target, target, one, one, one, one, None, 1.0, torch.float64)
-    with pytest.raises(RuntimeError, match="pull and ref come together"):
-        ops.row_loss_(x, None, target, one, one, one, one, one, one, None, None, 1.0, torch.float32, 1)
-
-
-def test_a_cluster_is_as_small_as_three_blocks_a_multiprocessor_allow():
-    hopper, ampere = 228 << 10, 164 << 10
-    sizes = [
-        _native._cluster_size(V, 8, hopper) for V in (32, 19_000, 20_000, 128_256, 151_936, 152_064, 256_000, 500_000)
-    ]
-    assert sizes == [1, 1, 2, 8, 8, 8, 8, 0]
-    assert [_native._cluster_size(V, 1, ampere) for V in (32, 40_000, 50_000)] == [1, 1, 0]
 
 
 @pytest.mark.gpu
@@ -247,10 +171,9 @@ def test_more_rows_than_a_grid_axis_holds(gpu):
     n = 70_000
     x, target, ones = gpu.put(random(n, 3), torch.full((n,), 2), torch.ones(n))
     want = exact(x, None, target, ones, None, 1.0)
-    for way in (0, 1):
-        logp, *_, got = run(gpu, x.clone(), None, target, constant_slopes(ones, None), 1.0, torch.float32, way)
-        torch.testing.assert_close(logp.double().cpu(), want[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(got.double().cpu(), want[-1], rtol=0, atol=1e-6)
+    logp, *_, got = run(gpu, x, None, target, ones, None, 1.0, torch.float32)
+    torch.testing.assert_close(logp.double().cpu(), want[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.double().cpu(), want[-1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -260,12 +183,10 @@ def test_heads_of_real_models(gpu, V):
     a, c = random(64, seed=1) * (random(64, seed=2) > 0), random(64, seed=3)
     c *= a != 0
     want = exact(x, None, target, a, c, 1.0)
-    for cluster in (0, _native.cluster_size(V, torch.device("cuda:0"))):
-        args = *gpu.put(x, None, target), constant_slopes(*gpu.put(a, c)), 1.0, torch.bfloat16, cluster
-        logp, entropy, _, source, got = run(gpu, *args)
-        torch.testing.assert_close(logp.double().cpu(), want[0], rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(entropy.double().cpu(), want[1], rtol=1e-6, atol=1e-5)
-        assert_gradient(got, want[-1][source.cpu()], torch.bfloat16, 1e-5)
+    logp, entropy, source, got = run(gpu, *gpu.put(x, None, target, a, c), 1.0, torch.bfloat16)
+    torch.testing.assert_close(logp.double().cpu(), want[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropy.double().cpu(), want[1], rtol=1e-6, atol=1e-5)
+    assert_gradient(got, want[-1][source.cpu()], torch.bfloat16, 1e-5)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,6 @@ import cuda_on_cpu
 import pytest
 import torch
 
-from paw_kernels.coefficients import constant_slopes
-
 pytestmark = pytest.mark.slow
 
 OPS = torch.ops.paw_on_cpu
@@ -35,19 +33,6 @@ def gradient():
     return (x.view(torch.bfloat16)[:4, :20_001],)
 
 
-def loss(cluster):
-    x, a = random(4, 9001), torch.tensor([1.0, 0.0, -1.0, 2.0])
-    of = constant_slopes(a, a)
-    args = torch.arange(4), of.scale, of.base, of.low, of.high, of.power, None, None, of.c
-    return *OPS.row_loss_(x, None, *args, 1.0, torch.bfloat16, cluster), x.view(torch.bfloat16)
-
-
-def move():
-    x = random(5, 1001)
-    OPS.row_move_(x, torch.tensor([0, 4, 2]), torch.float16)
-    return (x.view(torch.float16),)
-
-
 def select():
     # The threshold lies among scores that differ from it in any byte, and some not at all.
     g = torch.Generator().manual_seed(0)
@@ -59,10 +44,6 @@ def select():
 CALLS = {
     "row_statistics": (statistics, 1),
     "row_gradient_": (gradient, 3),
-    "row_loss_ on one block": (lambda: loss(1), 4),
-    "row_loss_ on two": (lambda: loss(2), 4),
-    "row_loss_ on eight": (lambda: loss(8), 4),
-    "row_move_": (move, 0),
     "segment_reduce": (lambda: (OPS.segment_reduce(random(999), torch.tensor([0, 0, 500, 999]), True),), 1),
     "top_alpha": (select, 20),
     "pack": (lambda: OPS.pack(random(5000) > 0.5), 8),
@@ -101,7 +82,6 @@ def emulate(emulator):
 @pytest.mark.parametrize("name", CALLS)
 def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(name, emulate):
     call, barriers = CALLS[name]
-    between_blocks = {1, 3} if name == "row_loss_ on one block" else set()
     emulate(0, -1)
     want = [t.clone() for t in call()]
     assert emulate(0, -1) == barriers
@@ -109,7 +89,7 @@ def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(n
         emulate(order, -1)
         assert gives(call, want), f"order {order}"
     assert not goes_wrong(call, want)
-    for dropped in set(range(barriers)) - between_blocks:
+    for dropped in range(barriers):
         wrong = False
         for order in ORDERS:
             emulate(order, dropped)
@@ -138,12 +118,3 @@ def test_a_missing_barrier_shows(bad_kernels):
 
 def test_a_barrier_that_a_thread_never_reaches_is_an_error(bad_kernels):
     assert all(bad_kernels(1, order)[0] != 0 for order in ORDERS)
-
-
-def test_a_copy_that_was_not_waited_for_shows(bad_kernels):
-    error, out = bad_kernels(2, 0)
-    assert error == 0 and out[:32].isnan().all()
-
-
-def test_shared_memory_ends_with_its_block(bad_kernels):
-    assert any(bad_kernels(3, order)[1][:32].isnan().any() for order in ORDERS)

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from dense_reference import dense_loss, dense_stats, problem, set_chunk_rows
+from dense_reference import Rows, dense_loss, dense_stats, fused_loss, problem, set_chunk_rows
 
-from paw_kernels import LossRows, _head, _rows, paw_loss, token_stats
+from paw.algo.loss import TokenBatch
+from paw_kernels import _head, _rows, token_stats
 
 
 @pytest.mark.parametrize("exponent", [-10, -20])
@@ -47,7 +48,7 @@ def matmuls(request, backend, monkeypatch):
     """As on a GPU, the gradient matmuls of the cuda backend take float16; of others here they take float32."""
     if not request.param:
         return
-    if _rows.NativeRows.__name__ != "OnCuda":
+    if torch.ops.paw_kernels is not getattr(torch.ops, "paw_on_cpu", None):
         pytest.skip("the kernels of csrc/*.cu only")
 
     class Half(_rows.NativeRows):
@@ -76,13 +77,10 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
     T, V, D, of = 200, 70, 16, {"temperature": temperature}
     hidden, weight, target, bias, rows = problem(T, V, D, bias=True, **of)
     hidden, weight, bias = ((0.1 * t).half() for t in (10 * size * hidden, weight, temperature * bias))
-    rows = LossRows(
-        kind=rows.kind,
+    rows = Rows(rows.batch, {"wm": "ce", "entropy_coef": 0.1}).replace(
         weight=row_weight * torch.logspace(0, -6, T),  # the lightest a millionth of the heaviest
         advantage=advantage * rows.advantage,
         old_logp=dense_stats(hidden.double(), weight.double(), target, bias.double(), **of)[0].float(),
-        observation_loss="ce",
-        entropy_coef=0.1,
     )
     if chunks:
         set_chunk_rows(monkeypatch, 30, vocabulary=V)
@@ -97,7 +95,7 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
 
     for ours, dense in (
         (
-            lambda h, w, b: paw_loss(h, w, target, rows, bias=b, backend=backend, **of).loss,
+            lambda h, w, b: fused_loss(h, w, target, rows, bias=b, backend=backend, **of).loss,
             lambda h, w, b: dense_loss(h, w, target, rows, b, **of)[0],
         ),
         (
@@ -124,9 +122,9 @@ def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
     hidden, target = torch.full((4096, 8), 20.0), torch.zeros(4096).long()
     weight = 0.01 * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     each = torch.full((4096,), 1 / 4096)
-    rows = LossRows(2 * torch.ones(4096, dtype=torch.uint8), each, each, each, observation_loss="ce")
+    rows = Rows(TokenBatch(each, each > 0, each, each, each), {"wm": "ce"})
     h, w, b = (t.half().requires_grad_() for t in (hidden, weight, torch.zeros(16)))
-    paw_loss(h, w, target, rows, bias=b, backend=backend).loss.backward()
+    fused_loss(h, w, target, rows, bias=b, backend=backend).loss.backward()
     h64, w64, b64 = (t.detach().double().requires_grad_() for t in (h, w, b))
     dense_loss(h64, w64, target, rows, b64)[0].backward()
     assert 18 < w64.grad.abs().max() < 20
@@ -175,14 +173,14 @@ def test_masked_tokens_take_no_part(backend, name, softly):
 @pytest.mark.parametrize("loss", ["cmae", "ce"])
 def test_the_loss_of_a_masked_target(backend, loss):
     """Infinite where the loss is, and nowhere NaN: a ratio of 0, a clamped KL, an observation of p = 0."""
-    hidden, weight, target, bias, rows = problem(20, 70, 16, bias=True, kl_coef=0.1, observation_loss=loss)
+    hidden, weight, target, bias, rows = problem(20, 70, 16, bias=True, kl_coef=0.1, wm=loss)
     bias[target[4]] = -math.inf
-    rows.kind[4], rows.weight[4], rows.advantage[4] = (1 if loss == "cmae" else 2), 1.0, 1.0
+    rows.observation[4], rows.weight[4], rows.advantage[4] = loss == "ce", 1.0, 1.0
     h, w, b = (t.clone().requires_grad_() for t in (hidden, weight, bias))
-    out = paw_loss(h, w, target, rows, bias=b, backend=backend)
+    out = fused_loss(h, w, target, rows, bias=b, backend=backend)
     out.loss.backward()
     assert out.logp[4] == -math.inf and (out.entropy >= 0).all()
-    assert out.row_loss[4].item() == pytest.approx(1.0) if loss == "cmae" else out.row_loss[4] == math.inf
+    assert out.token_loss[4].item() == pytest.approx(1.0) if loss == "cmae" else out.token_loss[4] == math.inf
     assert all(t.grad.isfinite().all() for t in (h, w, b))
 
 

@@ -1,11 +1,12 @@
 """The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing; and the C++ row operations."""
 
-import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from dense_reference import problem
+from dense_reference import fused_loss, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
@@ -14,17 +15,24 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
-from paw_kernels import LossRows, _native, paw_loss, token_stats
+from paw_kernels import Loss, _native, token_loss, token_stats
 from paw_kernels.segments import pack
 
 OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
+
+
+class Fixed(NamedTuple):
+    """A batch and its loss, made once: outside of what is compiled."""
+
+    batch: Any
+    loss: Loss
 
 
 def body_and_rows(T=60, V=37, D=12):
     torch.manual_seed(0)
     body = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.GELU(), torch.nn.Linear(D, D))
     inputs, weight, target, _, rows = problem(T, V, D, **OPTIONS)
-    return body, inputs, torch.nn.Parameter(weight), target, rows
+    return body, inputs, torch.nn.Parameter(weight), target, Fixed(rows.batch, rows.loss)
 
 
 def gradients(loss, *parameters):
@@ -43,7 +51,7 @@ def test_compiles_into_one_graph_with_the_body():
     def loss(inputs):
         hidden = body(inputs)
         stats = token_stats(hidden, weight, target)
-        return paw_loss(hidden, weight, target, rows).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
+        return fused_loss(hidden, weight, target, rows).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
 
     parameters = [*body.parameters(), weight]
     compiled = torch.compile(loss, fullgraph=True)
@@ -59,7 +67,8 @@ def test_compiles_for_one_temperature_after_another():
     def loss(temperature, softcap):
         how = {"temperature": temperature, "softcap": softcap}
         return (
-            paw_loss(hidden, weight, target, rows, **how).loss - token_stats(hidden, weight, target, **how).logp.mean()
+            fused_loss(hidden, weight, target, rows, **how).loss
+            - token_stats(hidden, weight, target, **how).logp.mean()
         )
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -69,7 +78,7 @@ def test_compiles_for_one_temperature_after_another():
 
 def test_cuda_graphs_leave_the_operators_out():
     """They wait for the host, which a captured graph cannot."""
-    for name in ("paw_loss", "token_stats", "token_stats_backward"):
+    for name in ("token_loss", "token_stats", "token_stats_backward"):
         operator = getattr(torch.ops.paw_kernels, name).default
         assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
 
@@ -79,11 +88,10 @@ def test_cuda_graphs_leave_the_operators_out():
 def test_cuda_graphs_around_the_head_change_nothing():
     body, inputs, weight, target, rows = body_and_rows()
     body, inputs, target, weight = body.cuda(), inputs.cuda(), target.cuda(), torch.nn.Parameter(weight.detach().cuda())
-    fields = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    rows = LossRows(**{n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+    rows = Fixed(replace(rows.batch, **{name: value.cuda() for name, value in vars(rows.batch).items()}), rows.loss)
 
     def loss(inputs):
-        return paw_loss(body(inputs), weight, target, rows).loss
+        return fused_loss(body(inputs), weight, target, rows).loss
 
     compiled, parameters = torch.compile(loss, mode="reduce-overhead"), [*body.parameters(), weight]
     for _ in range(3):
@@ -92,13 +100,13 @@ def test_cuda_graphs_around_the_head_change_nothing():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["paw_loss", "token_stats"])
+@pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_derivatives_that_do_not_exist_are_refused(name):
     _, hidden, weight, target, rows = body_and_rows()
 
     def of(hidden, weight):
-        if name == "paw_loss":
-            return paw_loss(hidden, weight, target, rows).loss
+        if name == "token_loss":
+            return fused_loss(hidden, weight, target, rows).loss
         return token_stats(hidden, weight, target).entropy.sum()
 
     with pytest.raises(RuntimeError, match=f"{name} has no second derivatives; .*create_graph=True"):
@@ -113,14 +121,14 @@ def test_derivatives_that_do_not_exist_are_refused(name):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["paw_loss", "token_stats"])
+@pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
     """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
 
     def of(hidden, weight, bias):
-        if name == "paw_loss":
-            return paw_loss(hidden, weight, target, rows, bias=bias).loss
+        if name == "token_loss":
+            return fused_loss(hidden, weight, target, rows, bias=bias).loss
         return sum(t.sum() for t in token_stats(hidden, weight, target, bias=bias))
 
     mixed = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
@@ -137,12 +145,20 @@ def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
         of(mixed[0], weight.double(), bias)
 
 
+def test_inside_torch_compile_a_loss_is_made_before():
+    """A function's closure may change without torch.compile seeing it."""
+    _, hidden, weight, target, rows = body_and_rows()
+    compiled = torch.compile(lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss)
+    with pytest.raises(Exception, match=r"must be a paw_kernels\.Loss"):
+        torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
+
+
 @pytest.mark.slow
 def test_a_compiled_body_leaves_the_loss_as_it_is():
     body, inputs, weight, target, rows = body_and_rows()
     compiled, parameters = torch.compile(body), [*body.parameters(), weight]
-    got = gradients(paw_loss(compiled(inputs), weight, target, rows).loss, *parameters)
-    assert_equal(got, gradients(paw_loss(body(inputs), weight, target, rows).loss, *parameters))
+    got = gradients(fused_loss(compiled(inputs), weight, target, rows).loss, *parameters)
+    assert_equal(got, gradients(fused_loss(body(inputs), weight, target, rows).loss, *parameters))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -155,7 +171,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
         hidden = checkpoint(body, inputs, use_reentrant=reentrant) if checkpointed else body(inputs)
         for p in parameters:
             p.grad = None
-        paw_loss(hidden, weight, target, rows).loss.backward()
+        fused_loss(hidden, weight, target, rows).loss.backward()
         return [p.grad for p in parameters]
 
     assert_equal(run(True), run(False))
@@ -165,7 +181,7 @@ def test_the_head_inside_a_checkpoint_is_recomputed_to_the_same():
     body, inputs, weight, target, rows = body_and_rows()
 
     def loss(inputs):
-        return paw_loss(body(inputs), weight, target, rows).loss
+        return fused_loss(body(inputs), weight, target, rows).loss
 
     parameters = [*body.parameters(), weight]
     got = gradients(checkpoint(loss, inputs, use_reentrant=False), *parameters)
@@ -175,14 +191,13 @@ def test_the_head_inside_a_checkpoint_is_recomputed_to_the_same():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
     _, inputs, weight, target, rows = body_and_rows()
-    real = paw_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
+    real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
     grad = device == "cpu"  # autograd of fake tensors of a device that this torch was not built for ends the process
     with FakeTensorMode(), torch.set_grad_enabled(grad):
-        kind = torch.empty(60, dtype=torch.uint8, device=device)
         number, labels = torch.empty(60, device=device), torch.empty(60, dtype=torch.int64, device=device)
-        per_row = LossRows(kind, number, number, number, number, **OPTIONS)
+        columns = {name: number.to(value.dtype) for name, value in vars(rows.batch).items()}
         hidden, head = (torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (60, 37))
-        out = paw_loss(hidden, head, labels, per_row, backend="torch")
+        out = token_loss(hidden, head, labels, rows.loss, replace(rows.batch, **columns), backend="torch")
         stats = token_stats(hidden, head, labels, backend="torch")
         if grad:
             (out.loss + stats.logp.sum() + stats.entropy.sum()).backward()
@@ -194,13 +209,12 @@ def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
 
 def test_operators_pass_the_checks_of_torch_library():
     hidden, weight, target, bias, rows = problem(20, 11, 6, bias=True, **OPTIONS)
-    per_row = rows.kind, rows.weight, rows.advantage, rows.old_logp, rows.ref_logp
-    numbers = rows.clip_low, rows.clip_high, rows.dual_clip, rows.kl_coef, rows.entropy_coef, rows.rho
+    columns, loss = vars(rows.batch), rows.loss
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.paw_kernels.paw_loss,
-        (*leaves, target, 0.7, 2.0, *per_row, *numbers, "cmae", 0.7, "auto", [True] * 3),
+        torch.ops.paw_kernels.token_loss,
+        (*leaves, target, 0.7, 2.0, list(columns.values()), ",".join(columns), loss.key, "auto", [True] * 3),
         test_utils=tests,
     )
     torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, 2.0, "auto"), test_utils=tests)
@@ -274,12 +288,12 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
     hidden, weight, target, _, rows = problem(20, 11, 6)
     monkeypatch.setattr(_rows, "cpu_library", lambda: None)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
-    assert paw_loss(hidden, weight, target, rows).loss.isfinite()
+    assert fused_loss(hidden, weight, target, rows).loss.isfinite()
     with pytest.raises(
         ValueError,
         match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built, or has changed since; install a C\+\+",
     ):
-        paw_loss(hidden, weight, target, rows, backend="cpu")
+        fused_loss(hidden, weight, target, rows, backend="cpu")
 
 
 def test_a_library_of_older_sources_is_not_called(monkeypatch):

@@ -1,15 +1,13 @@
 """The Triton backend against float64: in Triton's interpreter on the CPU, and the same on a GPU with `-m gpu`."""
 
-import dataclasses
-
 import pytest
 import torch
-from dense_reference import dense_loss, dense_stats, problem
+from dense_reference import assert_close, dense_loss, dense_stats, fused_loss, leaves, problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_interpreted import backend as _triton
 
-from paw_kernels import LossRows, paw_loss, token_stats
+from paw_kernels import token_stats
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,9 +17,9 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 OPTIONS = {
     "clip": {},
-    "mae": {"observation_loss": "mae"},
-    "ce": {"observation_loss": "ce"},
-    "gce": {"observation_loss": "gce", "q": 0.4},
+    "mae": {"wm": "mae"},
+    "ce": {"wm": "ce"},
+    "gce": {"wm": "gce", "q": 0.4},
     "everything": {"kl_coef": 0.1, "entropy_coef": 0.05, "rho": 0.05, "clip_low": 0.1, "dual_clip": 1.5},
 }
 
@@ -36,19 +34,14 @@ def device(request, monkeypatch):
     return torch.device(request.param)
 
 
-def leaves(*tensors):
-    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
-
-
 def to(device, *tensors, dtype=None):
     return [None if t is None else t.to(device, dtype if t.is_floating_point() else None) for t in tensors]
 
 
 def fused(hidden, weight, target, rows, bias=None, temperature=1.0):
     h, w, b = leaves(hidden, weight, bias)
-    on = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    on = {name: value.to(hidden.device) if isinstance(value, torch.Tensor) else value for name, value in on.items()}
-    out = paw_loss(h, w, target, LossRows(**on), bias=b, temperature=temperature, backend="triton")
+    on = rows.to(hidden.device, torch.float32)
+    out = fused_loss(h, w, target, on, bias=b, temperature=temperature, backend="triton")
     out.loss.backward()
     return out, [x.grad for x in (h, w, b) if x is not None]
 
@@ -58,12 +51,6 @@ def dense(hidden, weight, target, rows, bias=None, temperature=1.0, dtype=torch.
     out = dense_loss(h, w, target.cpu(), rows, b, temperature)
     out[0].backward()
     return out, [x.grad for x in (h, w, b) if x is not None]
-
-
-def assert_close(got, want, tolerance=1e-5):
-    got, want = got.double().cpu(), want.double().cpu()
-    scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
-    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
 
 
 # T, V, D: nothing divides a block; half a tile of columns left over; exactly one tile; the smallest of everything.
@@ -82,10 +69,9 @@ def test_statistics_and_gradients_match_float64(device, dtype, shape):
     target = target.to(device)
     out, grads = fused(hidden, weight, target, rows, bias, temperature)
     (loss, _, logp, entropy), expected = dense(hidden, weight, target, rows, bias, temperature)
-    on = rows.kind != 0
     assert_close(out.loss, loss)
-    assert_close(out.logp, logp * on, 2e-6)
-    assert_close(out.entropy, entropy * on, 2e-6)
+    assert_close(out.logp, logp, 2e-6)
+    assert_close(out.entropy, entropy, 2e-6)
     _, naive = dense(hidden, weight, target, rows, bias, temperature, dtype)
     for got, plain, want in zip(grads, naive, expected, strict=True):
         assert got.dtype == dtype
@@ -104,8 +90,8 @@ def test_every_loss_at_larger_size(device, name):
     out, grads = fused(hidden, weight, target, rows)
     (loss, row_loss, *_), expected = dense(hidden, weight, target, rows)
     assert_close(out.loss, loss)
-    assert_close(out.row_loss, row_loss)
-    assert (grads[0][~out.live] == 0).all()
+    assert_close(out.token_loss, row_loss)
+    assert (grads[0][~out.has_gradient] == 0).all()
     for got, want in zip(grads, expected, strict=True):
         assert_close(got, want)
 
@@ -132,7 +118,7 @@ def test_invariants_hold_for_any_shape(device, T, V, D, seed, scale, name, tempe
     out, (d_hidden, d_weight, d_bias) = fused(hidden, weight, target, rows, bias, temperature)
     assert (out.logp <= 0).all()
     assert (out.entropy >= 0).all() and (out.entropy <= torch.tensor(V).log() * (1 + 1e-6)).all()
-    assert (d_hidden[~out.live] == 0).all()
+    assert (d_hidden[~out.has_gradient] == 0).all()
     assert_close(d_bias.sum(), torch.zeros(()), 1e-4)  # sum over the vocabulary of each row's dL/dz is 0
     if scale < 60:  # at |z| in the hundreds float32 logits may fall on the other side of a clip
         _, expected = dense(hidden, weight, target, rows, bias, temperature)
@@ -253,8 +239,7 @@ def test_repeated_runs_and_both_passes_agree_bit_for_bit(device, dtype):
     assert torch.equal(first.loss, again.loss)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
     stats = token_stats(hidden, weight, target, bias=bias, backend="triton")
-    on = (rows.kind != 0).to(device)
-    assert torch.equal(first.logp, stats.logp * on) and torch.equal(first.entropy, stats.entropy * on)
+    assert torch.equal(first.logp, stats.logp) and torch.equal(first.entropy, stats.entropy)
 
 
 @pytest.mark.parametrize("layout", ["columns", "strided", "offset"])
@@ -273,9 +258,7 @@ def test_any_layout_of_weight_and_hidden(device, layout):
 
     h, w = (lay(x).requires_grad_() for x in (hidden, weight))
     assert _triton.tiles_for(w, None).tma == (layout == "strided" and _triton.tiles_for(weight, None).tma)
-    on = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    on = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in on.items()}
-    out = paw_loss(h, w, target, LossRows(**on), backend="triton")
+    out = fused_loss(h, w, target, rows.to(device, torch.float32), backend="triton")
     out.loss.backward()
     assert_close(out.loss, want.loss, 1e-6)
     assert_close(h.grad, want_grads[0], 1e-6)

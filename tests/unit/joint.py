@@ -2,11 +2,15 @@
 
 import copy
 import random
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from paw.algo.loss import Objective, joint_loss, loss_rows, micro_batches, score
+from paw.algo import loss as losses
+from paw.algo.loss import joint_loss, log_probs, token_batch
+from paw.algo.samples import micro_batches
 from paw.model.policy import Policy
 from paw.types import Sample
 
@@ -17,6 +21,48 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, False),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, True),
 }
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The settings of the joint loss under test."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    tis_cap: float | None = None
+    norm: str = "token"
+    verl_rows: int = 32
+    rho: float = 0.2
+    wm: str = "cmae"
+    q: float = 0.7
+    wm_scale: float = 1.0
+    temperature: float = 1.0
+
+    @property
+    def terms(self):
+        """The losses of response and of observation tokens."""
+        clips = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
+        own = {"cmae": {"rho": self.rho}, "gce": {"q": self.q}}.get(self.wm, {})
+        return partial(losses.ppo, **clips), partial(getattr(losses, self.wm), **own)
+
+    @property
+    def loss(self):
+        how = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef, "tis_cap": self.tis_cap}
+        return losses.joint(*self.terms, **how)
+
+    def tokens(self, batch, minibatch, update_samples):
+        how = {"norm": self.norm, "verl_rows": self.verl_rows, "wm_scale": self.wm_scale}
+        return token_batch(batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how)
+
+    def forward(self, policy, batch, minibatch, update_samples):
+        tokens = self.tokens(batch, minibatch, update_samples)
+        return joint_loss(policy, batch, tokens, self.loss, temperature=self.temperature), tokens
+
+    def dead(self, sample):
+        return not (any(sample.advantages) or self.kl_coef or self.entropy_coef or sample.wm_weight)
 
 
 def make_lm(family="qwen2-tied", *, seed=0, **settings):
@@ -59,7 +105,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
     """Rows as they stand before the update: old log-probs a little off the policy's, so that clips occur."""
     rng = random.Random(seed)
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
-    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=10**6).values(), strict=True):
+    for row, (logp, entropy) in zip(rows, log_probs(policy, rows, temperature=1.0, budget=10**6).values(), strict=True):
         row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
         row.entropy = entropy
         if reference:
@@ -91,8 +137,7 @@ def packed(
         share=share,
     )
     for batch in batches:
-        coefficients = loss_rows(batch, minibatch, objective, update_samples=update_samples)
-        loss = joint_loss(policy, batch, coefficients, temperature=objective.temperature).loss
+        loss = objective.forward(policy, batch, minibatch, update_samples)[0].loss
         loss.backward()
         total += loss.item()
     return total, gradients(policy)
@@ -107,7 +152,7 @@ def token_logps(lm, row, *, temperature=1.0):
 def dense(policy, minibatch, objective: Objective, *, update_samples):
     """(loss, gradient, number of masked, of live observation tokens) by full logits in float64."""
     lm = copy.deepcopy(policy.lm).double()
-    rows = objective.verl_rows if objective.loss_norm == "verl" else len(minibatch)
+    rows = objective.verl_rows if objective.norm == "verl" else len(minibatch)
     parts = [minibatch[i : i + rows] for i in range(0, len(minibatch), rows)]
     total, masked, live = torch.zeros((), dtype=torch.float64), 0, 0
     for i, row in enumerate(minibatch):
@@ -128,19 +173,19 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
                 term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
             surrogate = surrogate + term + objective.entropy_coef * (at.exp() * at).sum()
         n, m = len(row.response_ids), len(row.observation_ids)
-        per_row = 1 / (n * len(minibatch)) if objective.loss_norm == "row" else 1 / tokens
+        per_row = 1 / (n * len(minibatch)) if objective.norm == "row" else 1 / tokens
         total = total + per_row * surrogate
         start += n
         start += len(row.separator_ids)
         for at, token in enumerate(row.observation_ids if row.wm_weight else [], start):
             logp = logps[at - 1, token]
             p = logp.exp()
-            if objective.observation_loss == "cmae" and p > objective.rho:
+            if objective.wm == "cmae" and p > objective.rho:
                 masked += 1
                 continue
             live += 1
-            q = objective.q if objective.observation_loss == "gce" else 1
-            term = -logp if objective.observation_loss == "ce" else (1 - p**q) / q
+            q = objective.q if objective.wm == "gce" else 1
+            term = -logp if objective.wm == "ce" else (1 - p**q) / q
             scale = objective.wm_scale * update_samples / len(minibatch)
             total = total + scale * row.wm_weight * term / m
     total.backward()

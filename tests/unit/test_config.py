@@ -147,7 +147,7 @@ def best(samples, *, width: float = 1.0): ...
         ("wm.alpha", "1.1", "less than or equal to 1"),
         ("wm.weight", "-1", "'adaptive', or Input should be greater than or equal to 0"),
         ("wm.weight", "adaptiv", "'adaptive', or Input should be a valid number"),
-        ("wm.loss", "l2", "'cmae', 'mae', 'ce' or 'gce'"),
+        ("wm.loss", "l2", "there is no 'l2'"),
         ("env.kinds", '["pikc"]', "env.kinds.0 = 'pikc'"),
         ("rollout.engine", "vlm", "'transformers' or 'vllm'"),
         ("policy.dual_clip", "1.0", "greater than 1"),

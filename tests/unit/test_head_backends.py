@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from joint import dense, gradients, make_rows, packed, relative, tiny_policy
+from joint import Objective, dense, gradients, make_rows, packed, relative, tiny_policy
 
-from paw.algo.loss import Objective, score
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.policy import pick_backend
 from paw_kernels import BACKENDS, why_not_backend
@@ -37,7 +37,7 @@ def test_the_scoring_pass_is_that_of_plain_torch(backend):
     policy = tiny_policy().to(DEVICE)
     rows, scores = make_rows(policy), {}
     for policy.head_backend in ("torch", backend):
-        scored = score(policy, rows, temperature=0.4, budget=60).values()
+        scored = log_probs(policy, rows, temperature=0.4, budget=60).values()
         scores[policy.head_backend] = torch.tensor([x for logp, entropy in scored for x in (*logp, entropy)])
     torch.testing.assert_close(scores[backend], scores["torch"], rtol=1e-5, atol=1e-5)
     gradients(policy)

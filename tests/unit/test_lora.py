@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from joint import FAMILIES, make_lm, make_rows, packed, relative, tiny_policy
+from joint import FAMILIES, Objective, make_lm, make_rows, packed, relative, tiny_policy
 
-from paw.algo.loss import Objective, score
+from paw.algo.loss import log_probs
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
 from paw.model.lora import adapters_off, add_adapters, check_targets, import_peft
@@ -33,7 +33,7 @@ def lora_policy(family="qwen2-tied", *, trained=True, config=CONFIG, **options):
 
 
 def logps(policy, rows):
-    return [logp for logp, _ in score(policy, rows, temperature=1.0, budget=200).values()]
+    return [logp for logp, _ in log_probs(policy, rows, temperature=1.0, budget=200).values()]
 
 
 def merged_policy(policy, family):

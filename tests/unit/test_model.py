@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from joint import FAMILIES, VOCAB, gradients, make_lm, make_rows, packed, relative, tiny_policy
+from joint import FAMILIES, VOCAB, Objective, gradients, make_lm, make_rows, packed, relative, tiny_policy
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
-from paw.algo.loss import Objective, score
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.policy import Policy, load_policy, load_tokenizer, pick_device
 
@@ -152,14 +152,14 @@ def test_loading_copies_every_parameter():
 def test_bfloat16_keeps_float32_parameters_and_gradients(family):
     policy = Policy(make_lm(family, initializer_range=0.05), dtype="bfloat16")
     exact = tiny_policy(family, initializer_range=0.05)
-    rows, objective = make_rows(exact), Objective(observation_loss="ce")
+    rows, objective = make_rows(exact), Objective(wm="ce")
     assert policy.hidden(torch.tensor([1, 2]), [2]).dtype == policy.head_weight.dtype == torch.bfloat16
     gradient, expected = (packed(p, rows, objective, update_samples=len(rows))[1] for p in (policy, exact))
     assert 0 < relative(gradient, expected) < 0.02
     policy.hidden(torch.tensor([1, 2]), [2]).sum().backward()
     assert all(p.dtype == torch.float32 for p in policy.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
-    scores = (score(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
+    scores = (log_probs(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
     for (ours, _), (theirs, _) in zip(*scores, strict=True):
         assert ours == pytest.approx(theirs, abs=0.02)
         assert ours != theirs

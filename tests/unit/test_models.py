@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from joint import make_lm, make_rows, packed, relative
+from joint import Objective, make_lm, make_rows, packed, relative
 from test_chat import thinker
 from test_transformers_engine import END, assert_same, make_requests, naive, run
 
-from paw.algo.loss import Objective
 from paw.errors import UserError
 from paw.model.check import check_model, check_path, check_sampling, logp_difference
 from paw.model.policy import Policy, load_policy
@@ -70,7 +69,7 @@ def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
     assert check_model(policy, "here") < 2e-5
     assert logp_difference(policy, [17, 1, 17, 30, 2]).max() < 2e-5
     rows = make_rows(policy, n=6)
-    objective = Objective(observation_loss="ce", temperature=0.7)
+    objective = Objective(wm="ce", temperature=0.7)
     together = packed(policy, rows, objective, update_samples=len(rows), budget=10**6)[1]
     alone = packed(policy, rows, objective, update_samples=len(rows), budget=1)[1]
     assert relative(together, alone) < 1e-4

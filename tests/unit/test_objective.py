@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import VOCAB, gradients, packed, relative, tiny_policy
+from joint import VOCAB, Objective, gradients, packed, relative, tiny_policy
 
 from paw.algo.advantages import grpo
-from paw.algo.loss import Objective, score
-from paw.algo.packing import minibatches
-from paw.algo.samples import to_samples
+from paw.algo.loss import log_probs
+from paw.algo.samples import minibatches, to_samples
 from paw.algo.world_model import select
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -58,7 +57,7 @@ def prepared(policy, groups, *, drift=0.0):
     for row, advantage in zip(rows, grpo(rows), strict=True):
         row.advantage = advantage
     rng = random.Random(7)
-    for row, (logp, entropy) in zip(rows, score(policy, rows, temperature=1.0, budget=100).values(), strict=True):
+    for row, (logp, entropy) in zip(rows, log_probs(policy, rows, temperature=1.0, budget=100).values(), strict=True):
         row.old_logp = [value + rng.gauss(0, drift) for value in logp]
         row.entropy = entropy
     chosen = select(rows, alpha=ALPHA, weight="adaptive", reward_max=REWARD_MAX, n_groups=len(groups))
@@ -115,7 +114,7 @@ def test_an_update_in_one_step_is_equation_11(family, seed, norm):
     policy, groups = tiny_policy(family), play(seed)
     rows = prepared(policy, groups, drift=0.3)
     assert {row.group for row in rows if row.wm_weight} == {0, 1, 2}
-    objective = Objective(rho=RHO, loss_norm=norm)
+    objective = Objective(rho=RHO, norm=norm)
     loss, gradient = packed(policy, rows, objective, update_samples=len(rows), budget=60)
     expected, expected_gradient = equation_11(policy, groups, [row.old_logp for row in rows], norm)
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -127,7 +126,7 @@ def test_neither_micro_batches_nor_ranks_change_the_mean_over_groups(budget, wor
     policy = tiny_policy()
     rows = prepared(policy, play(), drift=0.3)
     policy.double()  # the body: its rounding depends on what a row is batched with
-    part, objective = rows[::2], Objective(rho=RHO, loss_norm="group", entropy_coef=0.01)
+    part, objective = rows[::2], Objective(rho=RHO, norm="group", entropy_coef=0.01)
     loss, gradient = packed(policy, part, objective, update_samples=len(rows))
     shares = [
         packed(policy, part, objective, update_samples=len(rows), budget=budget, share=(rank, world))
@@ -135,7 +134,7 @@ def test_neither_micro_batches_nor_ranks_change_the_mean_over_groups(budget, wor
     ]
     assert sum(share[0] for share in shares) == pytest.approx(loss, rel=1e-6)
     assert relative(sum(share[1] for share in shares), gradient) < 1e-6
-    by_token = packed(policy, part, replace(objective, loss_norm="token"), update_samples=len(rows))[1]
+    by_token = packed(policy, part, replace(objective, norm="token"), update_samples=len(rows))[1]
     assert relative(by_token, gradient) > 1e-2  # it can tell
 
 
@@ -155,7 +154,7 @@ def test_mini_batches_sum_to_the_whole_update(norm, size):
     """The world term weighted by rows, the policy term too, unless it is a mean over tokens."""
     policy, groups = tiny_policy(), play()
     rows = prepared(policy, groups, drift=0.3)
-    objective = Objective(rho=RHO, loss_norm=norm)
+    objective = Objective(rho=RHO, norm=norm)
     policy.double()  # the body: its rounding depends on what a row is batched with
 
     def split(part, update_samples):

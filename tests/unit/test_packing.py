@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import make_row
 
-from paw.algo.packing import alike_batches, balanced_batches, minibatches
+from paw.algo.packing import alike_batches, balanced_batches
+from paw.algo.samples import minibatches
 
 
 @given(n=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from joint import make_lm, make_rows, packed, relative, tiny_policy
+from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from paw.algo.loss import Objective, score
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import Policy
@@ -19,7 +19,7 @@ needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is Non
 
 
 def logps(policy, rows, budget):
-    return [logp for values, _ in score(policy, rows, temperature=1.0, budget=budget).values() for logp in values]
+    return [logp for values, _ in log_probs(policy, rows, temperature=1.0, budget=budget).values() for logp in values]
 
 
 def assert_same(fast, plain, *, n=24, budgets=(10**6, 60)):

@@ -65,10 +65,5 @@ def test_without_world_model_no_row_has_a_target():
     assert all(row.wm_weight == 0.0 for row in rows)
 
 
-def test_length_counts_every_part():
-    rows = rows_of(make_groups())
-    assert [len(row) for row in rows[:2]] == [1 + 2 + 2 + 13, 1 + 2]
-
-
 def test_no_groups_no_rows():
     assert rows_of([]) == []

@@ -4,12 +4,14 @@ import copy
 import math
 import random
 import statistics
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
+from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.packing import alike_batches
 from paw.config import Config
 from paw.model.policy import load_policy, load_tokenizer
@@ -21,7 +23,7 @@ from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
 from paw.train import optimize, prepare, update
-from paw_kernels import LossRows, paw_loss, token_stats
+from paw_kernels import token_loss, token_stats
 
 LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
 
@@ -106,16 +108,14 @@ def vanilla_grpo(start, count):
             live = [(turn, advantage) for turn, advantage in minibatch if advantage != 0.0]
             for ids, lengths, position, target, order in packed([turn for turn, _ in live]):
                 spread = [(turn, a) for turn, a in (live[i] for i in order) for _ in turn.response_ids]
-                rows = LossRows(
-                    kind=torch.ones(len(target), dtype=torch.uint8),
-                    weight=torch.full((len(target),), 1.0 / tokens),
-                    advantage=torch.tensor([a for _, a in spread]),
-                    old_logp=torch.tensor([value for i in order for value in old[id(live[i][0])]]),
-                    clip_low=CLIP,
-                    clip_high=CLIP,
-                )
+                advantage = torch.tensor([a for _, a in spread])
+                old_logp = torch.tensor([value for i in order for value in old[id(live[i][0])]])
+                weight = torch.full((len(target),), 1.0 / tokens)
+                batch = TokenBatch(weight, advantage.isnan(), advantage, old_logp, old_logp)
+                clip = {"clip_low": CLIP, "clip_high": CLIP}
                 hidden = policy.hidden(ids, lengths)[position]
-                paw_loss(hidden, policy.head_weight, target, rows).loss.backward()
+                loss = joint(partial(ppo, **clip), ce)
+                token_loss(hidden, policy.head_weight, target, loss, batch).loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -126,8 +126,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
     """Every observation token of the model's episodes, or of those in a file, at the temperature of training."""
     import torch
 
-    from paw.algo.loss import micro_batches
-    from paw.algo.samples import to_samples
+    from paw.algo.samples import micro_batches, to_samples
     from paw.model.policy import load_policy, load_tokenizer, pick_device
     from paw.rollout.chat import Chat
     from paw.tools.player import open_player, progress, tell
