@@ -21,21 +21,13 @@ def low_memory(**change):
     return changed(load("14b-low-memory"), {key.replace("__", "."): value for key, value in change.items()})
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("Qwen2.5-0.5B", 494_032_768),
-        ("Qwen2.5-1.5B", 1_543_714_304),
-        ("Qwen2.5-3B", 3_085_938_688),
-        ("Qwen2.5-7B", 7_615_616_512),
-        ("Qwen2.5-14B", 14_770_033_664),
-        ("Qwen3-0.6B", 596_049_920),
-        ("Qwen3-8B", 8_190_735_360),
-        ("Llama-3.2-3B", 3_212_749_824),
-    ],
-)
-def test_known_shapes_have_the_published_numbers_of_parameters(name, count):
-    assert SHAPES[name].parameters == count
+def test_known_shapes_have_the_published_numbers_of_parameters():
+    published = {
+        "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688,
+        "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen3-0.6B": 596_049_920,
+        "Qwen3-8B": 8_190_735_360, "Llama-3.2-3B": 3_212_749_824, "Qwen3-30B-A3B": 30_532_122_624,
+    }  # fmt: skip
+    assert {name: SHAPES[name].parameters for name in published} == published
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe", "Mixtral"])
@@ -57,15 +49,9 @@ def test_a_shape_counts_what_hugging_face_builds(kind):
 
 def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
     known = SHAPES["Qwen2.5-7B"]
-    settings = {
-        "model_type": "qwen2",
-        "vocab_size": known.vocabulary,
-        "hidden_size": known.hidden,
-        "intermediate_size": known.intermediate,
-        "num_hidden_layers": known.layers,
-        "num_attention_heads": known.heads,
-        "num_key_value_heads": known.kv_heads,
-    }
+    settings = {"model_type": "qwen2", "vocab_size": known.vocabulary, "hidden_size": known.hidden}
+    settings |= {"intermediate_size": known.intermediate, "num_hidden_layers": known.layers}
+    settings |= {"num_attention_heads": known.heads, "num_key_value_heads": known.kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert shape_of(tmp_path) == known == shape_of("Qwen/Qwen2.5-7B-Instruct")
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
@@ -74,8 +60,7 @@ def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
 
 
 def test_experts_count_whole_in_memory_and_in_part_in_time():
-    shape = SHAPES["Qwen3-30B-A3B"]
-    assert shape.parameters == 30_532_122_624  # as its model card has it: 30.5B, 3.3B active
+    shape = SHAPES["Qwen3-30B-A3B"]  # 3.3B active by its model card
     assert shape.layers * shape.active_layer + shape.rest == pytest.approx(3.3e9, rel=0.02)
     config = changed(low_memory(), {"model.path": "Qwen/Qwen3-30B-A3B"})
     found = plan(config, shape, gpus=8, gpu_gib=80.0)
@@ -90,16 +75,12 @@ def test_the_head_takes_what_the_kernels_say():
     assert HEAD_BUFFER[4] == 3 * torch_rows.CHUNK_BYTES["cuda"]
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_the_14b_recipe_stays_within_76_gib_of_a_card(gpus):
-    found = plan(low_memory(), shape_of(NAME), gpus=gpus, gpu_gib=80.0)
-    assert found.peak <= 76.0 and not found.reasons()
-    assert not low_memory().lora.rank
-
-
-def test_the_14b_recipe_stays_within_110_gib_of_host_memory():
+def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
+    for gpus in (1, 2, 4, 8):
+        found = plan(low_memory(), shape_of(NAME), gpus=gpus, gpu_gib=80.0)
+        assert found.peak <= 76.0 and not found.reasons()
     found = plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
-    assert found.host_total <= 110.0 and not found.reasons()
+    assert found.host_total <= 110.0 and not found.reasons() and not low_memory().lora.rank
     assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
 
 
@@ -182,15 +163,12 @@ def test_the_ladder_finds_full_parameter_training_of_14b_on_one_card(tmp_path, c
     assert {key: get(config, key) for key in found["settings"]} == found["settings"]
 
 
-def test_a_table_shows_the_ladder(capsys):
+def test_what_fits_is_left_alone(capsys):
+    config = load("alfworld-gigpo-paw")
+    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD).rungs] == ["as configured"]
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
     shown = capsys.readouterr().out
     assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
-
-
-def test_what_fits_is_left_alone():
-    config = load("alfworld-gigpo-paw")
-    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD).rungs] == ["as configured"]
 
 
 def test_keys_on_the_command_line_stay(capsys):

@@ -1,4 +1,4 @@
-"""`paw profile`: two arms on the same rows, weights left alone, memory counted to the byte."""
+"""`paw profile`: two variants on the same rows, weights left alone, memory counted to the byte."""
 
 import copy
 import csv
@@ -26,8 +26,8 @@ from paw.run import open_run
 from paw.tools import quickstart, shapes
 from paw.tools.overhead import STAGES, overhead, pick, table
 from paw.tools.player import rollout_model
-from paw.tools.profile import make_arms, measure, memory, one_pass, play, timed
-from paw.tools.recorded import random_groups, random_model, read_groups
+from paw.tools.profile import make_variants, measure, memory, one_pass, play, timed
+from paw.tools.recorded import random_groups, random_model, read_episodes, read_groups
 from paw.train import prepare, update
 
 
@@ -54,25 +54,18 @@ def turns(groups):
     return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
 
 
-def mistake(capfd, *words) -> str:
-    assert cli.main(["profile", *map(str, words)]) == 2
-    out, err = capfd.readouterr()
-    assert not out and err.startswith("paw: ") and err.count("\n") == 1
-    return err
-
-
 @pytest.mark.slow
 def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tmp_path):
-    arms = make_arms(make_config(start, tmp_path))
+    variants = make_variants(make_config(start, tmp_path))
     played = {}
-    with open_run(arms["GRPO + PaW"]) as run:
+    with open_run(variants["GRPO + PaW"]) as run:
         before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
         groups = play(run, played)
         as_played = copy.deepcopy(turns(groups))
         rows = {}
-        for name, run.config in arms.items():
+        for name, run.config in variants.items():
             rows[name] = prepare(run, groups)
-        records = measure(run, arms, groups, played, repeats=2)
+        records = measure(run, variants, groups, played, repeats=2)
         moments = [state["exp_avg"] for state in run.optimizer.state.values()]
         assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
         assert run.step == 0
@@ -81,11 +74,11 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
     assert turns(groups) == as_played
     assert any(moment.any() for moment in moments)  # the optimizer did work
 
-    assert [(r["arm"], r["repeat"]) for r in records[::4]] == [
+    assert [(r["variant"], r["repeat"]) for r in records[::4]] == [
         ("GRPO", 1), ("GRPO + PaW", 1), ("GRPO + PaW", 2), ("GRPO", 2)
     ]  # fmt: skip
     assert [r["phase"] for r in records] == ["rollout", *STAGES] * 4
-    vanilla, paw = ({phase: pick(records, arm, [phase], "tokens")[0] for phase in STAGES} for arm in arms)
+    vanilla, paw = ({phase: pick(records, variant, [phase], "tokens")[0] for phase in STAGES} for variant in variants)
     acting = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns(groups))
     assert vanilla["score"] == paw["score"] == vanilla["update"] == acting < paw["update"]
     assert all(
@@ -107,7 +100,7 @@ def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(sta
         update(run, Rollouts(run.factory, run.engine, run.chat, off))
         expected = moments(run)
     found = []
-    for place, config in enumerate(make_arms(make_config(start, tmp_path / "on")).values()):
+    for place, config in enumerate(make_variants(make_config(start, tmp_path / "on")).values()):
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": str(place)})})
         with open_run(config) as run:
             one_pass(run, config, play(run, {}), partial(timed, run, {}))
@@ -133,10 +126,8 @@ def test_memory_on_a_cpu_is_counted_to_the_byte(start, tmp_path):
 
 def test_overhead_of_known_times():
     base, other = np.array([2.0, 1.0, 2.0, 9.0]), np.array([2.2, 1.1, 2.2, 9.9])
-    point, low, high = overhead(base, other)
-    assert point == pytest.approx(10) and low == pytest.approx(10) and high == pytest.approx(10)
-    ratios = np.array([1.1, 1.2, 1.3, 1.4, 1.5, 1.7])
-    point, low, high = overhead(np.ones(6), ratios)
+    assert overhead(base, other) == pytest.approx([10, 10, 10])
+    point, low, high = overhead(np.ones(6), np.array([1.1, 1.2, 1.3, 1.4, 1.5, 1.7]))
     assert point == pytest.approx(35) and 10 < low < 30 and 40 < high < 70
 
 
@@ -150,9 +141,9 @@ def test_few_repeats_have_a_range_and_no_interval(repeats, said):
         assert [point, low, high] == pytest.approx(expected)
     shared = {"cpu_seconds": 1.0, "tokens": 1, "peak_gib": 1.0, "mean_gib": 1.0, "live_frac": 1.0}
     records = [
-        {"arm": arm, "repeat": repeat, "phase": "update", "seconds": seconds, **shared}
+        {"variant": variant, "repeat": repeat, "phase": "update", "seconds": seconds, **shared}
         for repeat in range(1, repeats + 1)
-        for arm, seconds in (("GRPO", 1.0), ("GRPO + PaW", ratios[repeat - 1]))
+        for variant, seconds in (("GRPO", 1.0), ("GRPO + PaW", ratios[repeat - 1]))
     ]
     out = io.StringIO()
     Console(file=out, width=120).print(table(records))
@@ -198,21 +189,22 @@ def test_random_episodes_keep_the_limits(start, tmp_path):
 )
 def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
-    assert said in mistake(capfd, *words)
+    assert cli.main(["profile", *words]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith("paw: ") and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["{}", "nonsense", '{"task": 1}'])
-def test_a_file_without_turns_is_named_with_its_line(start, tmp_path, text):
+def test_a_file_without_turns_is_named_with_its_line(tmp_path):
     file = tmp_path / "episodes.jsonl"
-    file.write_text(text)
-    with open_run(make_config(start, tmp_path)) as run:
+    with pytest.raises(UserError, match="No such file"):
+        read_episodes(file, vocabulary=9)
+    for text in ("{}", "nonsense", '{"task": 1}'):
+        file.write_text(text)
         with pytest.raises(UserError, match=r"--rollouts .*episodes.jsonl: line 1 is no turn that `paw rollout` wrote"):
-            read_groups(file, run)
-        with pytest.raises(UserError, match="No such file"):
-            read_groups(tmp_path / "none", run)
-        file.write_text("")
-        with pytest.raises(UserError, match="there is no turn in it"):
-            read_groups(file, run)
+            read_episodes(file, vocabulary=9)
+    file.write_text("")
+    with pytest.raises(UserError, match="there is no turn in it"):
+        read_episodes(file, vocabulary=9)
 
 
 @pytest.mark.slow
@@ -227,7 +219,7 @@ def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch
         lines = list(csv.DictReader(file))
     assert len(lines) == 2 * 2 * len(STAGES)
     assert list(lines[0]) == [
-        "arm", "repeat", "phase", "seconds", "cpu_seconds", "tokens", "peak_gib", "mean_gib",
+        "variant", "repeat", "phase", "seconds", "cpu_seconds", "tokens", "peak_gib", "mean_gib",
         "recipe", "model", "turns", "commit", "device", "backend", "paw", "torch", "live_frac",
     ]  # fmt: skip
     assert all(float(line["seconds"]) >= 0 for line in lines)

@@ -66,9 +66,6 @@ def played():
     return rollouts.play(factory.train_tasks(0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
 
 
-# --- triplets ------------------------------------------------------------------------------------------------------
-
-
 def test_triplets_are_the_valid_turns_in_order(played):
     turns = [(e.task.id, n, turn) for group in played for e in group.trajectories for n, turn in enumerate(e.turns)]
     valid = [(task, n, turn) for task, n, turn in turns if turn.outcome.valid]
@@ -81,15 +78,11 @@ def test_triplets_are_the_valid_turns_in_order(played):
         assert found.next_state == said.observation != ""
 
 
-def test_dedup_keeps_the_first_of_equal_triplets(played):
+def test_dedup_keeps_the_first_of_equal_triplets_and_a_file_gives_them_back(played, tmp_path):
     every, once = rwml.cut(played, dedup=False), rwml.cut(played, dedup=True)
     key = lambda t: (t.prompt, t.action, t.next_state)  # noqa: E731
-    assert len(once) == len({key(t) for t in every}) < len(every)
-    assert [key(t) for t in once] == list(dict.fromkeys(map(key, every)))
-
-
-def test_a_file_gives_back_its_triplets(tmp_path):
-    triplets = [triplet(), triplet(next_state="two\nlines \u2028 and more")]
+    assert [key(t) for t in once] == list(dict.fromkeys(map(key, every))) and len(once) < len(every)
+    triplets = [*once, triplet(next_state="two\nlines \u2028 and more")]
     assert read_triplets(write(tmp_path / "t.jsonl", triplets)) == triplets
 
 
@@ -105,9 +98,6 @@ def test_splits_hold_whole_games_apart(tmp_path):
     )
     assert factory.train_tasks(1, n, seed=1) != epoch
     assert factory.eval_tasks("held_out", 0, 0) == factory.held_out and len(factory.eval_tasks("held_out", 3, 0)) == 3
-
-
-# --- the question and the answer -----------------------------------------------------------------------------------
 
 
 def test_the_question_shows_prompt_action_and_form():
@@ -135,17 +125,10 @@ def test_the_question_shows_prompt_action_and_form():
     ],
 )
 def test_what_an_answer_predicts(response, think, plain):
-    assert predicted(response, PAPER) == think
-    assert predicted(response, PAPER.model_copy(update={"think": False})) == plain
-
-
-def test_what_fine_tuning_imitates_is_understood():
     quiet = PAPER.model_copy(update={"think": False})
-    assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN
+    assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
+    assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN  # what is imitated
     assert predicted(" \n", ENV) is None
-
-
-# --- the reward ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,20 +146,14 @@ def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp
 
 
 @needs_minilm
-def test_minilm_tells_what_the_reward_has_to_tell():
+def test_minilm_distinguishes_what_the_reward_has_to_and_embeds_a_text_once():
     embedding = Embedding(NAME)
     other = SEEN.replace("mug 1", "mug 2"), "On the shelf 1, you see nothing.", "Nothing happens."
     swapped, empty, nothing = (1 - c for c in embedding.similarity([(text, SEEN) for text in other]))
     assert swapped < 0.05 < 0.2 < empty < nothing and nothing > 0.8
     assert embedding.similarity([(SEEN, SEEN)]) == pytest.approx([1.0], abs=1e-6)
-
-
-@needs_minilm
-def test_texts_are_embedded_once_whatever_they_are_batched_with():
-    embedding = Embedding(NAME)
-    alone = embedding([SEEN])
-    both = Embedding(NAME)(["Nothing happens. " * 20, SEEN])
-    assert torch.allclose(alone[0], both[1], atol=1e-6)
+    alone, both = embedding([SEEN]), Embedding(NAME)(["Nothing happens. " * 20, SEEN])
+    assert torch.allclose(alone[0], both[1], atol=1e-6)  # whatever it is batched with
     embedding._encode = lambda texts: pytest.fail(f"again: {texts}")
     assert torch.equal(embedding([SEEN, SEEN])[1], alone[0])
 
@@ -224,9 +201,6 @@ def test_threads_share_one_call_and_one_failure():
     assert together("a", "a") == 1.0
 
 
-# --- fine-tuning and the easy filter --------------------------------------------------------------------------------
-
-
 def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
     config = make_config(tmp_path, [triplet(next_state=text) for text in ("You arrive at shelf 1.", SEEN)])
     tasks, chat = [Task("t", "pick", t) for t in read_triplets(config.env.triplets)], make_chat()
@@ -262,9 +236,6 @@ def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
 def test_the_easy_level_comes_nearest_to_the_share():
     rates = [n / 10 for n in (10, 10, 10, 9, 9, 8, 5, 5, 0, 0)]
     assert [rwml.easy_level(rates, share=share, attempts=10) for share in (0.3, 0.45, 0.5, 0.0)] == [1.0, 0.9, 0.9, 1.0]
-
-
-# --- mistakes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
