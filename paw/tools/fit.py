@@ -24,7 +24,7 @@ from paw.tools.shapes import Shape, shape_of
 
 BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
 Change = dict[str, Any]  # values by dotted key
-LADDER: tuple[Change, ...] = (
+FALLBACKS: tuple[Change, ...] = (
     {"model.checkpointing": "selective"},
     {"model.checkpointing": "full"},
     {"rollout.sleep_level": 2},
@@ -40,20 +40,20 @@ LADDER: tuple[Change, ...] = (
 """Changes that save memory, each on top of those before it, cheapest in time first. The last two change what is
 learnt: no reference model, and adapters instead of all weights."""
 OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
-"""Those that take host memory: each rung is tried without one of them as well."""
+"""Those that take host memory: each fallback is tried without one of them as well."""
 SHARE = "rollout.gpu_memory_utilization"
 SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
 
 
 @dataclass(frozen=True)
 class Fit:
-    rungs: list[tuple[str, Plan]]
+    tried: list[tuple[str, Plan]]
     """What was changed last, and the plan with all changes so far; the first is the configuration itself."""
 
     @property
     def best(self) -> Plan:
         """The last one tried, which fits if any does."""
-        return self.rungs[-1][1]
+        return self.tried[-1][1]
 
     @property
     def fits(self) -> bool:
@@ -61,9 +61,9 @@ class Fit:
 
 
 def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Fit:
-    """Climb the ladder until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
+    """Add fallbacks until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
 
-    def climb(changes: Sequence[Change]) -> Plan:
+    def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
         first = plan(changed(config, *changes), shape, **machine)
         if first.config.rollout.engine != "vllm" or SHARE in pinned or not first.reasons():
@@ -72,29 +72,29 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
         plans = (plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
         return next((p for p in plans if sum(p.phases["rollout"].values()) <= usable and p.kv_tokens >= need), first)
 
-    best, applied = climb([]), []
-    rungs = [("as configured", best)]
-    for change in LADDER:
+    best, applied = attempt([]), []
+    tried = [("as configured", best)]
+    for change in FALLBACKS:
         if not best.reasons():
             break
         if set(pinned) & change.keys() or not _saves(best.config, change):
             continue
         more = [*applied, change]
-        tried = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
+        options = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
         try:
-            plans = [(climb(changes), changes) for changes in tried]
+            plans = [(attempt(changes), changes) for changes in options]
         except UserError:  # it needs a change to a pinned key
             continue
         best, applied = next((pair for pair in plans if not pair[0].reasons()), plans[0])
-        rungs.append((", ".join(f"{key} = {value}" for key, value in change.items()), best))
+        tried.append((", ".join(f"{key} = {value}" for key, value in change.items()), best))
     for change in reversed(applied) if not best.reasons() else ():
         with suppress(UserError):  # one change may need another
-            fewer = climb(_without(applied, change))
+            fewer = attempt(_without(applied, change))
             if not fewer.reasons() and fewer.step_s <= best.step_s:
                 best, applied = fewer, _without(applied, change)
-    if best is not rungs[-1][1]:
-        rungs.append(("only what is needed", best))
-    return Fit(rungs)
+    if best is not tried[-1][1]:
+        tried.append(("only what is needed", best))
+    return Fit(tried)
 
 
 def _without(changes: list[Change], one: Change) -> list[Change]:
@@ -102,7 +102,7 @@ def _without(changes: list[Change], one: Change) -> list[Change]:
 
 
 def _saves(config: Config, change: Change) -> bool:
-    """Whether a rung asks for less memory than the configuration takes anyway; its first key decides."""
+    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides."""
     key, value = next(iter(change.items()))
     if key == "optim.micro_batch_tokens":
         return value < config.optim.micro_batch_tokens
@@ -222,24 +222,24 @@ def summary(found: Plan) -> dict[str, Any]:
         "host": {phase: rounded(parts) for phase, parts in found.host.items()},
         "step_s": round(found.step_s, 1),
         "seconds": rounded(found.seconds),
-        "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*LADDER))},
+        "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*FALLBACKS))},
         "reasons": found.reasons(),
     }
 
 
 def tables(found: Fit) -> Iterator[Table]:
-    """The ladder as far as it was climbed, and the components of its last rung by phase."""
+    """What was tried, and the components of the last attempt by phase."""
 
     def numbers(names: Iterable[str]) -> list[Column]:
         return [Column(name, justify="right") for name in names]
 
     best = found.best
     title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
-    ladder = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
-    for label, rung in found.rungs:
-        verdict = "no" if rung.reasons() else "yes"
-        ladder.add_row(label, f"{rung.peak:.1f}", f"{rung.host_total:.1f}", f"{rung.step_s:.0f}", verdict)
-    yield ladder
+    attempts = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
+    for label, one in found.tried:
+        verdict = "no" if one.reasons() else "yes"
+        attempts.add_row(label, f"{one.peak:.1f}", f"{one.host_total:.1f}", f"{one.step_s:.0f}", verdict)
+    yield attempts
     for title, phases in (("GiB of one GPU", best.phases), ("GiB of host memory", best.host)):
         by_phase = Table("component", *numbers(phases), title=title)
         for part in dict.fromkeys(part for parts in phases.values() for part in parts):

@@ -45,9 +45,9 @@ styled = matplotlib.rc_context(STYLE)
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
     """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games.
 
-    `kind` restricts it to one task type, as a chart without interval and legend. A wide one marks both ends.
+    `kind` restricts it to one task type, as a chart without interval and legend.
     """
-    whole, single, wide = kind is None, len(runs) == 1, size[0] > 5
+    whole, single = kind is None, len(runs) == 1
     evaluation, training = ("eval/success", "success/all") if whole else (f"eval/success_{kind}", f"success/{kind}")
     if not any(evaluation in run.metrics for run in runs):
         return None
@@ -69,8 +69,6 @@ def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) 
         label = printable(run.name) if not single else "unseen games, 95% interval" if band else "unseen games"
         shown = np.multiply(values, 100)
         axes.plot(steps, shown, color=colour, linestyle=dash, linewidth=2, marker="o", markersize=3.6, label=label)
-        if single and wide:
-            _mark_ends(axes, steps, shown, colour)
     axes.set(xlabel="Update", ylabel="Success rate (%)", ylim=(0, 100))
     if whole:
         legend(axes)
@@ -209,17 +207,6 @@ def _name_bars(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-
-
-def _mark_ends(axes: Axes, steps: list[int], shown: np.ndarray, colour: str) -> None:
-    """Write the first value left of its point and the last one right of it, where no curve runs."""
-    for at, (shift, align) in {0: (-7, "right"), len(steps) - 1: (7, "left")}.items():
-        axes.annotate(
-            f"{shown[at]:.1f}%", (steps[at], shown[at]), (shift, 0), textcoords="offset points",
-            color=colour, fontsize=10, fontweight="bold", va="center", ha=align,
-        )  # fmt: skip
-    span = max(steps[-1] - steps[0], 1)
-    axes.set_xlim(steps[0] - 0.19 * span, steps[-1] + 0.17 * span)
 
 
 def legend(axes: Any) -> None:

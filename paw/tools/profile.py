@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,10 @@ def profile(
         variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
         with open_run(list(variants.values())[-1]) as run:
             played: dict[str, Record] = {}
-            groups = read_groups(rollouts, run) if rollouts else random_groups(run) if synthetic else play(run, played)
+            if synthetic:
+                run, groups = random_groups(run)
+            else:
+                groups = read_groups(rollouts, run) if rollouts else play(run, played)
             turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
             about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": code_commit()}
             about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
@@ -124,8 +128,7 @@ def one_pass(
     run: Run, config: Config, groups: list[Group], meter: Callable[[str], AbstractContextManager[Any]]
 ) -> dict[str, float]:
     """What `train.update` does after the rollout, each phase in its `meter`; returns the metrics of learning."""
-    run.config = config
-    run.metrics.clear()
+    run = replace(run, config=config, metrics={})
     run.engine.sleep()
     gc.collect()
     with meter("score"):

@@ -2,6 +2,8 @@
 
 import json
 import math
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,8 @@ def read_episodes(path: Path, *, vocabulary: int) -> list[Group]:
     return groups
 
 
-def random_groups(run: Run) -> list[Group]:
-    """Random tokens in the sizes of ALFWorld play under the recipe's limits.
+def random_groups(run: Run) -> tuple[Run, list[Group]]:
+    """Random tokens in the sizes of ALFWorld play under the recipe's limits, and the run with their encoding.
 
     Prompts and observations have the lengths that searching play of the generated full-size games gives (450 and 20
     tokens of Qwen2's pre-tokenizer). Responses, and 40 % of episodes that end early, at any turn, are assumptions.
@@ -86,9 +88,10 @@ def random_groups(run: Run) -> list[Group]:
             turns = [turn(won=won and step == last, done=step == last) for step in range(last + 1)]
             group.trajectories.append(Trajectory(group.task, member, turns))
         groups.append(group)
-    run.chat.separator_ids = ids(4, 4)  # as many as ChatML's
-    run.encode_observation = lru_cache(65536)(lambda text: [int(word) for word in text.split()])
-    return _with_log_probs(run, groups)
+    chat = copy(run.chat)
+    chat.separator_ids = ids(4, 4)  # as many as ChatML's
+    run = replace(run, chat=chat, encode_observation=lru_cache(65536)(lambda text: list(map(int, text.split()))))
+    return run, _with_log_probs(run, groups)
 
 
 def random_model(config: Config, folder: Path) -> str:

@@ -175,20 +175,20 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str,
     single = len(runs) == 1
 
     def figures(*given: tuple[str, str, Any], **more: Any) -> list[dict[str, Any]]:
-        """Of (file name, title, figure or None); `png` is what to save in place of the first."""
+        """Of (file name, title, figure or None)."""
         found = []
         for name, title, figure in given:
             if figure:
                 svg = plots.to_svg(figure, name, html.escape(_printable(title)))
-                saved = more.get("png") or figure
-                write_file(plots_dir / f"{name}.png", partial(saved.savefig, dpi=150, facecolor="white"))
+                write_file(plots_dir / f"{name}.png", partial(figure.savefig, dpi=150, facecolor="white"))
                 found.append({"title": title, "svg": svg, "aside": more.get("aside", ""), "note": more.get("note", "")})
         return found
 
-    curve, large = plots.learning_curve(runs, (4.8, 3.04)), plots.learning_curve(runs, (6.4, 3.7))
-    by_kind = plots.success_by_kind(runs, (3.6, 3.4))
-    wide = figures(("learning_curve", "Success over training", curve), png=large)
-    yield "Learning", "", "pair-wide", [*wide, *figures(("success_by_kind", "Success by task type", by_kind))]
+    curve, bars = plots.learning_curve(runs, (4.8, 3.04)), plots.success_by_kind(runs, (3.6, 3.4))
+    wide = figures(
+        ("learning_curve", "Success over training", curve), ("success_by_kind", "Success by task type", bars)
+    )
+    yield "Learning", "", "pair-wide", wide
     kinds = [
         (f"success_{i}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}", kind,
          plots.learning_curve(runs, (3.7, 2.2), kind=kind))

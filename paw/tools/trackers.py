@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paw.errors import UserError
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 
+Opened = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
+
+
 class Tracker:
     """Sends the configuration, and the numbers of each update, of the first rank.
 
@@ -20,34 +24,28 @@ class Tracker:
     """
 
     package = ""
-    is_open = False
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
             raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
+        self._opened: Opened | None = None
 
-    def open(self, run: "Run", config: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
+    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
+        """Begin; what logs the numbers of an update, and what ends it."""
         raise NotImplementedError
 
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:
-            self.open(run, run.config.model_dump(mode="json"))
-            self.is_open = True
+            self._opened = self.open(run, run.config.model_dump(mode="json"))
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
-        if self.is_open:
+        if self._opened:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self.log(run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            self._opened[0](run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
     def on_end(self, run: "Run") -> None:
-        if self.is_open:
-            self.close()
+        if self._opened:
+            self._opened[1]()
 
 
 class TensorBoard(Tracker):
@@ -55,20 +53,19 @@ class TensorBoard(Tracker):
 
     package = "tensorboard"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> None:
+    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = run.step + 1 if run.step else 0
-        self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
-        self.writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
+        writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+        writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        def log(step: int, numbers: dict[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
 
-    def close(self) -> None:
-        self.writer.close()
+        return log, writer.close
 
 
 class Wandb(Tracker):
@@ -76,7 +73,7 @@ class Wandb(Tracker):
 
     package = "wandb"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> None:
+    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -86,30 +83,20 @@ class Wandb(Tracker):
         )
         known = id_file.read_text().strip() if id_file.exists() else None
         options = {"id": known, "resume": "allow", "config": config, "settings": quiet}
-        self.run = wandb.init(project="paw", name=folder.name, dir=str(folder), **options)
-        write_file(id_file, self.run.id)
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+        opened = wandb.init(project="paw", name=folder.name, dir=str(folder), **options)
+        write_file(id_file, opened.id)
+        return lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 
 class Trackio(Tracker):
     package = "trackio"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> None:
+    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         import trackio  # pyright: ignore[reportMissingImports]
 
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "allow" if run.step else "never"
-        self.run = trackio.init(project="paw", name=run.directory.name, config=config, resume=resume, **quiet)
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+        opened = trackio.init(project="paw", name=run.directory.name, config=config, resume=resume, **quiet)
+        return lambda step, numbers: opened.log(numbers, step=step), opened.finish

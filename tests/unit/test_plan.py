@@ -1,4 +1,4 @@
-"""`paw plan`: shapes, the memory's arithmetic, the ladder, and the refusal of what cannot fit."""
+"""`paw plan`: shapes, the memory's arithmetic, the fallbacks, and the refusal of what cannot fit."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
-from paw.tools.fit import LADDER, changed, check_fits, check_machine, fit, get
+from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
 from paw.tools.plan import HEAD_BUFFER, plan
 from paw.tools.shapes import SHAPES, from_config, shape_of
 
@@ -149,7 +149,7 @@ def test_every_saving_saves():
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 
-def test_the_ladder_finds_full_parameter_training_of_14b_on_one_card(tmp_path, capsys):
+def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path, capsys):
     out = tmp_path / "found.toml"
     words = ["plan", "--model", NAME, "--gpus", "1x80GB", "--host-gib", "110", "--json", "--out", str(out)]
     assert cli.main(words) == 0
@@ -165,7 +165,7 @@ def test_the_ladder_finds_full_parameter_training_of_14b_on_one_card(tmp_path, c
 
 def test_what_fits_is_left_alone(capsys):
     config = load("alfworld-gigpo-paw")
-    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD).rungs] == ["as configured"]
+    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD).tried] == ["as configured"]
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
     shown = capsys.readouterr().out
     assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
@@ -189,7 +189,7 @@ def test_a_refusal_names_numbers_and_settings_that_pass():
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
     mended = load("alfworld-gigpo-paw", {"model.path": NAME} | advised)
     check_fits(mended, shape, **CARD, host_gib=110.0)
-    assert advised.keys() <= {key for change in LADDER for key in change} | {"rollout.gpu_memory_utilization"}
+    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"rollout.gpu_memory_utilization"}
 
 
 def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys):

@@ -166,11 +166,11 @@ def test_recorded_episodes_come_back_as_they_were_played(start, tmp_path):
 
 def test_random_episodes_keep_the_limits(start, tmp_path):
     config = make_config(start, tmp_path, max_tokens=12)
-    with open_run(config) as run:
-        groups = random_groups(run)
+    with open_run(config) as live:
+        run, groups = random_groups(live)
         observations = [run.encode_observation(turn.outcome.observation) for turn in turns(groups)]
-        again = random_groups(run)
-        assert len(run.chat.separator_ids) == 4  # as ChatML's
+        _, again = random_groups(live)
+        assert len(run.chat.separator_ids) == 4 and run.chat is not live.chat  # as ChatML's
     assert groups == again and [len(group.trajectories) for group in groups] == [3, 3, 3]
     assert all(1 <= len(t.prompt_ids) <= 256 and 1 <= len(t.response_ids) <= 3 for t in turns(groups))
     assert all(9 <= len(ids) <= 12 for ids in observations)
