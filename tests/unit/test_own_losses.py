@@ -1,0 +1,81 @@
+"""Losses and an estimator of one's own: the examples of docs/algorithm.md train, checked and fused like ours."""
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from joint import Objective, gradients, make_rows, relative, tiny_policy
+from test_update import make_config, run_updates, start  # noqa: F401
+
+from paw.algo import loss as losses
+from paw.algo.samples import collate
+from paw.errors import UserError
+from paw_kernels import token_stats
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """The page's examples, in a file."""
+    file = tmp_path_factory.mktemp("own") / "own.py"
+    parts = PAGE.read_text(encoding="utf-8").split("```python\n")[1:]
+    file.write_text("\n".join(part.split("```")[0] for part in parts))
+    return file
+
+
+def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
+    """One update each way: with ours by another name the same, with one's own another."""
+
+    def weights(**settings):
+        config = make_config(start, tmp_path / str(len(list(tmp_path.iterdir()))), **settings)
+        found, _, metrics = run_updates(config, 1)
+        assert metrics[-1]["wm/loss"] > 0 and metrics[-1]["optim/grad_norm"] > 0
+        return torch.cat([value.flatten() for value in found[-1].values()])
+
+    plain = weights()
+    assert torch.equal(weights(policy_loss="paw.algo.loss:ppo", wm_loss="paw.algo.loss:cmae"), plain)
+    assert torch.equal(weights(advantage_type="paw.algo.advantages:grpo"), plain)
+    sharp = weights(policy_loss=f"{own}:soft_clip", policy_width=0.1, wm_loss=f"{own}:focal")
+    assert not torch.equal(sharp, plain)
+    assert not torch.equal(weights(policy_loss=f"{own}:soft_clip", policy_width=0.3, wm_loss=f"{own}:focal"), sharp)
+    assert not torch.equal(weights(advantage_type=f"{own}:robust", advantage_floor=0.1), plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wm_loss": "cmea"}, "did you mean 'cmae'"),
+        ({"policy_loss": "no_module_here:loss"}, "no module"),
+        ({"wm_loss": "paw.algo.loss:focal"}, "has no 'focal'"),
+        ({"wm_loss": "OWN:focal", "wm_gama": 1.0}, "unknown key"),
+        ({"wm_loss": "OWN:focal", "wm_gamma": "much"}, "wm.gamma"),
+        ({"wm_gamma": 1.0}, "unknown key"),
+    ],
+)
+def test_a_name_or_a_setting_that_is_not_there_is_one_line(start, own, tmp_path, settings, message):  # noqa: F811
+    settings = {key: str(value).replace("OWN", str(own)) for key, value in settings.items()}
+    with pytest.raises(UserError, match=message) as error:
+        make_config(start, tmp_path, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
+    """Fused, against token_stats and autograd, for ours and for the page's."""
+    spec = importlib.util.spec_from_file_location("own", own)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    policy = tiny_policy()
+    rows = make_rows(policy, reference=True)
+    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu"))
+    tokens = Objective(kl_coef=0.1).tokens(batch, rows, len(rows))
+    for acting, watching in ((losses.ppo, losses.cmae), (module.soft_clip, partial(module.focal, gamma=1.0))):
+        loss = losses.joint(acting, watching, kl_coef=0.1, entropy_coef=0.01)
+        losses.joint_loss(policy, batch, tokens, loss, temperature=0.7).loss.backward()
+        fused = gradients(policy)
+        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+        stats = token_stats(hidden, policy.head_weight, batch.target, **policy.head_options(0.7))
+        loss(*stats, tokens).sum().backward()
+        assert relative(fused, gradients(policy)) < 1e-5 and fused.norm() > 0

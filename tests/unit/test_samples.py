@@ -1,0 +1,178 @@
+"""Trajectories become samples, one a turn; turns that continue one another share a sequence and learn the same."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from joint import VOCAB, Objective, dense, make_row, packed, relative, tiny_policy
+
+from paw.algo.advantages import grpo
+from paw.algo.loss import log_probs
+from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
+from paw.algo.world_model import select
+from paw.types import Group, Outcome, Task, Trajectory, Turn
+
+SEPARATOR, REPLY = [7, 8], [9, 6]
+CPU = torch.device("cpu")
+
+
+def make_turn(n, *, observation="you see a mug", reward=0.0, valid=True, done=False):
+    return Turn(
+        prompt_ids=[10 + n],
+        response_ids=[20 + n, 2],
+        sampled_logp=[-0.5, -0.25],
+        entropy=[0.3, 0.1],
+        prompt="p",
+        response="r",
+        outcome=Outcome(observation, reward, done, won=reward > 0, action="look", valid=valid),
+        anchor=f"anchor {n}",
+        version=0,
+    )
+
+
+def make_groups():
+    won = Trajectory(Task("a", "pick"), 0, [make_turn(0), make_turn(1, reward=10.0, observation="", done=True)])
+    lost = Trajectory(Task("a", "pick"), 1, [make_turn(2, valid=False)])
+    other = Trajectory(Task("b", "heat"), 0, [make_turn(3), make_turn(4), make_turn(5, valid=False)])
+    return [Group(won.task, [won, lost]), Group(other.task, [other])]
+
+
+def samples_of(groups, *, encode=lambda text: [ord(c) for c in text], penalty=0.1):
+    return to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=penalty)
+
+
+def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less_its_own_penalty():
+    groups = make_groups()
+    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+    samples = samples_of(groups)
+    places = [(sample.group, sample.trajectory, sample.step) for sample in samples]
+    assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 2, 0), (1, 2, 1), (1, 2, 2)]
+    for sample, turn in zip(samples, turns, strict=True):
+        assert (sample.prompt_ids, sample.response_ids) == (turn.prompt_ids, turn.response_ids)
+        assert (sample.sampled_logp, sample.sampled_entropy) == (turn.sampled_logp, turn.entropy)
+        assert sample.anchor == turn.anchor
+    assert [s.score for s in samples] == [10.0, 10.0, -0.1, 0.0, 0.0, -0.1]
+    assert [s.episode_return for s in samples] == [10.0, 10.0, 0.0, 0.0, 0.0, 0.0]
+    assert [s.reward for s in samples] == [0.0, 10.0, 0.0, 0.0, 0.0, 0.0]
+    assert [s.penalty for s in samples] == [0.0, 0.0, 0.1, 0.0, 0.0, 0.1]
+    assert samples_of([]) == []
+
+
+def test_an_empty_observation_and_no_world_model_give_neither_target_nor_separator():
+    samples = samples_of(make_groups())
+    assert samples[0].observation_ids == [ord(c) for c in "you see a mug"] and samples[0].separator_ids == SEPARATOR
+    assert (samples[1].observation_ids, samples[1].separator_ids) == ([], [])
+    for sample in samples_of(make_groups(), encode=None):
+        assert not sample.observation_ids and not sample.separator_ids and sample.wm_weight == 0.0
+
+
+def test_collate_as_documented():
+    row = replace(make_row(random.Random(0)), prompt_ids=[1, 5, 6], response_ids=[7, 2], separator_ids=[1])
+    selected = replace(row, observation_ids=[8, 9], wm_weight=0.5)
+    batch = collate([selected, replace(selected, wm_weight=0.0)], [[0], [1]], with_observation=True, device=CPU)
+    assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9, 1, 5, 6, 7, 2]
+    assert batch.lengths == [8, 5] and batch.target.tolist() == [7, 2, 8, 9, 7, 2]
+    assert batch.position.tolist() == [2, 3, 5, 6, 10, 11]
+    assert batch.observation.tolist() == [False, False, True, True, False, False]
+
+
+def conversation(*, turns=5, seed=0, mangled=()):
+    """Three groups of two trajectories, each a conversation: the next prompt is this one, the response, the observation
+    as a user's message, and the template's way to the next response. `mangled` turns see another text than they return.
+    """
+    rng, groups = random.Random(seed), []
+
+    def ids(n):
+        return [rng.randrange(10, VOCAB) for _ in range(n)]
+
+    for g in range(3):
+        group = Group(Task(str(g), "pick"), [])
+        for member in range(2):
+            prompt, played = ids(4), []
+            for t in range(turns):
+                response, observation = ids(rng.randint(1, 4)), ids(5) if t < turns - 1 else []
+                reward = 10.0 * (t == turns - 1 and member == 0)
+                turn = make_turn(t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1)
+                played.append(
+                    replace(turn, prompt_ids=prompt, response_ids=response, sampled_logp=[-1.0] * len(response))
+                )
+                shown = ids(5) if t in mangled else observation
+                prompt = prompt + response + SEPARATOR + shown + REPLY
+            group.trajectories.append(Trajectory(group.task, member, played))
+        groups.append(group)
+    return groups
+
+
+def prepared(policy, groups, *, wm):
+    encode = (lambda text: [int(i) for i in text.split()]) if wm else None
+    samples, rng = samples_of(groups, encode=encode), random.Random(1)
+    for sample, advantage in zip(samples, grpo(samples), strict=True):
+        sample.advantage = advantage
+    found = log_probs(policy, samples, temperature=1.0, budget=10**6)
+    for sample, (logp, entropy) in zip(samples, found.values(), strict=True):
+        sample.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
+        sample.ref_logp, sample.entropy = [value - 0.1 for value in logp], entropy
+    if wm:
+        weights = select(samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)).weights
+        for sample, weight in zip(samples, weights, strict=True):
+            sample.wm_weight = weight
+    return samples
+
+
+def tokens(samples, *, with_observation):
+    batches = micro_batches(samples, budget=10**6, with_observation=with_observation, device=CPU)
+    return sum(sum(batch.lengths) for batch in batches)
+
+
+@pytest.mark.parametrize("wm", [False, True], ids=["GRPO", "PaW"])
+@pytest.mark.parametrize("norm", ["token", "row", "group"])
+def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
+    policy = tiny_policy()
+    samples = prepared(policy, conversation(), wm=wm)
+    alone = [replace(sample, continues=False) for sample in samples]
+    assert len(sequences(samples, with_observation=wm)) == 6 and len(sequences(alone, with_observation=wm)) == 30
+    policy.double()  # the body: its rounding depends on what a sequence is batched with
+    objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
+    one, many = (packed(policy, s, objective, update_samples=40, with_observation=wm) for s in (samples, alone))
+    assert one[0] == pytest.approx(many[0], rel=1e-6) and relative(one[1], many[1]) < 1e-6
+    assert one[1].norm() > 0
+    by_one, by_many = (log_probs(policy, s, temperature=0.7, budget=60) for s in (samples, alone))
+    for i, (logp, entropy) in by_many.items():
+        assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(entropy, abs=1e-6)
+
+
+def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
+    samples = prepared(tiny_policy(), conversation(), wm=True)
+    alone = [replace(sample, continues=False) for sample in samples]
+    assert any(sample.wm_weight for sample in samples)
+    plain = tokens(samples, with_observation=False)
+    assert plain < tokens(alone, with_observation=False) / 2 < tokens(alone, with_observation=True) / 2
+    assert tokens(samples, with_observation=True) == plain
+
+
+def test_a_target_that_is_not_in_the_next_prompt_is_appended():
+    """Turn 2's observation reads otherwise in the prompt: where it is a target, the sequence ends behind it."""
+    policy = tiny_policy()
+    samples = prepared(policy, conversation(mangled={2}), wm=True)
+    for sample in samples:
+        sample.wm_weight = 0.1 * (sample.step < 4)
+    joined = sequences(samples, with_observation=True)
+    assert [len(members) for members in joined] == [3, 2] * 6
+    assert [len(members) for members in sequences(samples, with_observation=False)] == [5] * 6
+    objective = Objective(wm="ce")
+    loss, gradient = packed(policy, samples, objective, update_samples=30)
+    expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
+    assert loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
+
+
+def test_minibatches_keep_sequences_together_and_ranks_share_them():
+    policy = tiny_policy()
+    samples = prepared(policy, conversation(), wm=True)
+    parts = minibatches(samples, size=10, seed=3)
+    assert [len(part) for part in parts] == [10, 10, 10]
+    assert all(len(sequences(part, with_observation=False)) == 2 for part in parts)
+    whole = packed(policy, samples, Objective(), update_samples=30)
+    shares = [packed(policy, samples, Objective(), update_samples=30, budget=60, share=(rank, 4)) for rank in range(4)]
+    assert sum(loss for loss, _ in shares) == pytest.approx(whole[0], rel=1e-6)
+    assert relative(sum(gradient for _, gradient in shares), whole[1]) < 1e-6
