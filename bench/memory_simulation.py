@@ -120,7 +120,7 @@ class FakeRanks(Ranks):
     """Rank 0 among `world` that are not there."""
 
     def __init__(self, world: int) -> None:
-        self.rank, self.world, self._device = 0, world, torch.device("cpu")
+        self.rank, self.world_size, self._device = 0, world, torch.device("cpu")
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 

@@ -88,7 +88,7 @@ def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
         return
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
     fit: Any = importlib.import_module("paw.tools.fit")
-    fit.check_machine(config, gpus=ranks.world, gpu_gib=gib, on_host=ranks.on_host)
+    fit.check_machine(config, gpus=ranks.world_size, gpu_gib=gib, on_host=ranks.on_host)
 
 
 def build(
@@ -109,12 +109,12 @@ def build(
     backend = pick_backend(config.model.head_backend, device, config.model.dtype)
     attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
     began = time.monotonic()
-    path = ranks.from_first(lambda: start_model(run, config, message))
+    path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
     tokenizer = load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
 
-    alone, ppo = ranks.world == 1, config.advantage.type == "ppo"
+    alone, ppo = ranks.world_size == 1, config.advantage.type == "ppo"
     options: dict[str, Any] = {
         "dtype": config.model.dtype,
         "device": device,

@@ -120,7 +120,7 @@ class Run(Parts):
     def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
         """`algo.loss.log_probs` of all samples, the batches shared among ranks."""
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
-        share = (self.ranks.rank, self.ranks.world)
+        share = (self.ranks.rank, self.ranks.world_size)
         scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
         parts = self.ranks.gather(scored, dict[int, tuple[list[float], float]])
         found = {i: values for part in parts for i, values in part.items()}
@@ -129,7 +129,9 @@ class Run(Parts):
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:
         """The reference model on the device, where it is otherwise kept in host memory."""
-        visits = self.config.policy.offload_reference and self.ranks.world == 1 and self.reference is not self.policy
+        visits = (
+            self.config.policy.offload_reference and self.ranks.world_size == 1 and self.reference is not self.policy
+        )
         if visits:
             self.reference.to(self.policy.device)
         yield
@@ -146,7 +148,9 @@ class Run(Parts):
 
     def catch_up(self, rollouts: Rollouts) -> None:
         """Evaluate where that is due and the newest line lacks it: before the first update, and after a stop."""
-        if self._evaluation_due and not self.ranks.from_first(lambda: self.log and self.log.evaluated(self.step)):
+        if self._evaluation_due and not self.ranks.broadcast_from_rank0(
+            lambda: self.log and self.log.evaluated(self.step)
+        ):
             self.evaluate(rollouts)
             self._write_metrics()
 
@@ -250,7 +254,7 @@ def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) ->
     ranks = Ranks(device, tasks=config.rollout.tasks, peer_timeout_s=config.run.peer_timeout_s)
     stack.callback(ranks.close)
     ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
-    name, notes = ranks.from_first(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
+    name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
     factory = check_environment(config)

@@ -29,7 +29,7 @@ from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.lora import adapters_off
 from paw.model.optim import learning_rate, set_learning_rate
-from paw.model.parallel import whole
+from paw.model.parallel import full_tensor
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import push_weights, sampler_mismatch
@@ -225,23 +225,23 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             device=policy.device,
             quadratic=policy.quadratic,
             skip=partial(zero_gradient, config),
-            share=(ranks.rank, ranks.world),
+            share=(ranks.rank, ranks.world_size),
         )
         total = 0.0
         for batch in batches:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
             tokens = losses.token_batch(batch, minibatch, **of_update)
             # Times world: the weights of samples are those of the whole mini-batch, FSDP averages over ranks.
-            scaled = replace(tokens, weight=ranks.world * tokens.weight)
+            scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
             out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
             out.loss.backward()
             if unscored:
                 unscored, found = False, found | compare_sampler(run, out, tokens)
-            total += float(out.loss.detach()) / ranks.world
-            out = out._replace(token_loss=out.token_loss / ranks.world)
+            total += float(out.loss.detach()) / ranks.world_size
+            out = out._replace(token_loss=out.token_loss / ranks.world_size)
             sums = [a + b for a, b in zip(sums, losses.tally(out, tokens, acting, watching), strict=True)]
         steps += 1
-        norm = float(whole(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
+        norm = float(full_tensor(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
         if run.guard.allows(loss=sum(ranks.gather(total)), grad_norm=norm):
             run.optimizer.step()
             norms.append(norm)

@@ -22,7 +22,7 @@ from paw.algo.advantages import gae, whiten
 from paw.algo.loss import Batch, micro_batches
 from paw.config import Config
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks, whole
+from paw.model.parallel import Ranks, full_tensor
 from paw.model.policy import Policy, load_policy
 from paw.state.guards import TrainingStopped, UpdateGuard
 from paw.types import Sample
@@ -89,12 +89,12 @@ class Critic:
             for batch in batches:
                 self.ranks.sync_gradients(self.model, self.config.optim.grad_sync == "each" or batch is batches[-1])
                 part, limited = self.model(partial(self.loss, batch, minibatch))
-                (part * (self.ranks.world / n)).backward()  # FSDP averages over ranks
+                (part * (self.ranks.world_size / n)).backward()  # FSDP averages over ranks
                 loss += float(part.detach()) / n
                 clipped += int(limited)
             tokens += n
             losses.append(sum(self.ranks.gather(loss)))
-            norm = float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)))
+            norm = float(full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)))
             if self.guard.allows(loss=losses[-1], grad_norm=norm):
                 self.optimizer.step()
                 norms.append(norm)
@@ -127,7 +127,7 @@ class Critic:
             with_observation=False,
             device=self.model.device,
             quadratic=self.model.quadratic,
-            share=(self.ranks.rank, self.ranks.world),
+            share=(self.ranks.rank, self.ranks.world_size),
         )
 
 

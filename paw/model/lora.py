@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from paw.config import LoraConfig
 from paw.errors import UserError
-from paw.model.parallel import whole
+from paw.model.parallel import full_tensor
 
 BASE, ADAPTER = ".base_layer.", ".lora_"
 """Parts of peft's parameter names."""
@@ -81,7 +81,7 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
         return weight
     layer: Any = model.get_submodule(name.removesuffix(f"{BASE}weight"))
     (key,) = layer.scaling
-    a, b = (whole(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    a, b = (full_tensor(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.float(), b, a, alpha=layer.scaling[key]).to(weight.dtype)
 
 

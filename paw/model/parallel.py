@@ -44,21 +44,23 @@ class Ranks:
 
     def __init__(self, device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> None:
         """Raises UserError for torchrun variables that do not fit together or this machine, and for idle ranks."""
-        self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-        self.on_host = _variable("LOCAL_WORLD_SIZE", self.world)
+        self.rank, self.world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+        self.on_host = _variable("LOCAL_WORLD_SIZE", self.world_size)
         self._device = device
-        if not 0 <= self.rank < self.world:
+        if not 0 <= self.rank < self.world_size:
             raise UserError(
-                f"RANK = {self.rank} and WORLD_SIZE = {self.world} do not fit; start with --gpus or torchrun"
+                f"RANK = {self.rank} and WORLD_SIZE = {self.world_size} do not fit; start with --gpus or torchrun"
             )
-        if not 1 <= self.on_host <= self.world:
+        if not 1 <= self.on_host <= self.world_size:
             raise UserError(
-                f"LOCAL_WORLD_SIZE = {self.on_host} and WORLD_SIZE = {self.world} do not fit; start with --gpus or"
+                f"LOCAL_WORLD_SIZE = {self.on_host} and WORLD_SIZE = {self.world_size} do not fit; start with --gpus or"
                 " torchrun"
             )
-        if tasks < self.world:
-            raise UserError(f"rollout.tasks = {tasks} on {self.world} ranks leaves some without a task; lower --gpus")
-        if self.world == 1:
+        if tasks < self.world_size:
+            raise UserError(
+                f"rollout.tasks = {tasks} on {self.world_size} ranks leaves some without a task; lower --gpus"
+            )
+        if self.world_size == 1:
             return
         if device.type == "cuda":
             local, count = _variable("LOCAL_RANK", self.rank), torch.cuda.device_count()
@@ -66,18 +68,20 @@ class Ranks:
                 raise UserError(f"LOCAL_RANK = {local}, but this machine has {count} GPUs; start one rank a GPU")
             torch.cuda.set_device(local)
             self._device = torch.device("cuda", local)
-        if self.on_host == self.world and (loopback := [n for _, n in socket.if_nameindex() if n.startswith("lo")]):
+        if self.on_host == self.world_size and (
+            loopback := [n for _, n in socket.if_nameindex() if n.startswith("lo")]
+        ):
             for library in ("GLOO", "NCCL"):  # nothing of this machine's ranks concerns the network
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
         try:
-            store, watched = _stores(self.rank, self.world)
+            store, watched = _stores(self.rank, self.world_size)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=FOREVER)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=FOREVER)
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"rank {self.rank} cannot reach the others: {str(error).splitlines()[0]}") from None
         from paw.model.watchdog import Watchdog
 
-        self._watchdog = Watchdog(watched, self.rank, self.world, timeout_s=peer_timeout_s)
+        self._watchdog = Watchdog(watched, self.rank, self.world_size, timeout_s=peer_timeout_s)
 
     @property
     def first(self) -> bool:
@@ -89,18 +93,18 @@ class Ranks:
 
         Never a pickle: whoever could speak for a rank could run code in the others.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return [item]
         data = to_json(item, inf_nan_mode="constants")
         return [_adapter(kind or type(item)).validate_json(part) for part in self.gather_bytes(data)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, in the order of ranks."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [data]
         if self._watchdog:
             self._watchdog.wait()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]))
         longest = int(max(sizes))
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
@@ -117,7 +121,7 @@ class Ranks:
         if self._watchdog:
             self._watchdog.leave()
 
-    def from_first(self, make: Callable[[], T], kind: Any = None) -> T:
+    def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
         """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
         PeerLostError."""
         made, failure = None, None
@@ -126,7 +130,7 @@ class Ranks:
                 made = make()
             except UserError as error:
                 failure = error
-        if self.world > 1:
+        if self.world_size > 1:
             made, message = self.gather((made, failure and str(failure)), tuple[kind or Any, str | None])[0]
             if message and not self.first:
                 raise PeerLostError(f"rank 0: {message}")
@@ -150,9 +154,9 @@ class Ranks:
         whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
         optimizer's. `offload` keeps the shards in host memory.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return
-        options: dict[str, Any] = {"mesh": init_device_mesh(self._device.type, (self.world,))}
+        options: dict[str, Any] = {"mesh": init_device_mesh(self._device.type, (self.world_size,))}
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
             options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -177,13 +181,13 @@ class Ranks:
     def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""
         for name, tensor in named:
-            tensor = whole(tensor.detach())
+            tensor = full_tensor(tensor.detach())
             yield name, tensor.cpu() if self.first else tensor
 
     def close(self) -> None:
         if self._watchdog:
             self._watchdog.close()
-        if self.world > 1 and dist.is_initialized():  # vLLM's end may have taken it along
+        if self.world_size > 1 and dist.is_initialized():  # vLLM's end may have taken it along
             dist.destroy_process_group()
 
 
@@ -212,18 +216,18 @@ def _variable(name: str, default: int) -> int:
     return int(value)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, a collective call; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(like: Tensor, tensor: Tensor) -> Tensor:
+def distribute_like(like: Tensor, tensor: Tensor) -> Tensor:
     """A copy of a full tensor on `like`'s device, sharded as `like` is."""
     tensor = tensor.to(like.device, copy=True)
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End a process without the interpreter's own way, which in one of twenty aborts in a thread of gloo's."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -21,7 +21,7 @@ from paw.errors import UserError
 from paw.model.attention import ATTENTION, pack_rows, separate_rows
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
-from paw.model.parallel import sharded_like
+from paw.model.parallel import distribute_like
 from paw.model.precision import run_in
 from paw_kernels import best_backend, why_not_backend
 
@@ -124,7 +124,7 @@ class Policy(nn.Module):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
-            parameter.copy_(sharded_like(parameter, tensors[name]))
+            parameter.copy_(distribute_like(parameter, tensors[name]))
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -301,7 +301,7 @@ class Rollouts:
                 raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
         if self.ranks is None:
             return self.play(tasks, **options)
-        places = range(self.ranks.rank, len(tasks), self.ranks.world)
+        places = range(self.ranks.rank, len(tasks), self.ranks.world_size)
         own = self.play([tasks[i] for i in places], places=places, **options)
         _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
         played = self.ranks.gather(own, tuple[list[Group], RolloutStats])

@@ -7,7 +7,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from paw.errors import UserError
 from paw.model.lora import ADAPTER, BASE, merged
-from paw.model.parallel import whole
+from paw.model.parallel import full_tensor
 from paw.rollout.engines.base import Engine
 
 LIMIT, TOLERATED = 0.5, 0.05
@@ -41,7 +41,7 @@ def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[s
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
         if ADAPTER not in name:
-            yield name.replace(BASE, "."), merged(model, name, whole(parameter.detach()))
+            yield name.replace(BASE, "."), merged(model, name, full_tensor(parameter.detach()))
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:

@@ -86,7 +86,7 @@ def about(run: "Run") -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "ranks": run.ranks.world,
+        "ranks": run.ranks.world_size,
         "threads": torch.get_num_threads(),
         "engine": run.config.rollout.engine,
         "model": run.config.model.path,

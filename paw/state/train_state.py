@@ -18,7 +18,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from paw.errors import describe
-from paw.model.parallel import Ranks, sharded_like, whole
+from paw.model.parallel import Ranks, distribute_like, full_tensor
 from paw.model.policy import Policy
 from paw.state import checkpoint
 from paw.state.checkpoint import CheckpointError, Named
@@ -107,7 +107,7 @@ class TrainState:
         tensors: checkpoint.Tensors = {}
 
         def read() -> dict[str, Any] | None:
-            newest = checkpoint.newest(folder, lambda path: self._read(path, names, ranks.world), warn)
+            newest = checkpoint.newest(folder, lambda path: self._read(path, names, ranks.world_size), warn)
             if newest is None:
                 return None
             path, (found, state) = newest
@@ -115,7 +115,7 @@ class TrainState:
             shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in found.items()}
             return {"path": str(path), "state": state, "shapes": shapes}
 
-        sent = ranks.from_first(read, dict[str, Any] | None)
+        sent = ranks.broadcast_from_rank0(read, dict[str, Any] | None)
         if sent is None:
             return None
         # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
@@ -173,7 +173,9 @@ def _rng(rank: int) -> str:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     parameters: Named,
-    gathered: Callable[[Named], Any] = lambda named: {name: whole(tensor).detach().cpu() for name, tensor in named},
+    gathered: Callable[[Named], Any] = lambda named: {
+        name: full_tensor(tensor).detach().cpu() for name, tensor in named
+    },
 ) -> tuple[Any, dict[str, Any]]:
     """An optimizer's state as ("<parameter>/<key>" -> tensor, JSON); for torch's AdamW: step, exp_avg, exp_avg_sq.
 
@@ -217,7 +219,7 @@ def load_optimizer(
             on_device = group.get("fused") or group.get("capturable")
             restored[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
         else:
-            restored[parameter][key] = sharded_like(parameter, tensor)
+            restored[parameter][key] = distribute_like(parameter, tensor)
     optimizer.state.clear()
     for parameter, values in restored.items():
         if not isinstance(optimizer, Compressed):

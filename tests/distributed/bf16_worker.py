@@ -14,7 +14,7 @@ from paw.algo import loss
 from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.model.lora import add_adapters
-from paw.model.parallel import Ranks, leave, whole
+from paw.model.parallel import Ranks, exit_now, full_tensor
 from paw.model.policy import Policy
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def log_probs(policy, rows, ranks):
-    share = (ranks.rank, ranks.world)
+    share = (ranks.rank, ranks.world_size)
     scored = loss.log_probs(policy, rows, temperature=1.0, budget=100, share=share)
     parts = ranks.gather(scored, dict[int, tuple[list[float], float]])
     found = {i: logp for part in parts for i, (logp, _) in part.items()}
@@ -30,15 +30,15 @@ def log_probs(policy, rows, ranks):
 
 
 def gradient(policy, rows, ranks):
-    objective, share = Objective(rho=0.05), (ranks.rank, ranks.world)
+    objective, share = Objective(rho=0.05), (ranks.rank, ranks.world_size)
     sizes = {"budget": 100, "device": policy.device, "quadratic": policy.quadratic}
     batches = micro_batches(rows, with_observation=True, share=share, **sizes)
     for batch in batches:
         ranks.sync_gradients(policy, True)
         tokens = objective.tokens(batch, rows, len(rows))
-        scaled = replace(tokens, weight=ranks.world * tokens.weight)
+        scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
         loss.joint_loss(policy, batch, scaled, objective.loss, temperature=1.0).loss.backward()
-    found = {n: whole(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
+    found = {n: full_tensor(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
     return torch.cat([found[name] for name in sorted(found)])
 
 
@@ -60,7 +60,7 @@ def make(kind, checkpointing):
 
 def check(kind, checkpointing, ranks):
     single = copy.copy(ranks)
-    single.rank, single.world = 0, 1
+    single.rank, single.world_size = 0, 1
     rows = make_rows(tiny_policy("qwen3", **SHARP), 40)
     alone, shared = make(kind, checkpointing), make(kind, checkpointing)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
@@ -85,7 +85,7 @@ def main():
         if ranks.first:
             print(kind, checkpointing, *(f"{value:.1e}" for value in found), flush=True)
     ranks.close()
-    leave()
+    exit_now()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from paw.config import OptimConfig
 from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks, leave, sharded_like, whole
+from paw.model.parallel import Ranks, distribute_like, exit_now, full_tensor
 from paw.recipe import validate
 from paw.state import checkpoint, train_state
 from paw.tools.plan import plan
@@ -34,13 +34,14 @@ def make(*, offload=False, lr=1e-2, bits=32, model=None):
 def step(model, optimizer, i):
     for n, p in enumerate(model.parameters()):
         gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + n)).bfloat16()
-        p.grad = sharded_like(p, gradient)
+        p.grad = distribute_like(p, gradient)
     optimizer.step()
 
 
 def same(a, b):
     return all(
-        torch.equal(whole(x.detach()), whole(y.detach())) for x, y in zip(a.parameters(), b.parameters(), strict=True)
+        torch.equal(full_tensor(x.detach()), full_tensor(y.detach()))
+        for x, y in zip(a.parameters(), b.parameters(), strict=True)
     )
 
 
@@ -143,7 +144,7 @@ def shards(folder):
     one, first = make()
     two = copy.deepcopy(one)
     for layer in two:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (ranks.world,)))
+        fully_shard(layer, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     two, second = make(model=two, offload=True)
     for i in range(2):
         step(one, first, i)
@@ -163,7 +164,7 @@ def shards(folder):
         step(model, optimizer, 2)
     assert same(one, two) and same(one, fewer)
     ranks.close()
-    leave()
+    exit_now()
 
 
 if __name__ == "__main__":
