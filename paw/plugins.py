@@ -1,8 +1,8 @@
 """Plug-ins by name: environments, advantage estimators, losses, agents, rewards, callbacks.
 
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed package registers in
-the group `paw.<kind>`, as "module:name", or as "FILE.py:name" (a path relative to the current folder). Nothing is
-imported for a name that was not asked for, and no torch here.
+the group `paw.<kind>`, as "module:name", or as "FILE.py:name" (a path relative to the current folder). A program may
+hand one over as it is, see `give`. Nothing is imported for a name that was not asked for, and no torch here.
 
 A plug-in may have settings, which then are keys of its section of the recipe: a class those of its `Config`, a subclass
 of `Section`; a function its keyword-only parameters.
@@ -74,6 +74,7 @@ BUILT_IN = {
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 _files: dict[tuple[str, int, int], ModuleType] = {}
+_given: dict[str, Any] = {}
 
 
 def names(kind: str) -> list[str]:
@@ -81,11 +82,23 @@ def names(kind: str) -> list[str]:
     return sorted({*BUILT_IN[kind], *_registered(kind)})
 
 
+def give(plugin: Any) -> str:
+    """A name for a class, function or object that this program made; `load` finds it while the program runs."""
+    name = f"given:{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
+    while _given.setdefault(name, plugin) is not plugin:
+        name += "_"
+    return name
+
+
 def load(kind: str, name: str) -> Any:
     """The class, function or object that `name` means.
 
     Raises UserError where there is none, or where its module or file cannot be imported.
     """
+    if name.startswith("given:"):
+        if name not in _given:
+            raise UserError(f"'{clean(name)}' was handed over by a program; run that again, or name a 'FILE.py:name'")
+        return _given[name]
     target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
     if target is None:
         near = difflib.get_close_matches(name[:LONGEST_NAME], names(kind), n=1)

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 import tomli_w
 from pydantic import ValidationError
 
+from paw import plugins
 from paw.config import Config
 from paw.errors import UserError, clean, shown, to_stderr
 from paw.keys import Key, hint, keys_of, meaning
@@ -75,7 +76,9 @@ def load_played(recipe: str | None, overrides: dict[str, str], defaults: dict[st
 
 
 def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
-    """The Config of a recipe's tables under `{"a.b": value}` overrides."""
+    """The Config of a recipe's tables under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
+    plain = (str, int, float, list, tuple, dict, Path, type(None))
+    overrides = {key: value if isinstance(value, plain) else plugins.give(value) for key, value in overrides.items()}
     selectors: dict[str, Any] = {}
     for key, text in overrides.items():  # what plug-ins are chosen decides which keys there are
         if key in ("env.name", "advantage.type", "agent.type", "reward.type"):

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from paw import plugins
+from paw import plugins, recipe
 from paw.config import EnvConfig
 from paw.errors import UserError
 from paw.values import Section
@@ -127,3 +127,14 @@ def test_nothing_is_imported_that_was_not_asked_for():
         "sys.exit(any(m == 'torch' or m.startswith(('paw.envs', 'paw.agents')) for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_program_hands_over_what_it_made():
+    def ours(samples, *, depth: int = 3):
+        return [0.0] * len(samples)
+
+    config = recipe.load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
+    assert plugins.load("advantages", config.advantage.type) is ours and config.advantage.settings() == {"depth": 5}
+    assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
+    with pytest.raises(UserError, match="'given:gone' was handed over by a program; run that again, or name a 'FILE"):
+        plugins.load("advantages", "given:gone")
