@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # The versions that the tests ran with; CONSTRAINTS= takes the newest that pyproject.toml allows.
 CONSTRAINTS := -c constraints.txt
+# Where pip finds torch: https://download.pytorch.org/whl/cpu has a build without CUDA, 200 MB in place of gigabytes.
+TORCH_INDEX ?=
 PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check
 ARGS ?=
 JOBS ?= 2
@@ -32,8 +34,13 @@ lint: $(VENV)/.test
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along.
 $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
+	  and $(PYTHON) is $$($(PYTHON) --version 2>&1): make train PYTHON=python3.11" >&2; exit 1; }
+	@test -n "$(TORCH_INDEX)" || test "$$(uname -s)" != Linux || command -v nvidia-smi >/dev/null || echo "No NVIDIA GPU \
+	  found. pip's torch brings gigabytes of CUDA along; the small CPU build: \
+	  make train TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $(CONSTRAINTS) torch
+	$(PIP_INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP_INSTALL) $(CONSTRAINTS) -e .
 	touch $@
 

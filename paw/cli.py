@@ -1,31 +1,25 @@
-"""The command line: `paw train | eval | rollout | profile | plan | rwml | play | report | serve | export | warmup |
-env | data | doctor`.
+"""The command line: `paw train | eval | rollout | ...`, see `paw --help`.
 
-Modules that load torch are imported by the command that needs them: `paw --help` is quick. A user's mistake is one line
-on stderr and exit code 2.
+A command's modules are imported when it is the one: `paw --help` is quick. A user's mistake is one line on stderr and
+exit code 2.
 """
 
 import argparse
 import errno
+import importlib
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paw import __version__
-from paw.config import Config
-from paw.envs import make_factory
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
-from paw.recipe import explain, load, nearest
-from paw.state import signals
-from paw.state.claim import run_names
-from paw.tools import data, doctor, env_check, fit, inspect_model, play, report
-from paw.tools.experiment import command as experiment
 
-OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (see --dry-run for all keys)"
+OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (docs/keys.md has all keys)"
 SHORT = {
     "--agent": "--agent.type",
     "--env": "--env.name",
@@ -35,6 +29,35 @@ SHORT = {
 SHORT_FORMS = (
     "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for " + " ".join(SHORT.values()) + ")"
 )
+COMMANDS = {
+    "train": "train a recipe and write a run directory with a report",
+    "eval": "play held-out games with a model or a run and print success with its interval",
+    "rollout": "play episodes and write every turn as JSON lines",
+    "profile": "time and memory of an update with and without the world model",
+    "plan": "predict memory and time, and find settings that fit",
+    "experiment": "repeat the paper's comparisons, sweeps and curves, over seeds",
+    "rwml": "world-model learning by RL: collect triplets, filter out easy ones, or fine-tune on them",
+    "play": "play a game in the terminal and see what the agent sees",
+    "report": "write report.html and plots of one run, or of several to compare",
+    "serve": "serve a corpus: a retriever behind HTTP",
+    "export": "write a checkpoint of a run in Hugging Face format",
+    "warmup": "make the quickstart model of a recipe (cached)",
+    "env": "check that an environment keeps the rules of the protocol",
+    "data": "say where an environment's files are, check them, or generate some",
+    "keys": "print the reference of all keys (docs/keys.md)",
+    "doctor": "say what is installed and what is missing, or inspect a model",
+}
+MODULES = {
+    "plan": "paw.tools.fit",
+    "experiment": "paw.tools.experiment.command",
+    "play": "paw.tools.play",
+    "report": "paw.tools.report",
+    "env": "paw.tools.env_check",
+    "data": "paw.tools.data",
+}
+"""Commands whose module has its own `add_arguments(parser)` and `run(options, overrides)`."""
+NO_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
+Overrides = dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,11 +72,11 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
-        options, rest = _parser().parse_known_args(words)
-        if overrides and not options.overrides:
+        options, rest = _parser(words).parse_known_args(words)
+        if overrides and options.name in NO_OVERRIDES:
             rest = [f"--{key}" for key in overrides]
         if rest:
-            raise UserError(_unknown(rest[0], overrides=options.overrides))
+            raise UserError(_unknown(rest[0], overrides=options.name not in NO_OVERRIDES))
         known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
         if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # training leaves at once until it has begun
@@ -100,109 +123,120 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}; see {self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """All commands by name, with the arguments of the one that `words` begin with."""
     parser = _Parser(prog="paw", description="Policy and world-model co-training for language agents.")
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-
-    def add(name: str, help: str, command, *, overrides: bool = True) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help, epilog=OVERRIDES if overrides else None)
-        sub.set_defaults(command=command, overrides=overrides)
-        return sub
-
-    def add_module(name: str, help: str, module) -> None:
-        """A command whose module has its own `add_arguments(parser)` and `run(options)`."""
-        module.add_arguments(add(name, help, lambda options, _: module.run(options), overrides=False))
-
-    sub = add("train", "train a recipe and write a run directory with a report", _train)
-    sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-    sub.add_argument(
-        "--resume",
-        choices=["auto"],
-        help="continue the run of this name (of its highest number) from its checkpoint",
-    )
-    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="processes to train in, one a GPU (CPUs too)")
-    sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-
-    evaluation = add("eval", "play held-out games with a model or a run and print success with its interval", _eval)
-    rollout = add("rollout", "play episodes and write every turn as JSON lines", _rollout)
-    for sub in (evaluation, rollout):
-        nargs = "?" if sub is evaluation else None  # an endpoint may play
-        sub.add_argument("model", nargs=nargs, help="run directory, model folder or Hugging Face name")
-        sub.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
-    evaluation.epilog = f"{SHORT_FORMS}; {OVERRIDES}"
-    evaluation.add_argument("--json", action="store_true", help="print one JSON object")
-    evaluation.add_argument("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
-    rollout.add_argument("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
-    rollout.add_argument("--out", default="-", help="file for the episodes (default: standard output)")
-
-    sub = add("profile", "time and memory of an update with and without the world model", _profile)
-    sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-    sub.add_argument("--repeats", type=int, default=10, metavar="N", help="passes of each (default: %(default)s)")
-    sub.add_argument("--out", type=Path, default=Path("profile"), help="folder to write (default: %(default)s)")
-    sub.add_argument("--trace", action="store_true", help="write profiler traces (on a GPU: memory snapshots too)")
-    source = sub.add_mutually_exclusive_group()
-    source.add_argument("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
-    source.add_argument("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
-
-    sub = add("plan", "predict memory and time, and find settings that fit", lambda *given: fit.run(*given))
-    fit.add_arguments(sub)
-
-    sub = add("experiment", "repeat the paper's comparisons, sweeps and curves, over seeds", experiment.run)
-    experiment.add_arguments(sub)
-
-    sub = add("rwml", "world-model learning by RL: collect triplets, filter out easy ones, or fine-tune on them", _rwml)
-    sub.add_argument("stage", choices=["collect", "filter", "sft"])
-    sub.add_argument("source", help="collect: the model that plays; filter, sft: the triplets")
-    sub.add_argument("--recipe", required=True, help="collect: the games; filter, sft: a next-state recipe")
-    sub.add_argument("--model", help="filter, sft: the model that learns")
-    sub.add_argument("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
-    sub.add_argument("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
-    sub.add_argument("--out", type=Path, required=True, help="file (sft: folder) to write")
-
-    play.add_arguments(add("play", "play a game in the terminal and see what the agent sees", play.run))
-    add_module("report", "write report.html and plots of one run, or of several to compare", report)
-
-    sub = add("serve", "serve a corpus: a retriever behind HTTP", _serve)
-    sub.add_argument("what", choices=["retriever"])
-    sub.add_argument("--corpus", metavar="FILE", help="JSON lines {id, contents} (default: the generated world)")
-    sub.add_argument("--retriever", help="bm25 or dense (default: bm25)")
-    sub.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    sub.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-
-    sub = add("export", "write a checkpoint of a run in Hugging Face format", _export, overrides=False)
-    sub.add_argument("run", type=Path, help="run directory")
-    sub.add_argument("--checkpoint", help="folder name, such as step_000050 (default: the newest that verifies)")
-    sub.add_argument("--out", type=Path, help="folder to write (default: RUN/hf)")
-
-    sub = add("warmup", "make the quickstart model of a recipe (cached)", _warmup)
-    sub.add_argument("recipe", nargs="?", default="quickstart")
-
-    env_check.add_arguments(add("env", "check that an environment keeps the rules of the protocol", env_check.run))
-    add_module("data", "say where an environment's files are, check them, or generate some", data)
-    sub = add("doctor", "say what is installed and what is missing, or inspect a model", _doctor, overrides=False)
-    sub.add_argument("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
-    sub.add_argument("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
-    sub.add_argument("--json", action="store_true", help="with --model or --run: as JSON")
+    for name, help in COMMANDS.items():
+        sub = commands.add_parser(name, help=help, description=help, epilog=OVERRIDES)
+        if name in NO_OVERRIDES:
+            sub.epilog = None
+        if words[:1] == [name]:
+            sub.set_defaults(command=_arguments(name, sub))
     return parser
 
 
-def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    resume, numbered = options.resume is not None, "run.name" not in overrides
-    config = load(options.recipe, overrides)
-    if "name" not in config.run.model_fields_set:
-        config = load(options.recipe, overrides | {"run.name": Path(options.recipe).stem})
+def _arguments(name: str, sub: argparse.ArgumentParser) -> Callable[[argparse.Namespace, Overrides], int]:
+    """Add a command's arguments to its parser; returns what runs it."""
+    if name in MODULES:
+        module = importlib.import_module(MODULES[name])
+        module.add_arguments(sub)
+        return (lambda options, _: module.run(options)) if name in NO_OVERRIDES else module.run
+    add = sub.add_argument
+    if name in ("train", "profile"):
+        add("recipe", help="name of a packaged recipe, or a .toml file")
+    if name == "train":
+        resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
+        add("--resume", nargs="?", const="auto", metavar="CHECKPOINT", help=resume)
+        add("--gpus", type=int, default=1, metavar="N", help="processes to train in, one a GPU (CPUs too)")
+        add("--dry-run", action="store_true", help="print the resolved configuration, each key explained, and stop")
+    if name in ("eval", "rollout"):
+        # an endpoint may play in place of a model
+        add("model", nargs="?" if name == "eval" else None, help="run directory, model folder or Hugging Face name")
+        add("--recipe", help="environment and sampling (default: the run's own configuration)")
+    if name == "eval":
+        sub.epilog = f"{SHORT_FORMS}; {OVERRIDES}"
+        add("--json", action="store_true", help="print one JSON object")
+        add("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
+    if name == "rollout":
+        add("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
+        add("--out", default="-", help="file for the episodes (default: standard output)")
+    if name == "profile":
+        add("--repeats", type=int, default=10, metavar="N", help="passes of each variant (default: %(default)s)")
+        add("--out", type=Path, default=Path("profile"), help="folder to write (default: %(default)s)")
+        add("--trace", action="store_true", help="write profiler traces (on a GPU: memory snapshots too)")
+        source = sub.add_mutually_exclusive_group()
+        source.add_argument(
+            "--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing"
+        )
+        source.add_argument(
+            "--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes"
+        )
+    if name == "rwml":
+        add("stage", choices=["collect", "filter", "sft"])
+        add("source", help="collect: the model that plays; filter, sft: the triplets")
+        add("--recipe", required=True, help="collect: the games; filter, sft: a next-state recipe")
+        add("--model", help="filter, sft: the model that learns")
+        add("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
+        add("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
+        add("--out", type=Path, required=True, help="file (sft: folder) to write")
+    if name == "serve":
+        add("what", choices=["retriever"])
+        add("--corpus", metavar="FILE", help="JSON lines {id, contents} (default: the generated world)")
+        add("--retriever", help="bm25 or dense (default: bm25)")
+        add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+        add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    if name == "export":
+        add("run", type=Path, help="run directory")
+        add("--checkpoint", help="folder name, such as step_000050 (default: the newest that verifies)")
+        add("--out", type=Path, help="folder to write (default: RUN/hf)")
+    if name == "warmup":
+        add("recipe", nargs="?", default="quickstart")
+    if name == "doctor":
+        add("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
+        add("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
+        add("--json", action="store_true", help="with --model or --run: as JSON")
+    return globals()[f"_{name}"]
+
+
+def _train(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.hub import check_hub
+    from paw.recipe import explain, load_named, warnings
+    from paw.state import signals
+    from paw.state.claim import check_claim, run_names
+
+    resume, numbered = options.resume or "", "run.name" not in overrides
+    config = load_named(options.recipe, overrides)
     if options.dry_run:
-        name = next(run_names(config, resume=resume)) if numbered else config.run.name
-        print(explain(_named(config, name)), end="")
+        name = next(run_names(config, resume=bool(resume))) if numbered else config.run.name
+        print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
+        for line in warnings(config):
+            to_stderr(line)
         return 0
+    if config.endpoint.url:
+        raise UserError(
+            f"endpoint.url = '{config.endpoint.url}': an endpoint plays in `paw eval`, it cannot be trained"
+        )
+    # What needs no model is checked before torch is loaded, which takes seconds.
+    check_claim(config, resume=resume, numbered=numbered)
+    data = getattr(config.env, "data", None)
+    if data and not data.expanduser().exists():
+        from paw.envs import make_factory
+
+        make_factory(config)  # says what is missing and how to get it
+    path = Path(config.model.path).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"model.path = '{config.model.path}': there is no config.json in it")
+    if config.model.path != "quickstart":
+        check_hub(config.model.path)
     signals.die_with_launcher()
     with signals.leaving_at_once():
         if options.gpus != 1:
             from paw.model import launcher
 
             words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-            words += ["--resume", "auto"] if resume else []
+            words += ["--resume", resume] if resume else []
             return launcher.launch(options.gpus, ["train", options.recipe, *words])
         from paw.train import train
 
@@ -212,23 +246,19 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _named(config: Config, name: str) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-
-
-def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _eval(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.agents.evaluate import evaluate
 
     return evaluate(options.model, options.recipe, overrides, out=options.out, as_json=options.json)
 
 
-def _rollout(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _rollout(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.tools.player import rollout_model
 
     return rollout_model(options.model, options.recipe, overrides, tasks=options.tasks, out=options.out)
 
 
-def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _profile(options: argparse.Namespace, overrides: Overrides) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks of its stages; read when torch is loaded
     from paw.tools.profile import profile
 
@@ -236,7 +266,7 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return profile(options.recipe, overrides, **choices)
 
 
-def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _rwml(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.tools import rwml
 
     if options.stage == "collect":
@@ -249,16 +279,17 @@ def _rwml(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return rwml.supervise(*start, share=options.share, out=options.out)
 
 
-def _doctor(options: argparse.Namespace, _: dict[str, str]) -> int:
-    if options.run:
-        from paw.tools import postmortem
+def _doctor(options: argparse.Namespace, _: Overrides) -> int:
+    from paw.tools import doctor, inspect_model, postmortem
 
+    if options.run:
         return postmortem.run(options.run, as_json=options.json)
     return inspect_model.run(options.model, as_json=options.json) if options.model else doctor.run()
 
 
-def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _serve(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.envs.search.retrieval.server import serve
+    from paw.recipe import load
 
     given = {"env.corpus": options.corpus, "env.retriever": options.retriever or "bm25"}
     given = {key: value for key, value in given.items() if value is not None}
@@ -266,18 +297,29 @@ def _serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return serve(config.env, host=options.host, port=options.port)
 
 
-def _export(options: argparse.Namespace, _: dict[str, str]) -> int:
+def _export(options: argparse.Namespace, _: Overrides) -> int:
     from paw.state.export import export_run
 
     print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out))
     return 0
 
 
-def _warmup(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.envs import make_factory
+    from paw.recipe import load
+
     config = load(options.recipe, overrides)
     from paw.tools.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_factory(config), to_stderr))
+    return 0
+
+
+def _keys(_: argparse.Namespace, __: Overrides) -> int:
+    from paw.config import Config
+    from paw.keys import page
+
+    print(page(Config), end="")
     return 0
 
 
@@ -286,13 +328,15 @@ def _unknown(word: str, *, overrides: bool) -> str:
         return f"command line: '{clean(word)}' is not an option; overrides look like --optim.lr 5e-4"
     if not overrides:
         return f"command line: unknown option '{clean(word)}'; see --help"
-    return f"command line: unknown option '{clean(word)}'{nearest(word.removeprefix('--'))}"
+    from paw.recipe import nearest
+
+    return f"command line: unknown option '{clean(word)}'{nearest(word.removeprefix('--').replace('-', '_'))}"
 
 
-def _split_overrides(words: list[str]) -> tuple[list[str], dict[str, str]]:
+def _split_overrides(words: list[str]) -> tuple[list[str], Overrides]:
     """Take `--a.b value` and `--a.b=value` out of the command line, short forms too: (the other words, overrides)."""
     others: list[str] = []
-    overrides: dict[str, str] = {}
+    overrides: Overrides = {}
     rest = iter(words)
     own_model = words[:1] in (["rwml"], ["plan"], ["doctor"])
     for word in rest:

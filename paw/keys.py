@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -145,39 +145,81 @@ def hint(key: str, keys: dict[str, Key], config: type[Section]) -> str:
 def plugin_keys(config: type[Section]) -> Iterator[tuple[str, dict[str, FieldInfo]]]:
     """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
     for section, field in config.model_fields.items():
-        base = _section(field)
-        for name in plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) and not base.WITHIN else ():
-            common = {dotted for dotted, _, _ in _fields(section, base)}
-            own = _fields(section, section_type(base, {base.KEY: name}))
-            yield f"{section}.{base.KEY} = '{name}'", {key: field for key, field, _ in own if key not in common}
+        base: Any = _section(field)
+        for name in _built_in(base):
+            yield f"{section}.{base.KEY} = '{name}'", {key: field for key, field, _ in _own(section, base, name)}
+
+
+def _built_in(base: Any) -> Iterable[str]:
+    """The built-in plug-ins of a section that have keys beside its own."""
+    return plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) and not base.WITHIN else ()
+
+
+def _own(section: str, base: Any, name: str) -> list[tuple[str, FieldInfo, list[Only]]]:
+    """The keys that a built-in plug-in adds to its section."""
+    common = {dotted for dotted, _, _ in _fields(section, base)}
+    return [row for row in _fields(section, section_type(base, {base.KEY: name})) if row[0] not in common]
 
 
 def meaning(field: FieldInfo) -> str:
-    """A key's description and default on one line."""
-    default = "required" if field.is_required() else f"default: {_toml(field.get_default(call_default_factory=True))}"
-    return f"{' '.join((field.description or '').split())} ({default})".strip()
+    """A key's description and default, on one line."""
+    return f"{_description(field)} (default: {_default(field)})"
 
 
-def values(field: FieldInfo) -> str:
-    """What a key takes, in words."""
-    return " or ".join(dict.fromkeys(_words(field.annotation)))
+def page(config: type[Section]) -> str:
+    """docs/keys.md: every key of every section, those of the built-in plug-ins too."""
+    lines = [
+        "# Keys",
+        "",
+        "<!-- written by `paw keys > docs/keys.md` -->",
+        "Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--optim.lr 5e-4`.",
+        "`paw train RECIPE --dry-run` prints them with the recipe's values.",
+    ]
+    for section, field in config.model_fields.items():
+        base: Any = _section(field)
+        own = "" if base.__doc__ == Section.__doc__ else " ".join((base.__doc__ or "").split())
+        needs = [f"Only with `{base.ONLY}`."] if base.ONLY else []
+        text = [" ".join([own, *needs]).strip()] if own or needs else []
+        lines += ["", f"## {section}", *([""] if text else []), *text, *_table(_fields(section, base), base.ONLY)]
+        for name in _built_in(base):
+            if rows := _own(section, base, name):
+                lines += ["", f'With `{section}.{base.KEY} = "{name}"`:', *_table(rows, base.ONLY)]
+    return "\n".join(lines) + "\n"
 
 
-def _words(kind: Any) -> Iterator[str]:
+def _table(rows: Iterable[tuple[str, FieldInfo, list[Only]]], known: Only | None) -> list[str]:
+    lines = ["", "| key | takes | default | meaning |", "|---|---|---|---|"]
+    for dotted, field, needs in rows:
+        only = "".join(f" Only with `{need}`." for need in needs if need != known)
+        takes = " or ".join(dict.fromkeys(_takes(field.annotation)))
+        cells = (f"`{dotted}`", takes, f"`{_default(field)}`", _description(field) + only)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _description(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else _toml(field.get_default(call_default_factory=True))
+
+
+def _takes(kind: Any) -> Iterator[str]:
+    """What a key takes, in words, one for each alternative."""
     if get_origin(kind) is Literal:
-        yield from (_toml(value) for value in get_args(kind))
+        yield from (f"`{_toml(value)}`" for value in get_args(kind))
     elif get_origin(kind) in (list, tuple, dict):
-        yield {list: "list", tuple: "list", dict: "table"}[get_origin(kind)]
-    elif get_args(kind):  # a union, or Annotated
-        parts = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
-        for part in parts:
-            yield from _words(part)
+        yield "table" if get_origin(kind) is dict else "list"
+    elif hasattr(kind, "__metadata__"):  # Annotated
+        yield from _takes(get_args(kind)[0])
+    elif get_args(kind):  # a union
+        for part in get_args(kind):
+            yield from _takes(part)
     else:
-        names = {str: "text", Path: "path", int: "integer", float: "number", bool: "true or false", type(None): "none"}
-        yield names.get(kind, getattr(kind, "__name__", str(kind)))
+        names = {str: "text", Path: "path", int: "integer", float: "number", bool: "`true` or `false`"}
+        yield names.get(kind, "none")
 
 
 def _toml(value: Any) -> str:
-    if value is None:
-        return "none"
-    return json.dumps(value, default=str, ensure_ascii=False)
+    return "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)

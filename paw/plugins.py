@@ -95,6 +95,8 @@ def load(kind: str, name: str) -> Any:
 
     Raises UserError where there is none, or where its module or file cannot be imported.
     """
+    if not name:
+        raise UserError("it is not set: give a built-in name, 'module:name' or 'FILE.py:name'")
     if name.startswith("given:"):
         if name not in _given:
             raise UserError(f"'{clean(name)}' was handed over by a program; run that again, or name a 'FILE.py:name'")

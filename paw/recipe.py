@@ -27,6 +27,7 @@ from paw.values import LONGEST_NAME
 RECIPES = Path(__file__).parent / "recipes"
 GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
 """Bases one on another below a recipe, in all, and bytes of one."""
+HIGH_LR = 1e-4
 
 
 @cache
@@ -53,6 +54,14 @@ def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """
     tree, origins = read_recipe(str(recipe))
     return override(tree, overrides or {}, origin=str(recipe), origins=origins)
+
+
+def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
+    """`load`, with the recipe's name as run.name where nothing else is said."""
+    config = load(recipe, overrides)
+    if "name" in config.run.model_fields_set:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": Path(recipe).stem})})
 
 
 def load_played(recipe: str | None, overrides: dict[str, str], defaults: dict[str, str] | None = None) -> Config:
@@ -130,6 +139,16 @@ def as_tree(config: Config) -> dict[str, Any]:
         if not key.needs and (value := _get(plain, dotted)) is not None:
             _put(tree, dotted, value)
     return tree
+
+
+def warnings(config: Config) -> list[str]:
+    """What is likely to be a mistake, one line each."""
+    if config.model.path == "quickstart" or config.lora.rank or config.optim.lr <= HIGH_LR:
+        return []
+    return [
+        f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may ruin; 1e-6 is usual "
+        "(see the recipe own-environment)"
+    ]
 
 
 def known_keys(config: Config) -> dict[str, Key]:

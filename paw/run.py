@@ -19,12 +19,12 @@ from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory
 from paw.config import Config
-from paw.errors import LINE_CHARS, UserError, clean
+from paw.errors import LINE_CHARS, UserError, clean, to_stderr
 from paw.files import cause, write_file
 from paw.model.parallel import PeerLostError, Ranks, lost_peer
 from paw.model.policy import Policy, pick_device
 from paw.plugins import load
-from paw.recipe import dump
+from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.rollout.sync import full_parameters
@@ -218,12 +218,15 @@ class Run(Parts):
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
             whole = self.step == self.config.run.updates
             self.record.end("finished" if whole else "stopped", "" if whole else self.signal.name)
+            if not whole:
+                goes_on = "the same command with --resume goes on"
+                self.say(f"stopped after update {self.step} of {self.config.run.updates}, which is saved; {goes_on}")
         self.failed = False
         return self.directory / "report.html"
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool = False, numbered: bool = False) -> Iterator[Run]:
+def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Iterator[Run]:
     """A run ready to train, taken down at the end. UserError where memory runs out, naming phase, peak and knob.
 
     `numbered` gives a new run the next free number after run.name where that is another's.
@@ -233,6 +236,10 @@ def open_run(config: Config, *, resume: bool = False, numbered: bool = False) ->
         with ExitStack() as stack:
             run = _start(config, stack, resume=resume, numbered=numbered)
             yield run
+    except KeyboardInterrupt:
+        if run and run.ranks.first:
+            to_stderr(f"stopped at once: {what_is_saved(run.saved)}")
+        raise
     except Exception as error:
         if lost_peer(error):
             raise PeerLostError("another rank has ended, this one cannot go on") from None
@@ -244,7 +251,7 @@ def open_run(config: Config, *, resume: bool = False, numbered: bool = False) ->
         raise UserError(message) from None
 
 
-def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) -> Run:
+def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> Run:
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
     callbacks = [load("callbacks", name)() for name in ("live", "samples", *config.run.trackers, "report")]
     device = pick_device(config.model.device)
@@ -267,7 +274,8 @@ def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) ->
     run = Run(**vars(parts), **own)
     run.info = about(run) | {"started": now()}
     if resume:
-        path = run.state.restore(directory / "checkpoints", ranks, warn=run.say)
+        chosen = "" if resume == "auto" else resume
+        path = run.state.restore(directory / "checkpoints", ranks, warn=run.say, chosen=chosen)
         run.say(f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over")
     if ranks.first:
         try:
@@ -278,7 +286,7 @@ def _start(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) ->
         run.record = stack.enter_context(RunRecord(directory, run.info, **was))
         cut = (run.step or STARTING_OVER) if resume else None
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
-        for line in (*header_lines(run), *notes, *run.log.lost):
+        for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
             run.say(line)
     stack.callback(run.call, "on_end")
     run.call("on_start")
@@ -292,9 +300,9 @@ def say(text: str, ranks: Ranks) -> None:
         print(clean(text, LINE_CHARS).encode(encoding, "replace").decode(encoding), flush=True)
 
 
-def _take_directory(config: Config, stack: ExitStack, *, resume: bool, numbered: bool) -> tuple[str, list[str]]:
+def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> tuple[str, list[str]]:
     """(The run's name, what to report about it)."""
-    name, held = claim(config, resume=resume, numbered=numbered)
+    name, held = claim(config, resume=bool(resume), numbered=numbered)
     stack.enter_context(held)
     if resume:
         return name, changes(config.run.dir / name, config)

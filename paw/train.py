@@ -7,14 +7,19 @@ Deviations from the reference code, on purpose: no random duplication of samples
 finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
 """
 
+import inspect
 import math
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 from typing import Any
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from paw import plugins
@@ -27,23 +32,24 @@ from paw.config import Config
 from paw.model.lora import adapters_off
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.parallel import full_tensor
-from paw.rollout.episode import bind
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Sample
+from paw.values import Section
 from paw_kernels import TokenLoss
 
 PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before an update whose episodes failed is played again; more than two minutes in all."""
 
 
-def train(config: Config, *, resume: bool = False, numbered: bool = False) -> Path:
+def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
-    `resume` continues from the newest checkpoint that verifies. `numbered` takes run.name as a stem: a new run is
+    `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its name, "step_000100".
+    `numbered` takes run.name as a stem: a new run is
     NAME-2 where there is a NAME, and so on, and `resume` means the one of the highest number. Raises UserError for
     anything a user can mend; checkpoints stay.
     """
@@ -188,6 +194,12 @@ def token_losses(config: Config) -> tuple[TokenLossFunction, TokenLossFunction]:
     return bind(policy, config.policy), bind(plugins.load("losses", config.wm.loss), config.wm)
 
 
+def bind(function: Callable[..., Tensor], section: Section) -> TokenLossFunction:
+    """A loss with its keyword-only parameters as its section of the recipe has them."""
+    named = (p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    return partial(function, **{name: getattr(section, name) for name in named if hasattr(section, name)})
+
+
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Optimizer steps over the update's samples: mini-batches, each cut into micro-batches, each one fused pass.
 
@@ -278,3 +290,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "health/groups_mixed": mixed / max(1, len(groups)),
         **by_kind,
     }
+
+
+# `paw.train(config)`: the module takes the function's place in the package.
+sys.modules[__name__].__class__ = type("CallableModule", (ModuleType,), {"__call__": staticmethod(train)})

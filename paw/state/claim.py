@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from paw.config import Config
-from paw.errors import UserError
+from paw.errors import UserError, clean
 from paw.files import cause, fsync
 
 LOCK = ".lock"
@@ -108,6 +108,22 @@ def claim(config: Config, *, resume: bool, numbered: bool) -> tuple[str, IO[str]
         if not numbered:
             raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
     raise AssertionError("numbers do not end")
+
+
+def check_claim(config: Config, *, resume: str, numbered: bool) -> None:
+    """Raise what `claim` would, but for other processes' locks, and for a checkpoint to resume that is not there."""
+    name = next(run_names(config, resume=True)) if numbered else config.run.name
+    directory = config.run.dir / name
+    if not resume and not numbered and _begun(directory):
+        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+    if resume not in ("", "auto") and not re.fullmatch(r"step_\d+", resume):
+        raise UserError(f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100")
+    if resume and not (directory / "metrics.jsonl").is_file():
+        raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
+    there = sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
+    if resume not in ("", "auto", *there):
+        found = f"there are: {', '.join(there)}" if there else "there is none"
+        raise UserError(f"--resume {resume}: no such checkpoint in {directory / 'checkpoints'}; {found}")
 
 
 def run_names(config: Config, *, resume: bool) -> Iterator[str]:

@@ -89,4 +89,5 @@ class StopSignal:
             while number := numbers.read(1):
                 stops += number[0] in self._before
                 if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
+                    os.write(2, b"\nstopped at once: the newest checkpoint is kept (--resume auto)\n")
                     os._exit(128 + number[0])

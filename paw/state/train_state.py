@@ -97,9 +97,10 @@ class TrainState:
                 pass  # what rank 0 writes takes all ranks to gather
         self.saved = self.step
 
-    def restore(self, folder: Path, ranks: Ranks, *, warn: Callable[[str], None]) -> str | None:
+    def restore(self, folder: Path, ranks: Ranks, *, warn: Callable[[str], None], chosen: str = "") -> str | None:
         """Continue from the newest checkpoint in rank 0's `folder` that verifies: its path, None without any.
 
+        `chosen` is the name of another one; what is saved from then on is newer than what was saved after it.
         Raises CheckpointError where there are only damaged ones, or those of another model; on the other ranks
         PeerLostError then.
         """
@@ -107,7 +108,10 @@ class TrainState:
         tensors: checkpoint.Tensors = {}
 
         def read() -> dict[str, Any] | None:
-            newest = checkpoint.newest(folder, lambda path: self._read(path, names, ranks.world_size), warn)
+            if chosen:
+                newest = folder / chosen, self._read(folder / chosen, names, ranks.world_size)
+            else:
+                newest = checkpoint.newest(folder, lambda path: self._read(path, names, ranks.world_size), warn)
             if newest is None:
                 return None
             path, (found, state) = newest

@@ -132,6 +132,12 @@ class LiveView:
         row("eval", *self._eval, style="cyan")
         for label, forms in ROWS.items():
             row(label, *self._texts(forms))
+        if self._run.signal.requested:
+            row(
+                "stopping",
+                f"{self._run.signal.name}: finishing this update, then saving (again: stop now)",
+                style="bold",
+            )
         row("trouble", *self._texts(self._trouble()), style="yellow")
         return Group(bar, table)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError
+from paw.hub import check_hub
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ def shape_of(model: str | Path) -> Shape:
     for known, shape in SHAPES.items():
         if name.startswith(f"{known}-"):
             return shape
+    if str(model) == "quickstart":
+        raise UserError("model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine")
+    check_hub(str(model))
     try:
         from transformers import AutoConfig
 

@@ -35,6 +35,8 @@ CORPUS_STRAYS = 0.05
 """Share of stray actions in the tokenizer's corpus, so that it has words for what the environment says to them."""
 Batch = list[tuple[list[int], int, int]]
 """Rows of (token ids, start of the response, end of the response)."""
+OVERSHOOT = 0.2
+"""Success beyond warmup.stop_success that is reported: little is left to learn."""
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_START = 256, 10_000_000
 """Warm-up games from CHECK_START on are for measuring, not for learning."""
@@ -151,6 +153,9 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
             f"{time.monotonic() - started:.0f} s"
         )
         if (success + before) / 2 >= settings.stop_success:  # one check alone is off by 2.5 points
+            if success > settings.stop_success + OVERSHOOT:
+                report(f"warm-up: success {success:.2f} is well above warmup.stop_success = {settings.stop_success:g}: "
+                       "the games are too easy, or the steps too large (warmup.lr), to stop in time")  # fmt: skip
             break
     else:
         report(f"warm-up: success stayed below warmup.stop_success = {settings.stop_success}; going on with it")

@@ -96,8 +96,7 @@ def disturbed(folder: Path, model: Path, *, updates: int, faults: int, seed: int
         resume = ["--resume", "auto"] if (run / "metrics.jsonl").exists() else []
         child = start([*command, *resume], env, file_limit=limit)
         # Ctrl-C while Python itself starts is Python's to answer.
-        stride = max(1, min(updates // 6, 2 * updates // faults))
-        target = lines(run) + rng.randint(int(fault == "interrupt"), stride)
+        target = lines(run) + rng.randint(int(fault == "interrupt"), max(1, updates // 6))
         deadline = time.monotonic() + 300
         while child.poll() is None and lines(run) < target and time.monotonic() < deadline:
             time.sleep(0.01)

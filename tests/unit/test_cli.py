@@ -6,14 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from paw import __version__, cli
-from paw.recipe import dump, load, recipe_names
+from paw.keys import meaning
+from paw.recipe import dump, known_keys, load
 
-COMMANDS = ["train", "eval", "rollout", "profile", "plan", "play", "report", "export", "warmup", "data", "doctor"]
-COMMANDS += ["experiment"]
+COMMANDS = list(cli.COMMANDS)
 HEAVY = ("torch", "transformers", "numpy", "vllm", "textworld", "matplotlib")
 
 
@@ -76,13 +77,23 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"paw {__version__}\n"
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_dry_run_prints_the_resolved_recipe_and_writes_nothing(capsys, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["quickstart", "search-zerosearch", "webshop-ppo-paw", "14b-low-memory"])
+def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     printed = shown(capsys, "train", name, "--dry-run")
-    expected = load(name, {"run.name": name})
-    assert tomllib.loads(printed) == tomllib.loads(dump(expected))
+    config = load(name, {"run.name": name})
+    assert tomllib.loads(printed) == tomllib.loads(dump(config))
+    lines = printed.splitlines()
+    for key, (field, needs) in known_keys(config).items():
+        explained = f"# {meaning(field)}" in lines
+        assert explained == (not needs) and field.description, key
+    assert "# similarity is not set" in shown(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_of_keys_is_up_to_date(capsys):
+    page = Path(__file__).parents[2] / "docs" / "keys.md"
+    assert page.read_text(encoding="utf-8") == shown(capsys, "keys"), "paw keys > docs/keys.md"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ MISTAKES = {
     "wrong value": (["train", "quickstart", "--optim.lr", "-1"], "command line: optim.lr = -1"),
     "no value": (["train", "quickstart", "--optim.lr"], "'--optim.lr' needs a value"),
     "stray word": (["train", "quickstart", "stray"], "'stray' is not an option"),
-    "nothing to resume": (["train", "quickstart", "--resume", "auto"], "there is no run in"),
+    "nothing to resume": (["train", "quickstart", "--resume"], "there is no run in"),
     "no games": (["train", "quickstart", "--env.data", "/nowhere"], "/nowhere is no folder"),
     "no such split": (["train", "quickstart", "--env.eval_split", "test"], "no split 'test'"),
     "no model": (["train", "quickstart", "--model.path", "."], "model.path = '.': there is no config.json"),
@@ -114,6 +125,12 @@ MISTAKES = {
     "no checkpoint": (["export", "nowhere"], "nowhere: no run directory"),
     "not an override": (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'"),
     "nothing to warm up": (["warmup", "nowhere"], "unknown recipe 'nowhere'"),
+    "no such recipe file": (["train", "absent.toml"], "paw: absent.toml: no such file"),
+    "resume before the recipe": (["train", "--resume", "quickstart", "quickstart"], "--resume quickstart: takes auto"),
+    "no such checkpoint": (["train", "quickstart", "--resume", "step_000009"], "there is no run in"),
+    "a model to plan that is none": (["plan", "quickstart"], "made on the spot: it fits any machine"),
+    "no environment": (["train", "own-environment"], "env.name = '': it is not set: give"),
+    "an endpoint to train": (["train", "quickstart", "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),
     "no products": (["train", "webshop-grpo", "--env.data", "nowhere"], "nowhere/items_shuffle_1000.json is missing"),
     "no such file": (["train", "quickstart", "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     "one of a group": (
@@ -143,6 +160,42 @@ def test_a_value_out_of_range_names_its_origin(capfd, key):
     value, reason = RANGES[key]
     error = mistake(capfd, "train", "alfworld-gigpo-paw", f"--{key}", value)
     assert error == f"paw: command line: {key} = {value}: Input should be {reason}\n"
+
+
+def test_mistakes_that_need_no_model_are_found_without_torch(tmp_path, paw_env):
+    code = """
+import sys
+from paw.cli import main
+for words in (["--resume"], ["--env.data", "/nowhere"], ["--model.path", "."], ["--model.path", "a/b"]):
+    assert main(["train", "quickstart", *words]) == 2, words
+assert main(["plan", "--model", "a/b"]) == 2
+sys.exit("torch" in sys.modules)
+"""
+    env = paw_env | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0 and done.stderr.count("\n") == 5, done.stderr
+    assert done.stderr.count("it is not in the hub's cache") == 2
+
+
+def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
+    words = (["train", "quickstart"], ["play", "alfworld"], ["env", "check", "alfworld"])
+    for command in words:
+        assert cli.main([*command, "--env.data", "/nowhere"]) == 2, command
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert error.startswith("paw: env.data: /nowhere is no folder") and "`paw data alfworld --download`" in error
+
+
+def test_a_high_rate_of_a_pretrained_model_is_warned_of(capsys):
+    for words, warned in ((["--model.path", "a/b"], 1), ([], 0), (["--model.path", "a/b", "--optim.lr", "1e-6"], 0)):
+        assert cli.main(["train", "quickstart", "--dry-run", *words]) == 0
+        assert capsys.readouterr().err.count("warning: optim.lr = 0.0005 is high for a pretrained model") == warned
+
+
+def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
+    make_run(tmp_path, "quickstart")
+    (tmp_path / "quickstart" / "checkpoints" / "step_000040").mkdir(parents=True)
+    error = mistake(capfd, "train", "quickstart", "--run.dir", tmp_path, "--resume", "step_000100")
+    assert "--resume step_000100: no such checkpoint in" in error and error.endswith("there are: step_000040\n")
 
 
 @pytest.mark.parametrize("words", [[], ["nonesuch"], ["train"], ["train", "quickstart", "--resume", "never"]])

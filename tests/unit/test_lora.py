@@ -170,4 +170,4 @@ def test_a_run_keeps_its_adapters_shape(tmp_path):
     for change, words in (({"rank": 8}, "rank = 4"), ({"rank": 0}, "rank = 4"), ({"alpha": 2.0}, r"alpha = 6\.0")):
         now = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
         with pytest.raises(UserError, match=rf"run was trained with lora\.{words}"):
-            train(now, resume=True)
+            train(now, resume="auto")

@@ -1,0 +1,83 @@
+"""Sections of what stands beside training: the quickstart's warm-up, endpoints that play, and RWML's stages."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from paw.values import Count, Natural, NonNegative, Only, Positive, Rate, Seconds, Section, Seed, Share, Url
+
+
+class WarmupConfig(Section):
+    """The quickstart model: its size, and a supervised warm-up on expert play."""
+
+    ONLY: ClassVar = Only("model.path", ("quickstart",))
+    hidden_size: Count = 64
+    """Hidden size."""
+    layers: Count = 3
+    """Decoder layers."""
+    head_size: Count = 32
+    """Size of an attention head."""
+    intermediate_size: Count = 160
+    """Hidden size of the MLP."""
+    initializer_range: Positive = 0.1
+    """Standard deviation of the initial weights."""
+    stop_success: Share = 0.2
+    """Success rate of sampled episodes on warm-up games, mean of two checks, at which the warm-up stops."""
+    max_steps: Count = 1600
+    """Optimizer steps at most."""
+    batch_size: Count = 64
+    """Turns of an optimizer step."""
+    lr: Positive = 3e-3
+    """Learning rate."""
+    random_actions: Share = 0.3
+    """Share of random actions executed during expert play, so that the model sees states off the expert's path."""
+    lm_weight: NonNegative = 0.3
+    """Weight of next-token prediction on prompt and observation beside that on the answer."""
+    seed: Seed = 0
+    """Seed of weights, games and batches."""
+
+
+class EndpointConfig(Section):
+    """An OpenAI-compatible chat endpoint that plays in place of a local model (`paw eval`)."""
+
+    url: Url | None = None
+    """Base URL, such as https://api.openai.com/v1."""
+    model: str | None = None
+    """Name of the model at the endpoint."""
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+    timeout_s: Seconds = 120.0
+    """Seconds of one request."""
+    retries: Natural = 9
+    """After 408, 409, 429, 5xx and broken connections, with growing pauses: nine last more than two minutes."""
+    concurrency: Count = 8
+    """Requests at a time."""
+    requests_per_minute: Natural = 0
+    """Requests per minute at most; 0 is no limit."""
+    tokens_per_minute: Natural = 0
+    """Tokens per minute at most, prompt and answer; 0 is no limit."""
+    input_price: NonNegative = 0.0
+    """US dollars per million prompt tokens; 0 reports no cost."""
+    output_price: NonNegative = 0.0
+    """US dollars per million tokens of answers."""
+
+
+class RwmlConfig(Section):
+    """The stages of `paw rwml`: reinforcement world-model learning (arXiv 2602.05842)."""
+
+    episodes: Annotated[int, Field(ge=2)] = 3
+    """collect: episodes of each task."""
+    dedup: bool = False
+    """collect: keep identical triplets once."""
+    sft_share: Share = 0.1
+    """filter: share of the triplets that a copy of the model is fine-tuned on."""
+    sft_epochs: Count = 1
+    """filter, sft: epochs."""
+    sft_lr: Rate = 1e-5
+    """filter, sft: learning rate."""
+    attempts: Annotated[int, Field(ge=2)] = 10
+    """filter: predictions of each other triplet."""
+    easy_share: Share = 0.3
+    """filter: share of the triplets that count as easy."""
+    keep_easy: Share = 0.1
+    """filter: probability that an easy triplet is kept."""

@@ -1,0 +1,24 @@
+"""The examples of docs/python.md run, with settings that make a run a matter of seconds."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import paw
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+@pytest.mark.slow
+def test_the_examples_run(quick, paw_env, tmp_path, monkeypatch):
+    load = paw.load
+    monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paw, "load", lambda recipe, **changes: load(recipe, **{**changes, **quick}))
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "page.py").write_text("\n".join(examples))
+    names = runpy.run_path("page.py")
+    assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html" and names["report"].is_file()
+    assert paw.train(names["config"]).parent.name == "centred"
