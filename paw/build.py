@@ -16,7 +16,7 @@ import torch
 
 from paw.config import Config
 from paw.envs import make_factory
-from paw.envs.base import EnvFactory
+from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
@@ -60,8 +60,8 @@ def check_environment(config: Config) -> EnvFactory:
     factory = make_factory(config)
     if config.wm.enabled and config.wm.weight == "adaptive":
         check_reward_max(factory, config.env.name)
-    factory.train_tasks(0, 1, config.run.seed)
-    factory.eval_tasks(config.env.eval_split, 1, config.eval.seed)
+    train_tasks(factory, 0, 1, config.run.seed, split=config.env.train_split)
+    eval_tasks(factory, config.env.eval_split, 1, config.eval.seed)
     return factory
 
 

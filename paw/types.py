@@ -14,7 +14,7 @@ class Task:
 
     id: str
     """Unique within the split, stable across runs (a game's path, or generator split and index)."""
-    kind: str
+    kind: str = "task"
     """Task type, the key under which success is reported (ALFWorld: pick, look, clean, heat, cool, two)."""
     payload: Any = field(default=None, repr=False)
     """What the environment needs to start it; read-only, shared by the members of a group."""
@@ -30,9 +30,9 @@ class Outcome:
     """Environment reward of this step, without penalties; finite, at most a million in size."""
     done: bool
     won: bool
-    action: str
+    action: str = ""
     """The action that was played, after projection from the response."""
-    valid: bool
+    valid: bool = True
     """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its sample."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], where it has one (WebShop)."""

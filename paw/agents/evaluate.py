@@ -17,6 +17,7 @@ from paw.agents import results
 from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
+from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.recipe import load_played
@@ -64,7 +65,7 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     with ExitStack() as stack:
         endpoint = None if path else _endpoint(config)
         factory = make_factory(config)
-        tasks = factory.eval_tasks(config.env.eval_split, config.eval.games, config.eval.seed)
+        tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
         about = _open(stack, folder, {"model": name, "games": factory.fingerprint(), **_settings(config)})
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}
         lines = _read(folder / "episodes.jsonl")

@@ -15,6 +15,7 @@ from paw.envs.alfworld.generator import games
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import REQUIRED_STATE, Game
+from paw.envs.base import warmup_tasks
 from paw.errors import UserError
 
 FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
@@ -105,7 +106,7 @@ def expert_example(name: str) -> str:
     env = {"name": name, "eval_split": "test", "max_turns": 15}
     env |= {"webshop": {"products": 200}, "search": {"entities": 100}}[name]
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
-    (task,) = factory.warmup_tasks(0, 1, 1)
+    (task,) = warmup_tasks(factory, 0, 1, 1)
     environment: Any = factory.make()
     lines, done = [opening(name, environment.task, environment.reset(task))], False
     while not done:

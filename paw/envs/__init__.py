@@ -1,16 +1,24 @@
 """Environments: text in, text out. `make_factory` is the one way in."""
 
+from typing import Any
+
 from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory
 
 
-def make_factory(config: Config) -> EnvFactory:
-    """The factory that `env.name` names. UserError if its data, its back end or a package it needs is missing."""
+def make_factory(config: Config, env: Any = None) -> EnvFactory:
+    """The factory that `env.name` names, or that of `env`, an environment or factory of one's own (class or object).
+
+    Raises:
+        UserError: its data, its back end or a package is missing, or `env` lacks a member of the protocol.
+    """
     name = config.env.name
-    if name not in plugins.ENVS:
+    if env is not None or name not in plugins.ENVS:
         from paw.envs.load import load_factory
 
-        return load_factory(config.env)
+        return load_factory(env, config.env)
     made = plugins.load("envs", name)
-    return made(config.env, config.run) if name == "search" else made(config.env)  # ZeroSearch's noise grows with runs
+    if name == "search":  # ZeroSearch's noise grows with updates
+        return made(config.env, config.run, config.rollout.tasks)
+    return made(config.env)

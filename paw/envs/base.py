@@ -1,19 +1,27 @@
 """The environment protocol: text in, text out, no torch.
 
 An `Env` plays one episode at a time and owns everything about its text: the context shown to the model, parsing a
-response into an action, which responses are invalid. An `EnvFactory` is a configured family of tasks: it lists them and
-makes environments.
+response into an action, which responses are invalid. An `EnvFactory` lists the tasks of its splits and makes
+environments. Which task is played when is the trainer's: see `train_tasks`.
 """
 
 import functools
 import random
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from paw.types import Outcome, Task
 
+ENDLESS_EVAL = 256
+"""Tasks of an endless split that are played where all of it is asked for."""
+
 
 class Env(Protocol):
-    """One playable episode at a time."""
+    """One playable episode at a time. Its methods may be coroutines.
+
+    It may also have `anchor() -> str`, the observation as GiGPO compares it (default: the last one), `close()`, and
+    `task: str`, the current task in words, for agents with prompts of their own (default: the first observation).
+    """
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns the first observation."""
@@ -23,16 +31,16 @@ class Env(Protocol):
         """What the model reads in the current turn, as one user message: task, history, observation, actions."""
         ...
 
-    def anchor(self) -> str:
-        """The current observation as GiGPO compares it."""
-        ...
-
     def step(self, response: str) -> Outcome:
         """Play the action parsed from a model's `response` text."""
         ...
 
+
+class Demonstrator(Env, Protocol):
+    """What the quickstart's warm-up imitates and `paw env check` plays; training needs none of it."""
+
     def oracle(self) -> str:
-        """A good response to the current context, well-formed: what a warm-up imitates."""
+        """A good response to the current context, well-formed. NotImplementedError where there is none."""
         ...
 
     def admissible_actions(self) -> list[str]:
@@ -40,56 +48,105 @@ class Env(Protocol):
         ...
 
     def format_action(self, action: str) -> str:
-        """A well-formed response that plays the bare `action`."""
+        """A well-formed response that plays the bare `action` (default of an Env without it: the action itself)."""
         ...
 
-    def close(self) -> None: ...
 
+class Tasks(Protocol):
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` where they end. A list is one."""
 
-class Playable(Env, Protocol):
-    """What agents with prompts of their own (ReAct, Reflexion, Search-R1) need besides; training does not."""
-
-    task: str
-    """The current task in words."""
-
-
-def admissible_responses(env: Env) -> list[str]:
-    """A well-formed response for each admissible action."""
-    return [env.format_action(action) for action in env.admissible_actions()]
+    def __getitem__(self, i: int, /) -> Task: ...
 
 
 class EnvFactory(Protocol):
-    """A configured environment: its tasks and how to play them."""
+    """A configured environment: its tasks and how to play them. A user's own may lack all but `tasks` and `make`."""
 
     name: str
     reward_max: float
-    """R_max of lambda_g = 1 - mean return / R_max."""
+    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default: 1)."""
     invalid_penalty: float
+    """Subtracted from the score of a turn whose response is invalid (default: env.invalid_penalty)."""
     may_block: bool
-    """Whether its environments wait for something outside this process (a child, a network): they run in threads. Else
-    one turn is played at a time; those of a user in another thread than the trainer's all the same, see `guard`."""
+    """Whether its environments wait for something outside this process, a child or a network: they then run in threads,
+    many at once (default: False)."""
+    distinct_eval: bool
+    """Whether an evaluation plays different tasks, as many as there are; else each is an independent draw, as in the
+    reference code (default: True)."""
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        """The tasks of update `step`: a pure function of its arguments, so that a resumed run sees the same ones."""
-        ...
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        """`count` seeded draws of a held-out `split`; count 0 is the whole split."""
-        ...
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        """Tasks `start`, `start + 1`, ... of the warm-up stream, which shares none with training or evaluation."""
+    def tasks(self, split: str, seed: int) -> Tasks:
+        """The tasks of a split; `seed` is for those that are generated. The split "warmup" is for the quickstart's
+        warm-up model and shares no task with training or evaluation. UserError where there is no such split.
+        """
         ...
 
     def make(self) -> Env: ...
 
     def fingerprint(self) -> str:
-        """Version and content hash of the games: results of different ones do not compare."""
+        """Version and content hash of the tasks: results of different ones do not compare (default: the name)."""
         ...
 
 
+class Endless:
+    """Tasks made on demand, without end: `make(i)` is number i."""
+
+    def __init__(self, make: Callable[[int], Task]) -> None:
+        self._make = make
+
+    def __getitem__(self, i: int) -> Task:
+        return self._make(i)
+
+
+class Lazy(Endless):
+    """`n` tasks made on demand."""
+
+    def __init__(self, n: int, make: Callable[[int], Task]) -> None:
+        super().__init__(make)
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+
+def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
+    """The `count` tasks of update `step`: a function of the arguments, so that a resumed run sees the same ones.
+
+    A split of n tasks is played in epochs, each in an order of its own; an endless one as it comes.
+    """
+    return _stream(factory.tasks(split, seed), step * count, count, seed)
+
+
+def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
+    """Tasks `start`, `start + 1`, ... of the warm-up."""
+    return _stream(factory.tasks("warmup", seed), start, count, seed)
+
+
+def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
+    """`count` seeded tasks of a held-out `split`; 0 is all of it, of an endless one the first ENDLESS_EVAL."""
+    tasks = factory.tasks(split, seed)
+    n = size(tasks)
+    if n is None:
+        return [tasks[i] for i in range(count or ENDLESS_EVAL)]
+    rng, order = random.Random(seed), range(n)
+    if factory.distinct_eval:
+        order = rng.sample(order, count) if 0 < count < n else order
+    elif count:
+        order = rng.choices(order, k=count)
+    return [tasks[i] for i in order]
+
+
+def size(tasks: Tasks) -> int | None:
+    """Number of tasks; None for an endless split."""
+    length = getattr(tasks, "__len__", None)
+    return length() if length else None
+
+
+def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
+    n = size(tasks)
+    return [tasks[i if n is None else shuffled(seed, i, n)] for i in range(start, start + count)]
+
+
 def shuffled(seed: int, i: int, n: int) -> int:
-    """Place `i` of an endless sequence over n games that goes through all of them, in a new order, again and again."""
+    """Element i of an endless sequence over range(n) that goes through all of it, in a new order, again and again."""
     epoch, place = divmod(i, n)
     return _order(seed, epoch, n)[place]
 
@@ -99,3 +156,8 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
     order = list(range(n))
     random.Random(f"train/{seed}/{epoch}").shuffle(order)
     return order
+
+
+def admissible_responses(env: Any) -> list[str]:
+    """A well-formed response for each admissible action; `env` is a Demonstrator, or guarded."""
+    return [env.format_action(action) for action in env.admissible_actions()]

@@ -1,73 +1,142 @@
-"""A user's own environment: `env.name = "FILE.py:Class"`, an `EnvFactory` (docs/environments.md)."""
+"""A user's own environment, by name or as an object, with defaults for what it lacks (docs/environments.md)."""
 
+import copy
+import inspect
 import math
-from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
+from paw import plugins
 from paw.config import EnvConfig
-from paw.envs.base import Env, EnvFactory
-from paw.errors import UserError, quietly
-from paw.plugins import import_file
-from paw.rollout.guard import make_threads
+from paw.envs.base import Env, EnvFactory, Tasks, size
+from paw.errors import OURS, UserError, describe, shown
+from paw.rollout.threads import Threads
+from paw.types import Task
+
+FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
+RENAMED = {
+    "tasks": ("train_tasks", "tasks(split, seed), which serves every split, in place of train_tasks and its like"),
+    "context": ("prompt", "context() in place of prompt()"),
+    "oracle": ("expert", "oracle() in place of expert()"),
+    "admissible_actions": ("choices", "admissible_actions(), bare, and format_action(action) in place of choices()"),
+}
+"""Member -> (the old one, what is said to those who still have that)."""
 
 
-def load_factory(config: EnvConfig) -> EnvFactory:
-    """Class(config) of the file that env.name names. What the file itself raises is not caught.
+class OwnFactory:
+    """The EnvFactory of what a user handed over: an Env or an EnvFactory, as a class or as an object.
+
+    A class is made with the `[env]` section, or with nothing if it takes nothing. Of an Env each episode in play gets a
+    new one, or a deep copy of the object. `tasks` may be a list: every tenth task then is held out for evaluation.
 
     Raises:
-        UserError: there is no such file or class, or the factory or its environments lack a member of their protocol.
+        UserError: a member is missing, or what the user wrote raises.
     """
+
+    def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
+        self._given, self.config, self._origin = given, config, origin
+        self._made = self._new()
+        self._lists = hasattr(self._made, "make")
+        self._require(self._made, FACTORY if self._lists else ("tasks", *ENV))
+        self.name: str = getattr(self._made, "name", type(self._made).__name__.lower())
+        self.reward_max: float = getattr(self._made, "reward_max", 1.0)
+        self.invalid_penalty: float = getattr(self._made, "invalid_penalty", config.invalid_penalty)
+        self.may_block: bool = getattr(self._made, "may_block", False)
+        self.distinct_eval: bool = getattr(self._made, "distinct_eval", True)
+        self._demonstrates = True
+
+    def tasks(self, split: str, seed: int) -> Tasks:
+        """UserError where there are none, or no Tasks."""
+        listed: Any = self._made.tasks
+        found: Any = listed(split, seed) if callable(listed) else self._listed(listed, split)
+        what = f"{self._origin}: {type(self._made).__name__}.tasks('{split}', {seed})"
+        if size(found) == 0:
+            raise UserError(f"{what} is empty")
+        first = found[0]
+        if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
+            raise UserError(f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts")
+        if split == "warmup" and not self._demonstrates:
+            raise UserError(f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path")
+        return found
+
+    def make(self) -> Env:
+        made = self._made.make() if self._lists else self._new()
+        self._require(made, ENV)
+        self._demonstrates = hasattr(made, "oracle")
+        return made
+
+    def fingerprint(self) -> str:
+        return self._made.fingerprint() if hasattr(self._made, "fingerprint") else self.name
+
+    def _new(self) -> Any:
+        given = self._given
+        if not isinstance(given, type):
+            return given if hasattr(given, "make") else copy.deepcopy(given)
+        takes = inspect.signature(given).parameters.values()
+        wanted = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
+        return given(self.config) if wanted else given()
+
+    def _listed(self, tasks: Any, split: str) -> Any:
+        held_out = tasks[9::10] or tasks[-1:]
+        if split == self.config.eval_split:
+            return held_out
+        return [task for i, task in enumerate(tasks) if i % 10 != 9] if len(tasks) > 9 else tasks[:-1] or tasks
+
+    def _require(self, made: object, members: tuple[str, ...]) -> None:
+        if lacks := lacking(made, members):
+            raise UserError(f"{self._origin}: {lacks}; see docs/environments.md")
+
+
+def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
+    """The factory of `given`, or, where that is None, of what env.name names.
+
+    Raises:
+        UserError: there is no such thing, it lacks members of the protocol, or what the user wrote raises.
+    """
+    origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
-        factory = find_class(config.name)(config)
-        if not hasattr(factory, "reward_max"):
-            factory.reward_max = math.nan  # only the adaptive weight needs it: see check_reward_max
-        _check(factory, EnvFactory, config.name)
-        threads = make_threads(factory, config)
-        environment = threads.call(factory.make)
-        _check(environment, Env, config.name)
-        with quietly():
-            threads.call(environment.close)
-        threads.close()
+        if given is None:
+            try:
+                given = plugins.load("envs", config.name)
+            except UserError as error:
+                raise UserError(f"env.name = {error}") from None
+        threads = Threads(1, config.step_timeout_s)
+        try:
+            factory: OwnFactory = threads.call(OwnFactory, given, config, origin)
+            threads.call(factory.make)
+        except OURS:
+            raise
+        except BaseException as error:
+            raise UserError(f"{origin}: it cannot be made: {describe(error)}") from error
+        finally:
+            threads.close()
         return factory
 
 
+def lacking(made: object, members: tuple[str, ...]) -> str:
+    """What `made` lacks of `members`, or has under an old name, as text; "" if nothing."""
+    name, found = type(made).__name__, []
+    for member in dict.fromkeys((*members, *RENAMED)):
+        old, instead = RENAMED.get(member, ("", ""))
+        if not hasattr(made, member):
+            if old and hasattr(made, old):
+                found.append(f"{name} needs {instead}")
+            elif member in members:
+                found.append(f"{name} lacks {member}")
+    return "; ".join(found)
+
+
 def is_own(name: str) -> bool:
-    """Whether an env.name is a file of the user's."""
-    return ":" in name
-
-
-def find_class(name: str) -> Callable[[EnvConfig], EnvFactory]:
-    """The class that `name`, "FILE.py:Class", names; UserError where there is none."""
-    place, _, wanted = name.rpartition(":")
-    made = getattr(import_file(place, f"env.name = '{name}'"), wanted, None)
-    if not isinstance(made, type):
-        raise UserError(f"env.name = '{name}': the file has no class '{wanted}'")
-    return made
-
-
-def missing(made: object, protocol: type) -> list[str]:
-    """Members of the protocol that `made` lacks."""
-    members = {*protocol.__annotations__, *(key for key in vars(protocol) if not key.startswith("_"))}
-    return sorted(member for member in members if not hasattr(made, member))
+    """Whether an env.name is no built-in one."""
+    return name not in plugins.ENVS
 
 
 def check_reward_max(factory: EnvFactory, name: str) -> None:
     """UserError where the adaptive lambda_g = 1 - mean return / R_max has no R_max; `name` is env.name."""
     value = factory.reward_max
-    if isinstance(value, int | float) and 0 < value < math.inf:
-        return
-    found = "missing" if value != value else f"{value!r}, which is no positive number"
-    member = f"{type(factory).__name__}.reward_max"
-    raise UserError(
-        f"env.name = '{name}': {member} is {found}: wm.weight = 'adaptive' divides by it; set it to the largest return "
-        "of an episode, or take a constant: --wm.weight 1.0"
-    )
-
-
-def _check(made: object, protocol: type, name: str) -> None:
-    if lacks := missing(made, protocol):
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise UserError(
-            f"env.name = '{name}': {type(made).__name__} lacks {', '.join(lacks)}; "
-            f"see {protocol.__name__} in paw/envs/base.py"
+            f"env.name = '{name}': reward_max is {value!r}, which is no positive number: wm.weight = 'adaptive' "
+            "divides by it; set it to the largest return of an episode, or take a constant: --wm.weight 1.0"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from paw.envs.base import shuffled
+from paw.envs.base import Tasks
 from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.files import cause, write_file
@@ -144,6 +144,7 @@ class NextStateFactory:
 
     Config = NextStateConfig
     name = "next_state"
+    distinct_eval = True
     may_block = True  # environments wait for one another, so that the encoder gets batches
 
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:
@@ -171,20 +172,13 @@ class NextStateFactory:
             similarity = Embedding(config.embedding).similarity
         self._similarity = _Together(similarity)
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        n = len(self.training)
-        return [self.training[shuffled(seed, i, n)] for i in range(step * count, (step + 1) * count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        """`count` different held-out triplets, all of them where there are fewer, or for 0."""
-        order = [self.held_out[shuffled(seed, i, len(self.held_out))] for i in range(len(self.held_out))]
-        return order[:count] if count else self.held_out
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        raise UserError(
-            "model.path = 'quickstart' is warmed up on games, not on triplets: make it with `paw warmup quickstart`"
-            " and give the folder"
-        )
+    def tasks(self, split: str, seed: int) -> Tasks:
+        if split == "warmup":
+            raise UserError(
+                "model.path = 'quickstart' is warmed up on games, not on triplets: make it with `paw warmup quickstart`"
+                " and give the folder"
+            )
+        return self.held_out if split == HELD_OUT else self.training
 
     def make(self) -> "NextStateEnv":
         return NextStateEnv(self.config, self.config.threshold, self._similarity)
@@ -207,9 +201,6 @@ class NextStateEnv:
     def context(self) -> str:
         return ask(self._triplet, self.config)
 
-    def anchor(self) -> str:
-        return self._triplet.prompt
-
     def step(self, response: str) -> Outcome:
         """The outcome's observation is the real next state, its action the predicted one."""
         guess, real = predicted(response, self.config), self._triplet.next_state
@@ -225,15 +216,6 @@ class NextStateEnv:
 
     def oracle(self) -> str:
         return answer(self._triplet.next_state, self.config)
-
-    def admissible_actions(self) -> list[str]:
-        return []
-
-    def format_action(self, action: str) -> str:
-        return answer(action, self.config)
-
-    def close(self) -> None:
-        pass
 
 
 class _Together:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import random
 import re
 import sys
 import threading
@@ -22,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paw.envs.base import shuffled
+from paw.envs.base import Tasks
 from paw.envs.settings import Tau2Config
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.rollout.threads import Threads
@@ -64,6 +63,7 @@ class Tau2Factory:
     Config = Tau2Config
     name = "tau2"
     may_block = True
+    distinct_eval = False
 
     def __init__(self, config: Tau2Config) -> None:
         self.config = config
@@ -83,17 +83,10 @@ class Tau2Factory:
         for split in (config.train_split, config.eval_split):
             self._ids(split)
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        ids = self._ids(self.config.train_split)
-        first = step * count
-        return [self._task(ids[shuffled(seed, i, len(ids))]) for i in range(first, first + count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        ids = self._ids(split)
-        return [self._task(i) for i in (random.Random(seed).choices(ids, k=count) if count else ids)]
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        raise UserError("model.path = 'quickstart': tau2 has no expert to warm it up on; take an instruct model")
+    def tasks(self, split: str, seed: int) -> Tasks:
+        if split == "warmup":
+            raise UserError("model.path = 'quickstart': tau2 has no oracle to warm it up on; take an instruct model")
+        return [Task(f"{self.config.domain}/{i}", self.config.domain, i) for i in self._ids(split)]
 
     def make(self) -> "Tau2Env":
         return Tau2Env(self._gym, self.config)
@@ -113,9 +106,6 @@ class Tau2Factory:
                 f"env.eval_split can be {', '.join(playable)}"
             )
         return playable[split]
-
-    def _task(self, tau2_id: str) -> Task:
-        return Task(f"{self.config.domain}/{tau2_id}", self.config.domain, tau2_id)
 
 
 class Tau2Env:
@@ -187,12 +177,6 @@ class Tau2Env:
             valid=not problem,
             score=float(reward),
         )
-
-    def oracle(self) -> str:
-        raise NotImplementedError("tau2-bench has no expert")
-
-    def admissible_actions(self) -> list[str]:
-        return []
 
     def format_action(self, action: str) -> str:
         thought = "<think>I know what to do.</think>" if self.config.think else ""

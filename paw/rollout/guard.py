@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
+from paw.envs.load import OwnFactory
 from paw.errors import EnvironmentFailure, shown
 from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
@@ -27,7 +28,7 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
     and env.step_timeout_s a call.
     """
     count = count if factory.may_block else 1
-    if type(factory).__module__.startswith("paw."):
+    if type(factory).__module__.startswith("paw.") and not isinstance(factory, OwnFactory):
         return Threads(count if count > 1 else 0)
     return Threads(count, config.step_timeout_s)
 
@@ -86,6 +87,12 @@ class Guarded:
         )
 
     def oracle(self) -> str:
+        """NotImplementedError where there is none."""
+        if not hasattr(self._environment, "oracle"):
+            raise NotImplementedError(f"{type(self._environment).__name__} has no oracle()")
+        """NotImplementedError where there is none."""
+        if not hasattr(self._environment, "oracle"):
+            raise NotImplementedError(f"{type(self._environment).__name__} has no oracle()")
         return self._text("oracle()", self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.config import Config
-from paw.envs.base import EnvFactory
+from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion, Engine, Request
@@ -282,13 +282,13 @@ class Rollouts:
         """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
         size, temperature = self.config.rollout.group_size, self.config.rollout.temperature
         seed, stream = self.config.run.seed, f"train/{step}"
-        tasks = self.factory.train_tasks(step, count, seed)
+        tasks = train_tasks(self.factory, step, count, seed, split=self.config.env.train_split)
         return self._share(tasks, group_size=size, temperature=temperature, seed=seed, stream=stream, progress=progress)
 
     def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
         """Play the evaluation games once each, as `play` does; all ranks together."""
         config = self.config.eval
-        tasks = self.factory.eval_tasks(self.config.env.eval_split, config.games, config.seed)
+        tasks = eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed)
         return self._share(
             tasks, group_size=1, temperature=config.temperature, seed=config.seed, stream="eval", progress=progress
         )

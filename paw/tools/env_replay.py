@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from paw.config import EnvConfig
-from paw.envs.base import Env, EnvFactory, admissible_responses
-from paw.errors import quietly, shown
+from paw.envs.base import EnvFactory, admissible_responses, eval_tasks, train_tasks
+from paw.errors import quietly
+from paw.rollout.guard import Guarded
 from paw.types import Outcome, Task
 
 GARBAGE = [
@@ -33,12 +34,12 @@ class Episode:
     task: Task
     first: str = ""
     looks: list[tuple[str, str]] = field(default_factory=list)
-    """(prompt, anchor) before each response; none if nobody looked."""
+    """(context, anchor) before each response; none if nobody looked."""
     responses: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-Player = Callable[[Env, int], str | None]
+Player = Callable[[Guarded, int], str | None]
 """The response to turn n; None leaves the episode."""
 
 
@@ -55,56 +56,52 @@ class Subject:
 
     @cached_property
     def tasks(self) -> list[Task]:
-        return self.factory.train_tasks(0, 4, 0)
+        return train_tasks(self.factory, 0, 4, 0, split=self.env.train_split)
 
     @cached_property
     def held_out(self) -> list[Task]:
-        return self.factory.eval_tasks(self.env.eval_split, 0, 0)
+        return eval_tasks(self.factory, self.env.eval_split, 0, 0)
 
     @cached_property
     def episodes(self) -> list[Episode]:
         played = []
-        for task, player in zip(self.tasks, (by_expert, by_chance, by_garbage, by_all), strict=True):
+        for task, player in zip(self.tasks, (by_oracle, by_chance, by_garbage, by_all), strict=True):
             with self.made() as environment:
                 played.append(self.play(environment, task, player))
         return played
 
     @contextmanager
-    def made(self, factory: EnvFactory | None = None) -> Iterator[Env]:
-        environment = (factory or self.factory).make()
+    def made(self, factory: EnvFactory | None = None) -> Iterator[Guarded]:
+        """An environment as training plays it, checks of what it returns included."""
+        environment = Guarded((factory or self.factory).make(), self.env)
         try:
             yield environment
         finally:
             with quietly():  # a rule of its own
                 environment.close()
 
-    def play(self, environment: Env, task: Task, player: Player, *, looks: int = 1) -> Episode:
+    def play(self, environment: Guarded, task: Task, player: Player, *, looks: int = 1) -> Episode:
         """One episode; before each response the environment is looked at `looks` times, from all sides."""
         start, episode = time.perf_counter(), Episode(task)
-        for _ in self.turns(environment, episode, player, looks):
-            self.steps += 1
+        self.steps += sum(1 for _ in self.turns(environment, episode, player, looks))
         self.seconds += time.perf_counter() - start
         return episode
 
-    def turns(self, environment: Env, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
-        """Plays `episode` turn by turn. One more than env.max_turns is played, if the environment lets us."""
+    def turns(self, environment: Guarded, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
+        """Plays `episode` turn by turn."""
         episode.first = environment.reset(episode.task)
-        for n in range(self.env.max_turns + 1):
+        while not (episode.outcomes and episode.outcomes[-1].done):
+            n = len(episode.outcomes)
             seen = [look(environment) for _ in range(looks)]
-            if len(set(seen)) > 1:
+            if any(other != seen[0] for other in seen):
                 raise Broken(f"looked at twice in turn {n}: {differ(*seen[:2])}; looking must change nothing")
             response = player(environment, n)
             if response is None:
                 return
-            outcome = environment.step(response)
-            if not isinstance(outcome, Outcome):
-                raise Broken(f"step() answered {shown(outcome)}; it must be an Outcome (paw/types.py)")
+            episode.outcomes.append(environment.step(response))
             episode.looks += seen[:1]
             episode.responses.append(response)
-            episode.outcomes.append(outcome)
             yield episode
-            if outcome.done:
-                return
 
     def again(self, episode: Episode, fix: str, *, looks: int = 1) -> None:
         """Play the responses of `episode` to a new environment; Broken, with `fix`, if anything is not as it was."""
@@ -117,7 +114,7 @@ def compare(old: Episode, new: Episode, fix: str) -> None:
     pairs: list[tuple[str, Any, Any]] = [("reset()", old.first, new.first)]
     for n, (one, two) in enumerate(zip(old.outcomes, new.outcomes, strict=False)):
         if n < len(old.looks) and n < len(new.looks):
-            pairs.append((f"the prompt or anchor of turn {n}", old.looks[n], new.looks[n]))
+            pairs.append((f"the context or anchor of turn {n}", old.looks[n], new.looks[n]))
         pairs.append((f"step() in turn {n}", one, two))
     if new.outcomes:
         pairs.append(("the number of turns", len(old.outcomes), len(new.outcomes)))
@@ -130,37 +127,30 @@ def repeat(episode: Episode) -> Player:
     return lambda environment, n: episode.responses[n] if n < len(episode.responses) else None
 
 
-def by_expert(environment: Env, n: int) -> str:
-    return expert_of(environment) or by_chance(environment, n)
+def by_oracle(environment: Guarded, n: int) -> str:
+    return oracle_of(environment) or by_chance(environment, n)
 
 
-def by_chance(environment: Env, n: int) -> str:
-    return random.Random(n).choice(answers_of(environment) or [f"{n} hello"])
+def by_chance(environment: Guarded, n: int) -> str:
+    return random.Random(n).choice(admissible_responses(environment) or [f"{n} hello"])
 
 
-def by_garbage(environment: Env, n: int) -> str:
+def by_garbage(environment: Guarded, n: int) -> str:
     return GARBAGE[n % len(GARBAGE)]
 
 
-def by_all(environment: Env, n: int) -> str:
-    return (by_garbage, by_chance, by_expert)[n % 3](environment, n)
+def by_all(environment: Guarded, n: int) -> str:
+    return (by_garbage, by_chance, by_oracle)[n % 3](environment, n)
 
 
-def look(environment: Env) -> tuple[str, str]:
-    answers_of(environment)
-    expert_of(environment)
+def look(environment: Guarded) -> tuple[Any, str]:
+    admissible_responses(environment)
+    oracle_of(environment)
     return environment.context(), environment.anchor()
 
 
-def answers_of(environment: Env) -> list[str]:
-    """A well-formed response for each admissible action."""
-    try:
-        return admissible_responses(environment)
-    except NotImplementedError:
-        return []
-
-
-def expert_of(environment: Env) -> str | None:
+def oracle_of(environment: Guarded) -> str | None:
+    """None where there is no oracle, or none for this task."""
     try:
         return environment.oracle()
     except NotImplementedError:

@@ -14,15 +14,18 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
+from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.difficulty import DIFFICULTIES
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.generator import generate
 from paw.envs.alfworld.problem import Game
-from paw.envs.base import Env, EnvFactory
+from paw.envs.base import EnvFactory, eval_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
 from paw.recipe import load_played
+from paw.rollout.episode import shown
+from paw.rollout.guard import Guarded
 from paw.types import Outcome, Task
 
 MOST_SHOWN = 100_000
@@ -48,11 +51,11 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
     Raises UserError where the game file is unreadable, or the factory does (no such environment, nothing installed).
     """
     plain = args.env == "alfworld" and not overrides and not args.recipe
-    factory, task = _alfworld(args) if plain else _any(args, overrides)
+    env, factory, task = _alfworld(args) if plain else _any(args, overrides)
     talk = _json if args.json else _terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
-    with closing(factory.make()) as environment:
+    with closing(Guarded(factory.make(), env)) as environment:
         try:
             talk(environment, task)
         except EnvironmentFailure as error:
@@ -61,30 +64,30 @@ def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyTyp
     return 0
 
 
-def _alfworld(args: argparse.Namespace) -> tuple[EnvFactory, Task]:
+def _alfworld(args: argparse.Namespace) -> tuple[EnvConfig, EnvFactory, Task]:
     game = Game.load(args.game) if args.game else generate(args.seed, difficulty=args.difficulty or "full")
     style = "compact" if args.json else args.style or "paper"
-    factory = AlfworldFactory(AlfworldConfig(backend=args.backend or "native", style=style))
-    return factory, Task(game.name, game.kind, game)
+    env = AlfworldConfig(backend=args.backend or "native", style=style)
+    return env, AlfworldFactory(env), Task(game.name, game.kind, game)
 
 
-def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[EnvFactory, Task]:
+def _any(args: argparse.Namespace, overrides: Mapping[str, str]) -> tuple[EnvConfig, EnvFactory, Task]:
     if args.game:
         raise UserError(f"paw play {args.env}: --game takes alfworld alone, without keys of the configuration")
     options = {"env.style": args.style, "env.difficulty": args.difficulty, "env.backend": args.backend}
     given = {key: value for key, value in options.items() if value}
     config = load_played(args.recipe, {"env.name": args.env, **given, **overrides}, {"env.data": "none"})
     factory = make_factory(config)
-    return factory, factory.eval_tasks(config.env.eval_split, 1, args.seed)[0]
+    return config.env, factory, eval_tasks(factory, config.env.eval_split, 1, args.seed)[0]
 
 
-def _task(environment: Env, text: str) -> dict[str, Any]:
+def _task(environment: Guarded, text: str) -> dict[str, Any]:
     """The task in words, where the first observation, `text`, does not tell it."""
     task = getattr(environment, "task", "")
     return {} if task in text else {"task": task}
 
 
-def _json(environment: Env, task: Task) -> None:
+def _json(environment: Guarded, task: Task) -> None:
     outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
     message = _task(environment, outcome.observation)
     while True:
@@ -104,7 +107,7 @@ def _say(*texts: str) -> None:
     print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
 
 
-def _terminal(environment: Env, task: Task) -> None:
+def _terminal(environment: Guarded, task: Task) -> None:
     text = environment.reset(task)
     _say(*_task(environment, text).values(), text, HELP)
     turns = 0
@@ -118,7 +121,7 @@ def _terminal(environment: Env, task: Task) -> None:
             print()
             return
         if command in ("", "prompt"):
-            _say(environment.context() if command else HELP)
+            _say(shown(environment.context()) if command else HELP)
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]

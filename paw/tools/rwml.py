@@ -23,6 +23,7 @@ from paw.algo.loss import TokenBatch, ce, joint, joint_loss
 from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config
 from paw.envs import make_factory
+from paw.envs.base import train_tasks
 from paw.envs.next_state import NextStateFactory, Triplet, answer, ask, write_triplets
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
@@ -47,7 +48,7 @@ def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, o
     config, path = resolve(model, recipe, overrides)
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.play(
-            rollouts.factory.train_tasks(0, tasks, config.run.seed),
+            train_tasks(rollouts.factory, 0, tasks, config.run.seed),
             group_size=config.rwml.episodes,
             temperature=config.rollout.temperature,
             seed=config.run.seed,

@@ -18,7 +18,7 @@ import torch
 
 from paw.cache import cache_dir, cached
 from paw.config import Config, EnvConfig
-from paw.envs.base import EnvFactory, admissible_responses
+from paw.envs.base import EnvFactory, admissible_responses, warmup_tasks
 from paw.errors import OURS, UserError, describe, quietly
 from paw.model.optim import set_learning_rate
 from paw.model.policy import Policy
@@ -88,7 +88,7 @@ def demonstrations(
     threads, environment, failed = make_threads(factory, env), None, 0
     call = threads.call
     for task in itertools.chain.from_iterable(
-        factory.warmup_tasks(start, 64, seed) for start in itertools.count(0, 64)
+        warmup_tasks(factory, start, 64, seed) for start in itertools.count(0, 64)
     ):
         done, before = False, None
         while not done:
@@ -143,7 +143,7 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
         loss = _step(policy, optimizer, next(batches), lr=lr, lm_weight=settings.lm_weight)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
-        tasks = factory.warmup_tasks(CHECK_START, CHECK_GAMES, settings.seed)
+        tasks = warmup_tasks(factory, CHECK_START, CHECK_GAMES, settings.seed)
         groups, stats = rollouts.play(
             tasks, group_size=1, temperature=temperature, seed=settings.seed, stream=f"warmup/{step}"
         )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paw.envs.base import Endless, Tasks
 from paw.errors import UserError
 from paw.types import Outcome, Task
 
@@ -36,14 +37,8 @@ class Honest:
     def __init__(self, config: Any) -> None:
         self.config, self.invalid_penalty, self.made = config, 0.0, 0
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        return [Task(f"train/{step}/{i}", "count") for i in range(count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        return [Task(f"{split}/{i}", "count") for i in range(count or 4)]
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        return [Task(f"warmup/{i}", "count") for i in range(start, start + count)]
+    def tasks(self, split: str, seed: int) -> Tasks:
+        return Endless(lambda i: Task(f"{split}/0/{i}", "count"))
 
     def make(self) -> "Game":
         self.made += 1
@@ -85,9 +80,6 @@ class Game:
 
     def admissible_actions(self) -> list[str]:
         return self._maybe("admissible_actions", ["go", "stay"])
-
-    def format_action(self, action: str) -> str:
-        return action
 
     def close(self) -> None:
         self._maybe("close", None)
@@ -188,7 +180,7 @@ NumpyAnswers = factory(
 
 
 class TasksWithoutKind(Honest):
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+    def tasks(self, split: str, seed: int) -> Tasks:
         return [Task("a", None)]  # pyright: ignore[reportArgumentType]
 
 
@@ -232,14 +224,11 @@ class Liar(Honest):
 
     wrong = MappingProxyType({"step": raises(RuntimeError(FAKE))})
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        return [Task(f"{i}{FAKE}", FAKE) for i in range(count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        return self.train_tasks(0, count or 4, seed)
+    def tasks(self, split: str, seed: int) -> Tasks:
+        return [Task(f"{i}{FAKE}", FAKE) for i in range(4)]
 
     def make(self) -> Game:
-        says = {"observation": FAKE, "action": FAKE, "prompt": lambda game: FAKE, "anchor": lambda game: FAKE}
+        says = {"observation": FAKE, "action": FAKE, "context": lambda game: FAKE, "anchor": lambda game: FAKE}
         game = super().make()
         game.wrong = game.wrong or says
         return game
@@ -267,12 +256,13 @@ class ChangesDirectory(Honest):
 class DownInTraining(Honest):
     """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as while a server restarts."""
 
-    down_until = math.inf
+    down_until, asked = math.inf, 0
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        if step and self.down_until == math.inf:
+    def tasks(self, split: str, seed: int) -> Tasks:
+        self.asked += split == "train"  # before the run, and in each update
+        if self.asked > 2 and self.down_until == math.inf:
             self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
-        return super().train_tasks(step, count, seed)
+        return super().tasks(split, seed)
 
     def make(self) -> Game:
         return Game({"reset": self._connect})

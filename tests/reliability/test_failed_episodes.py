@@ -15,11 +15,15 @@ MOST_FAIL = (
     "            raise RuntimeError('boom')\n"
     "        self.secret, self.low",
 )
+OWN_TASKS = (
+    '    tasks = [Task(f"guess {n}", payload=n) for n in range(1, 100)]\n',
+    '    def tasks(self, split, seed):\n        return [Task(f"{split}/{n}", "guess", n + 1) for n in range(8)]\n',
+)
 FAILED_AFTER_TRAINING = (  # called as a run is built, before training, and at its end
-    '        return [new_task(f"{split}',
-    "        self.calls = getattr(self, 'calls', 0) + 1\n"
+    '        return [Task(f"{split}',
+    "        self.calls = getattr(self, 'calls', 0) + (split != 'train')\n"
     "        split += '-broken' * (self.calls == 3)\n"
-    '        return [new_task(f"{split}',
+    '        return [Task(f"{split}',
 )
 ALL_FAIL = (
     "        self.secret, self.low",
@@ -33,7 +37,7 @@ def environment(tmp_path):
 
     def write(*changes):
         text = EXAMPLE.read_text(encoding="utf-8")
-        for old, new in changes:
+        for old, new in (OWN_TASKS, *changes):
             assert text.count(old) == 1
             text = text.replace(old, new)
         (tmp_path / "mine.py").write_text(text)

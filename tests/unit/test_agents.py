@@ -12,6 +12,7 @@ from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
 from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
+from paw.envs.base import eval_tasks
 from paw.errors import UserError
 from paw.rollout.episode import Answer, Episode, Model, find_agent, shown
 from paw.rollout.scheduler import Scheduler
@@ -44,7 +45,7 @@ def configure(kind="plain", **sections):
 def play(config, answers, *, place=0, factory=None):
     """(the episode of one evaluation task, what the model was asked)."""
     factory = factory or make_factory(config)
-    task, asked = factory.eval_tasks(config.env.eval_split, place + 1, 0)[place], []
+    task, asked = eval_tasks(factory, config.env.eval_split, place + 1, 0)[place], []
     episode = Episode(Trajectory(task, 0), place, 0, "eval", 0.4)
     scheduler = Scheduler(factory, config)
     scheduler.run([episode], find_agent(config), lambda env: Scripted(env, config, answers, asked))
@@ -65,7 +66,7 @@ def oracle_actions(config, place=0):
     """The oracle's actions for a task, found by playing it."""
     factory, actions, done = make_factory(config), [], False
     environment = factory.make()
-    environment.reset(factory.eval_tasks(config.env.eval_split, place + 1, 0)[place])
+    environment.reset(eval_tasks(factory, config.env.eval_split, place + 1, 0)[place])
     while not done:
         outcome = environment.step(environment.oracle())
         actions.append(outcome.action)
@@ -76,7 +77,7 @@ def oracle_actions(config, place=0):
 def test_plain_sends_the_context_of_the_environment():
     factory = make_factory(configure())
     environment = factory.make()
-    environment.reset(factory.eval_tasks("valid_unseen", 1, 0)[0])
+    environment.reset(eval_tasks(factory, "valid_unseen", 1, 0)[0])
     episode, asked = play(configure(env={"max_turns": 2}), ["<think>a</think><action>look</action>", "nothing at all"])
     assert asked[0][:3] == (environment.context(), "", ())
     environment.step("<think>a</think><action>look</action>")
@@ -260,7 +261,7 @@ def searching(kind, **more):
 def test_search_r1_goes_on_with_one_answer():
     pytest.importorskip("bm25s")
     config = searching("search-r1")
-    question = make_factory(config).eval_tasks("test", 1, 0)[0].payload.text
+    question = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.text
     answers = [f"<think>Hm.</think>\n<search> {question} </search>", "nothing useful", "<search>a</search><answer>b"]
     episode, asked = play(config, answers)
     prompts = {prompt for prompt, *_ in asked}
@@ -280,7 +281,7 @@ def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
     for kind in ("search-r1", "react"):
         config = searching(kind)
-        gold = make_factory(config).eval_tasks("test", 1, 0)[0].payload.answers[0]
+        gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
         answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
         episode, asked = play(config, ["<search>x" if kind == "search-r1" else "Search[x]", answer])
         assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]

@@ -13,9 +13,9 @@ import pytest
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.alfworld import generator, index
-from paw.envs.alfworld.factory import GENERATED_EVAL, AlfworldFactory
+from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.problem import Game
-from paw.envs.base import admissible_responses
+from paw.envs.base import ENDLESS_EVAL, admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
 from paw.tools import data
@@ -46,34 +46,34 @@ def folder(tmp_path: Path) -> Path:
 
 def test_generated_tasks_are_pure_and_distinct():
     first = factory(difficulty="tiny")
-    tasks = first.train_tasks(3, 4, seed=1)
-    again = factory(difficulty="tiny").train_tasks(3, 4, seed=1)
+    tasks = train_tasks(first, 3, 4, seed=1)
+    again = train_tasks(factory(difficulty="tiny"), 3, 4, seed=1)
     assert [(t.id, t.kind, t.payload.scene) for t in tasks] == [(t.id, t.kind, t.payload.scene) for t in again]
-    assert {t.id for t in tasks}.isdisjoint(t.id for t in first.train_tasks(4, 4, seed=1))
-    assert tasks[0].payload.scene != first.train_tasks(3, 4, seed=2)[0].payload.scene
-    assert first.warmup_tasks(10, 3, seed=0)[1].id == first.warmup_tasks(11, 1, seed=0)[0].id
-    assert [t.id for t in first.train_tasks(0, 8, seed=1)] == [
-        t.id for step in range(4) for t in first.train_tasks(step, 2, seed=1)
+    assert {t.id for t in tasks}.isdisjoint(t.id for t in train_tasks(first, 4, 4, seed=1))
+    assert tasks[0].payload.scene != train_tasks(first, 3, 4, seed=2)[0].payload.scene
+    assert warmup_tasks(first, 10, 3, seed=0)[1].id == warmup_tasks(first, 11, 1, seed=0)[0].id
+    assert [t.id for t in train_tasks(first, 0, 8, seed=1)] == [
+        t.id for step in range(4) for t in train_tasks(first, step, 2, seed=1)
     ]
 
 
 def test_generated_splits_share_no_game():
     games = factory(difficulty="tiny")
     streams = [
-        games.train_tasks(0, 300, seed=0) + games.train_tasks(0, 100, seed=5),
-        games.warmup_tasks(0, 300, seed=0),
-        games.eval_tasks("valid_unseen", 0, seed=0),
+        train_tasks(games, 0, 300, seed=0) + train_tasks(games, 0, 100, seed=5),
+        warmup_tasks(games, 0, 300, seed=0),
+        eval_tasks(games, "valid_unseen", 0, seed=0),
     ]
-    assert len(streams[2]) == GENERATED_EVAL
+    assert len(streams[2]) == ENDLESS_EVAL
     contents = [{task.payload.scene.content() for task in tasks} for tasks in streams]
     assert not contents[0] & contents[1] and not contents[0] & contents[2] and not contents[1] & contents[2]
 
 
 def test_generated_kinds():
-    assert {t.kind for t in factory(difficulty="tiny").train_tasks(0, 60, seed=0)} == {
+    assert {t.kind for t in train_tasks(factory(difficulty="tiny"), 0, 60, seed=0)} == {
         *("pick", "look", "clean", "heat", "cool")  # the default is whatever the difficulty offers
     }
-    assert {t.kind for t in factory(difficulty="small", kinds=["two", "heat"]).train_tasks(0, 20, seed=0)} == {
+    assert {t.kind for t in train_tasks(factory(difficulty="small", kinds=["two", "heat"]), 0, 20, seed=0)} == {
         *("two", "heat")
     }
     with pytest.raises(UserError, match='"two" is not offered by difficulty "tiny"'):
@@ -85,9 +85,9 @@ def test_generated_kinds():
 def test_generated_evaluation_needs_a_held_out_split():
     for split in ("train", "valid_seen", "nonsense"):
         with pytest.raises(UserError, match=f"no split '{split}' to evaluate on; use 'valid_unseen'"):
-            factory(difficulty="tiny").eval_tasks(split, 4, seed=0)
-        with pytest.raises(UserError, match=f"no split '{split}'"):
             factory(difficulty="tiny", eval_split=split)
+    with pytest.raises(UserError, match="no split 'valid_seen'; use 'valid_unseen', or set"):
+        eval_tasks(factory(difficulty="tiny"), "valid_seen", 4, seed=0)
     with pytest.raises(UserError, match=r"env\.train_split = 'valid_seen' needs env\.data"):
         factory(difficulty="tiny", train_split="valid_seen")
 
@@ -120,7 +120,7 @@ def test_fingerprints_tell_games_apart(folder: Path):
 def test_the_expert_wins_in_the_style_asked_for(settings: dict):
     games = factory(difficulty="tiny", reward=5.0, **settings)
     environment = games.make()
-    for task in games.train_tasks(0, 8, seed=0):
+    for task in train_tasks(games, 0, 8, seed=0):
         opening = environment.reset(task)
         assert environment.anchor() == opening
         outcome = None
@@ -137,7 +137,7 @@ def test_the_expert_wins_in_the_style_asked_for(settings: dict):
 def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
     games = factory(difficulty="tiny", max_turns=2, style="compact")
     environment = games.make()
-    environment.reset(games.train_tasks(0, 1, seed=0)[0])
+    environment.reset(train_tasks(games, 0, 1, seed=0)[0])
     first = environment.step("dance\n")
     assert (first.observation, first.action, first.valid, first.done) == ("Nothing happens.", "dance", False, False)
     assert "did:\ndance\nsee:\nNothing happens." in environment.context()
@@ -150,28 +150,28 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
 
 def test_training_goes_through_the_files_once_an_epoch(folder: Path):
     games = factory(data=folder)
-    ids = [t.id for step in range(7) for t in games.train_tasks(step, 3, seed=0)]  # 21 tasks: three epochs of 7
+    ids = [t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)]  # 21 tasks: three epochs of 7
     for epoch in range(3):
         assert len(set(ids[7 * epoch : 7 * epoch + 7])) == 7
     assert ids[:7] != ids[7:14]
-    assert ids == [t.id for t in factory(data=folder / "json_2.1.1").train_tasks(0, 21, seed=0)]
-    assert ids != [t.id for t in games.train_tasks(0, 21, seed=1)]
+    assert ids == [t.id for t in train_tasks(factory(data=folder / "json_2.1.1"), 0, 21, seed=0)]
+    assert ids != [t.id for t in train_tasks(games, 0, 21, seed=1)]
     assert all(task_id.startswith("train/") for task_id in ids)
 
 
 def test_a_group_of_one_task_shares_the_parsed_game(folder: Path):
     games = factory(data=folder)
-    assert games.train_tasks(0, 1, seed=0)[0].payload is games.train_tasks(0, 1, seed=0)[0].payload
+    assert train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
 
 
 def test_evaluation_draws_or_the_whole_split(folder: Path):
     games = factory(data=folder)
-    whole = [t.id for t in games.eval_tasks("valid_unseen", 0, seed=9)]
+    whole = [t.id for t in eval_tasks(games, "valid_unseen", 0, seed=9)]
     assert len(whole) == len(set(whole)) == 5
     assert whole == sorted(whole)
-    drawn = [t.id for t in games.eval_tasks("valid_unseen", 40, seed=9)]
-    assert drawn == [t.id for t in factory(data=folder).eval_tasks("valid_unseen", 40, seed=9)]
-    assert drawn != [t.id for t in games.eval_tasks("valid_unseen", 40, seed=8)]
+    drawn = [t.id for t in eval_tasks(games, "valid_unseen", 40, seed=9)]
+    assert drawn == [t.id for t in eval_tasks(factory(data=folder), "valid_unseen", 40, seed=9)]
+    assert drawn != [t.id for t in eval_tasks(games, "valid_unseen", 40, seed=8)]
     assert set(drawn) <= set(whole) and max(Counter(drawn).values()) > 1
 
 
@@ -184,16 +184,16 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(index, "_scan", scanned)
-        assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
+        assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 5
     for game in generator.games("unseen", 5, 2, seed=4, difficulty="tiny"):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
-    assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 7
+    assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 7
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"train": 3}', '{"valid_unseen": {"stamp": "x"}}', ABSOLUTE, "\udcff"])
 def test_a_damaged_index_is_made_anew(folder: Path, content: str):
     (folder / "json_2.1.1" / index.INDEX).write_bytes(content.encode(errors="surrogateescape"))
-    assert len(factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)) == 5
+    assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 5
 
 
 def test_read_only_data_is_indexed_in_the_cache(folder: Path, tmp_path: Path, monkeypatch):
@@ -205,10 +205,10 @@ def test_read_only_data_is_indexed_in_the_cache(folder: Path, tmp_path: Path, mo
 
 
 def test_kinds_select_games(folder: Path):
-    every = {t.kind for t in factory(data=folder).train_tasks(0, 7, seed=0)}
+    every = {t.kind for t in train_tasks(factory(data=folder), 0, 7, seed=0)}
     some = sorted(every)[0]
     only = factory(data=folder, kinds=[some], eval_split="train")
-    assert {t.kind for t in only.train_tasks(0, 7, seed=0)} == {some}
+    assert {t.kind for t in train_tasks(only, 0, 7, seed=0)} == {some}
     with pytest.raises(UserError, match=r"holds no game of env\.kinds = \['two'\]"):
         factory(data=folder, kinds=["two"])
 
@@ -241,7 +241,7 @@ def test_kinds_select_games(folder: Path):
 def test_bad_data_is_one_line(folder: Path, breakage, message: str):
     breakage(folder)
     with pytest.raises(UserError, match=message) as caught:
-        factory(data=folder).eval_tasks("valid_unseen", 0, seed=0)
+        eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)
     assert "\n" not in str(caught.value)
 
 
@@ -250,14 +250,14 @@ def test_a_game_that_vanishes_after_indexing_is_named(folder: Path):
     for path in folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"):
         path.unlink()
     with pytest.raises(UserError, match=r"game\.tw-pddl: cannot be read: No such file"):
-        games.eval_tasks("valid_unseen", 0, seed=0)
+        eval_tasks(games, "valid_unseen", 0, seed=0)
 
 
 def test_unknown_splits(folder: Path):
     with pytest.raises(UserError, match="unknown ALFWorld split 'valid'; there are: train, valid_train"):
         factory(data=folder, eval_split="valid")
     with pytest.raises(UserError, match=r"unknown ALFWorld split '\.\./train'"):
-        factory(data=folder, train_split="../train").train_tasks(0, 1, seed=0)
+        train_tasks(factory(data=folder), 0, 1, seed=0, split="../train")
 
 
 def test_official_games(tmp_path: Path):
@@ -266,7 +266,7 @@ def test_official_games(tmp_path: Path):
     root = _unpack(tmp_path, per_split=6)
     games = factory(data=tmp_path, eval_split="valid_seen")
     assert not list(root.glob("valid_unseen"))
-    tasks = games.train_tasks(0, 6, seed=0) + games.eval_tasks("valid_seen", 0, seed=0)
+    tasks = train_tasks(games, 0, 6, seed=0) + eval_tasks(games, "valid_seen", 0, seed=0)
     environment = games.make()
     for task in tasks:
         environment.reset(task)
@@ -287,7 +287,7 @@ def test_the_real_engine_in_a_worker_says_the_same(tmp_path: Path):
     real = factory(data=tmp_path, eval_split="valid_seen", backend="textworld")
     generated = factory(difficulty="tiny", backend="textworld")
     mine, theirs = factory(difficulty="tiny").make(), real.make()
-    for task in real.eval_tasks("valid_seen", 1, seed=0) + generated.train_tasks(0, 2, seed=0):
+    for task in eval_tasks(real, "valid_seen", 1, seed=0) + train_tasks(generated, 0, 2, seed=0):
         assert theirs.reset(task) == mine.reset(task)
         outcome = None
         for command in ["fly", *(task.payload.walkthrough)]:
@@ -326,7 +326,7 @@ def test_data_generates_a_folder_to_train_on(tmp_path: Path, capsys):
     games = make_factory(Config(model=ModelConfig(path="-"), env=AlfworldConfig(data=out)))
     contents = [
         {_content(task.payload) for task in tasks}
-        for tasks in (games.train_tasks(0, 12, 0), games.eval_tasks("valid_unseen", 0, 0))
+        for tasks in (train_tasks(games, 0, 12, 0), eval_tasks(games, "valid_unseen", 0, 0))
     ]
     assert not contents[0] & contents[1]
 

@@ -1,5 +1,6 @@
-"""Environments of one file: the example of the documentation, and what is wrong with others, in one line."""
+"""A user's own environment: classes, objects and factories, the example of the docs, and one line for each mistake."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,89 +8,165 @@ import pytest
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
+from paw.envs.base import Endless, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
+from paw.rollout.guard import Guarded
+from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 NAME = f"{EXAMPLE}:Guess"
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes the example with `old` replaced by `new`; returns its env.name."""
-
-    def change(old="", new=""):
-        text = EXAMPLE.read_text(encoding="utf-8")
-        assert old in text
-        path = tmp_path / "mine.py"
-        path.write_text(text.replace(old, new))
-        return f"{path}:Guess"
-
-    return change
+def configure(name=NAME, **env):
+    return Config(model=ModelConfig(path="-"), env=EnvConfig(name=name, **env))
 
 
-def problem(name, config=None) -> str:
-    with pytest.raises(UserError) as caught:
-        check_reward_max(make_factory(Config(model=ModelConfig(path="-"), env=config or EnvConfig(name=name))), name)
-    assert str(caught.value).startswith(f"env.name = '{name}'") and "\n" not in str(caught.value)
-    return str(caught.value)
+class Count:
+    """The smallest environment there is."""
+
+    tasks = [Task(str(n), payload=n) for n in range(30)]
+
+    def reset(self, task):
+        self.left = task.payload
+        return f"{self.left} left"
+
+    def context(self):
+        return f"Say go, {self.left} times."
+
+    def step(self, response):
+        self.left -= response == "go"
+        return Outcome(f"{self.left} left", reward=1.0, done=self.left <= 0, won=self.left <= 0)
+
+
+class CountConfigured(Count):
+    def __init__(self, config, extra=None):
+        self.most = config.max_turns
+
+
+class Counting:
+    """A factory."""
+
+    name, reward_max, invalid_penalty, may_block, distinct_eval = "counting", 5.0, 0.5, True, False
+
+    def tasks(self, split, seed):
+        return Endless(lambda i: Task(f"{split}/{seed}/{i}", payload=i)) if split == "train" else Count.tasks[:3]
+
+    def make(self):
+        return Count()
+
+    def fingerprint(self):
+        return "counting 1"
+
+
+@pytest.mark.parametrize("given", [Count, Count(), CountConfigured])
+def test_an_environment_alone_is_enough(given):
+    factory = make_factory(configure(invalid_penalty=0.3), given)
+    assert (factory.name, factory.reward_max, factory.may_block) == (type(factory.make()).__name__.lower(), 1.0, False)
+    assert factory.invalid_penalty == 0.3 and factory.fingerprint() == factory.name and factory.distinct_eval
+    held_out = eval_tasks(factory, "valid_unseen", 0, 0)
+    assert [task.id for task in held_out] == ["9", "19", "29"]
+    assert [task.id for task in eval_tasks(factory, "valid_unseen", 2, 5)] == ["29", "19"]
+    epoch = train_tasks(factory, 0, 27, 0)
+    assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"9", "19", "29"}
+    assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
+    first, second = factory.make(), factory.make()
+    assert first is not second and first.reset(epoch[0]) and not hasattr(second, "left")
+    with pytest.raises(UserError, match=r"has no oracle\(\), which the quickstart's model imitates; set model.path"):
+        warmup_tasks(factory, 0, 1, 0)
+
+
+@pytest.mark.parametrize("given", [Counting, Counting()])
+def test_a_factory_says_the_rest(given):
+    factory = make_factory(configure(invalid_penalty=0.3), given)
+    found = (factory.name, factory.reward_max, factory.invalid_penalty, factory.may_block, factory.fingerprint())
+    assert found == ("counting", 5.0, 0.5, True, "counting 1")
+    assert [task.id for task in train_tasks(factory, 2, 2, 7)] == ["train/7/4", "train/7/5"]
+    assert len(eval_tasks(factory, "test", 40, 0)) == 40  # drawn with replacement
+    assert len(eval_tasks(factory, "train", 0, 0)) == 256  # of an endless split
 
 
 def test_the_example_plays():
-    factory = make_factory(
-        Config(model=ModelConfig(path="-"), env=EnvConfig(name=NAME, max_turns=7, invalid_penalty=0.5))
-    )
-    check_reward_max(factory, NAME)
-    assert factory.invalid_penalty == 0.5
-    assert factory.train_tasks(1, 2, seed=3) == factory.train_tasks(0, 4, seed=3)[2:]
-    environment = factory.make()
-    for task in factory.eval_tasks("any", 20, seed=0):
-        assert environment.reset(task) == "I think of a number."
+    config = configure(max_turns=7)
+    factory = make_factory(config)
+    environment = Guarded(factory.make(), config.env)
+    for task in eval_tasks(factory, "valid_unseen", 0, seed=0):
+        assert environment.reset(task) == "I think of a number." == environment.anchor()
         outcomes = [environment.step("no idea")]
-        assert not outcomes[0].valid
+        assert not outcomes[0].valid and environment.anchor() == outcomes[0].observation
         while not outcomes[-1].done:
             assert environment.oracle() in environment.admissible_actions()
+            assert environment.format_action("7") == "7"
             outcomes.append(environment.step(environment.oracle()))
         assert outcomes[-1].won == (outcomes[-1].reward == factory.reward_max) and len(outcomes) <= 7
+    environment.close()
 
 
-def test_a_file_or_a_class_that_is_not_there(write):
-    assert "there is no file" in problem("nowhere/mine.py:Guess")
-    name = write().replace(":Guess", ":Gues")
-    assert problem(name) == f"env.name = '{name}': the file has no class 'Gues'"
-    name = write().replace(":Guess", ":random")  # a module
-    assert "has no class 'random'" in problem(name)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "missing"),
-    [
-        ("    may_block = False\n", "", "Guess lacks may_block; see EnvFactory in"),
-        ("def eval_tasks", "def evaluation_tasks", "Guess lacks eval_tasks; see EnvFactory in"),
-        ("def context", "def ask", "Game lacks context; see Env in"),
-    ],
-)
-def test_a_member_that_is_missing_is_named(write, old, new, missing):
-    assert missing in problem(write(old, new))
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [("", "missing"), ('reward_max = "ten"', "'ten', which is no"), ("reward_max = 0.0", "0.0, which is no")],
-)
-def test_the_adaptive_weight_needs_a_largest_return(write, value, found):
-    message = problem(write("reward_max = 1.0", value or "pass"))
-    assert f"Guess.reward_max is {found}" in message and message.endswith("--wm.weight 1.0")
-
-
-def test_training_refuses_it_before_anything_is_loaded(write, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["guess_env:Guess", "{path}:Guess", "relative.py:Guess"])
+def test_it_is_named_by_module_or_file(name, tmp_path, monkeypatch):
+    for file in ("guess_env.py", "relative.py"):
+        (tmp_path / file).write_text(EXAMPLE.read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
-    name = write("reward_max = 1.0", "pass")
-    words = ["train", "quickstart", "--env.name", name, "--model.path", "."]
-    assert cli.main(words) == 2
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("guess_env", None)
+    assert make_factory(configure(name.format(path=tmp_path / "relative.py"))).name == "guess"
+
+
+class Old:
+    """As environments were written before."""
+
+    name, reward_max, invalid_penalty, may_block = "old", 1.0, 0.0, False
+
+    def train_tasks(self, step, count, seed): ...
+
+    def make(self): ...
+
+
+class Broken(Count):
+    def __init__(self):
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Old, r"Old needs tasks\(split, seed\), which serves every split, in place of train_tasks and its like"),
+        (type("Game", (), {"tasks": [], "prompt": 1, "expert": 1, "choices": 1, "reset": 1, "step": 1}),
+         r"Game needs context\(\) in place of prompt\(\); Game needs oracle\(\) in place of expert\(\); Game"),
+        (type("Game", (), {"tasks": [], "context": 1}), "Game lacks reset; Game lacks step; see docs/environments.md"),
+        (type("Game", (Count,), {"tasks": property()}), "Game lacks tasks"),
+        (Broken, "it cannot be made: KeyError: 'mine'"),
+        (5, "int lacks tasks; int lacks reset"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named_in_one_line(given, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_factory(configure(), given)
+    assert str(caught.value).startswith("env = ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tasks", "message"), [([], "is empty"), (["a"], r"\[0\] is 'a'; it must be a paw.Task")])
+def test_what_are_no_tasks(tasks, message):
+    factory = make_factory(configure(), type("Game", (Count,), {"tasks": tasks}))
+    with pytest.raises(UserError, match=message):
+        train_tasks(factory, 0, 1, 0)
+
+
+@pytest.mark.parametrize("value", ["ten", 0.0])
+def test_the_adaptive_weight_needs_a_largest_return(value):
+    factory = make_factory(configure(), type("Game", (Count,), {"reward_max": value}))
+    with pytest.raises(UserError, match=f"reward_max is {value!r}, which is no positive number.*--wm.weight 1.0$"):
+        check_reward_max(factory, "mine.py:Game")
+
+
+def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace("def context", "def prompt"))
+    words = ["train", "quickstart", "--model.path", ".", "--env.name"]
+    assert cli.main([*words, "mine.py:Guess"]) == 2
     error = capsys.readouterr().err
-    assert "Guess.reward_max is missing" in error and error.count("\n") == 1
-    assert cli.main([*words, "--wm.weight", "1.0"]) == 2
+    assert "Guess needs context() in place of prompt()" in error and error.count("\n") == 1
+    assert cli.main([*words, NAME]) == 2
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 
 

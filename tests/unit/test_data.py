@@ -7,6 +7,7 @@ import pytest
 from paw import cli
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
+from paw.envs.base import eval_tasks
 from paw.envs.settings import SearchConfig, WebshopConfig
 
 
@@ -33,7 +34,7 @@ def test_a_shop_is_generated_and_played(tmp_path, capsys):
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     digest = factory.fingerprint().rpartition(" ")[2]
     assert lines[1].endswith(f" sha256 {digest}")
-    assert f" {len(factory.eval_tasks('test', 0, 0))} goals to test" in lines[1]
+    assert f" {len(eval_tasks(factory, 'test', 0, 0))} goals to test" in lines[1]
     assert paw_data(capsys, "webshop", "--dir", folder) == lines
     for name in ("shuffle", "ins_v2"):
         (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
@@ -49,7 +50,7 @@ def test_a_world_is_generated_and_played(tmp_path, capsys):
     assert lines[3] == f"use them with --env.data {folder} --env.corpus {folder / 'corpus.jsonl'}"
     env = SearchConfig(data=folder, eval_split="test", max_turns=4, corpus=folder / "corpus.jsonl")
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
-    tasks = factory.eval_tasks("test", 0, 0)
+    tasks = eval_tasks(factory, "test", 0, 0)
     assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
     environment = factory.make()
     environment.reset(tasks[0])

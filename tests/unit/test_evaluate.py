@@ -7,6 +7,7 @@ from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.agents.results import kind_lines, kind_rows
 from paw.config import Config, ModelConfig, RolloutConfig
+from paw.envs.base import eval_tasks
 from paw.model.policy import Policy
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import kinds, success_metrics, wilson
@@ -106,7 +107,7 @@ def test_other_kinds_are_rows_without_an_average():
 def played():
     model, factory, chat = practised_model(), make_factory(), make_chat()
     engine = make_engine(model)
-    tasks = factory.eval_tasks("valid_unseen", 4, 0)
+    tasks = eval_tasks(factory, "valid_unseen", 4, 0)
     config = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
     rollouts = Rollouts(factory, engine, chat, config)
     groups, _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")

@@ -10,6 +10,7 @@ from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
+from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.tools import quickstart
@@ -92,10 +93,10 @@ def test_the_model_is_a_function_of_its_seed_and_vllm_serves_its_head_size():
 def test_training_warm_up_and_evaluation_share_no_game():
     factory = make_factory()
     streams = {
-        "train": [task for step in range(20) for task in factory.train_tasks(step, 16, 0)],
-        "warm-up": factory.warmup_tasks(0, 320, 0),
-        "warm-up check": factory.warmup_tasks(10_000_000, 32, 0),
-        "evaluation": factory.eval_tasks("valid_unseen", 128, 1000),
+        "train": [task for step in range(20) for task in train_tasks(factory, step, 16, 0)],
+        "warm-up": warmup_tasks(factory, 0, 320, 0),
+        "warm-up check": warmup_tasks(factory, 10_000_000, 32, 0),
+        "evaluation": eval_tasks(factory, "valid_unseen", 128, 1000),
     }
     ids = {name: {task.id for task in tasks} for name, tasks in streams.items()}
     texts = {name: {repr(task.payload.scene) for task in tasks} for name, tasks in streams.items()}

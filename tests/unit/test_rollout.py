@@ -9,6 +9,7 @@ import torch
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
+from paw.envs.base import Endless, train_tasks
 from paw.envs.worker import Worker
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
@@ -39,7 +40,7 @@ def rollouts(model):
 
 
 def play(rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options):
-    tasks = rollouts.factory.train_tasks(0, 3, 0) if tasks is None else tasks
+    tasks = train_tasks(rollouts.factory, 0, 3, 0) if tasks is None else tasks
     return rollouts.play(tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options)
 
 
@@ -90,15 +91,15 @@ class Scripted:
 class ScriptedFactory:
     """A real factory of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
 
-    name, reward_max, invalid_penalty = "scripted", 1.0, 0.0
+    name, reward_max, invalid_penalty, distinct_eval = "scripted", 1.0, 0.0, True
 
     def __init__(self, *failures, always="", error=RuntimeError, close_raises=False, on_step=None):
         self.failures, self.always, self.error, self.close_raises = set(failures), always, error, close_raises
         self.may_block, self.on_step = on_step is not None, on_step or (lambda environment: None)
         self.starts, self.closed, self.made = {}, 0, 0
 
-    def train_tasks(self, step, count, seed):
-        return [Task(f"task {i}", "count") for i in range(count)]
+    def tasks(self, split, seed):
+        return Endless(lambda i: Task(f"task {i}", "count"))
 
     def make(self):
         self.made += 1
@@ -110,7 +111,7 @@ def scripted(model, *failures, **options):
 
 
 def test_members_of_a_group_play_the_same_task(rollouts):
-    tasks = rollouts.factory.train_tasks(0, 3, 0)
+    tasks = train_tasks(rollouts.factory, 0, 3, 0)
     groups, stats = play(rollouts, tasks)
     assert [group.task for group in groups] == tasks
     for group in groups:
@@ -154,7 +155,7 @@ def test_same_seed_same_episodes_another_seed_or_stream_others(rollouts):
 
 
 def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
-    tasks = rollouts.factory.train_tasks(0, 6, 0)
+    tasks = train_tasks(rollouts.factory, 0, 6, 0)
     many = play(rollouts, tasks)[0]
     few = play(rollouts, tasks[:2])[0]
     small_batches = Rollouts(make_factory(), make_engine(model, max_batch_tokens=100), make_chat(), CONFIG)
@@ -252,7 +253,7 @@ def test_a_worker_process_that_dies_costs_its_own_episode(model, tmp_path, monke
         worker.step("die" if (worker, environment.n) == (workers[1], 1) else "look")
 
     rollouts = scripted(model, on_step=wait)
-    groups, stats = play(rollouts, rollouts.factory.train_tasks(0, 1, 0), group_size=3)
+    groups, stats = play(rollouts, train_tasks(rollouts.factory, 0, 1, 0), group_size=3)
     assert [len(episode.turns) for episode in episodes_of(groups)] == [3, 3]
     assert stats.failures == ["task 0: EnvironmentFailure: worker mortal:Game: exited with code 3 during step"]
     for worker in workers:

@@ -12,6 +12,7 @@ from toyworld import make_chat, make_engine, make_factory, make_model, practised
 
 from paw import cli
 from paw.config import Config, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
+from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import NextStateFactory, Triplet, _Together, answer, ask, predicted, read_triplets
 from paw.envs.search.embedding import PACKAGES, Embedding
 from paw.envs.settings import NextStateConfig
@@ -63,7 +64,7 @@ def make_config(tmp_path, triplets, **changes):
 def played():
     factory, config = make_factory(), Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
     rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
-    return rollouts.play(factory.train_tasks(0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
+    return rollouts.play(train_tasks(factory, 0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
 
 
 def test_triplets_are_the_valid_turns_in_order(played):
@@ -92,12 +93,12 @@ def test_splits_hold_whole_games_apart(tmp_path):
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
     assert len(factory.training) + len(factory.held_out) == 200
     n = len(factory.training)
-    epoch = factory.train_tasks(0, n, seed=1)
+    epoch = train_tasks(factory, 0, n, seed=1)
     assert (
         sorted(epoch, key=lambda t: t.id) == sorted(factory.training, key=lambda t: t.id) and epoch != factory.training
     )
-    assert factory.train_tasks(1, n, seed=1) != epoch
-    assert factory.eval_tasks("held_out", 0, 0) == factory.held_out and len(factory.eval_tasks("held_out", 3, 0)) == 3
+    assert train_tasks(factory, 1, n, seed=1) != epoch
+    assert eval_tasks(factory, "held_out", 0, 0) == factory.held_out and len(eval_tasks(factory, "held_out", 3, 0)) == 3
 
 
 def test_the_question_shows_prompt_action_and_form():
@@ -290,7 +291,7 @@ def test_other_mistakes_are_named(tmp_path):
     with pytest.raises(UserError, match=r"env\.triplets is not set"):
         NextStateFactory(ENV, same)
     with pytest.raises(UserError, match="warmed up on games, not on triplets"):
-        NextStateFactory(make_config(tmp_path, games(30)).env, same).warmup_tasks(0, 1, 0)
+        NextStateFactory(make_config(tmp_path, games(30)).env, same).tasks("warmup", 0)
     with pytest.raises(UserError, match=r"set wm\.enabled = false"):
         validate({"model": {"path": "-"}, "env": {"name": "next_state"}}, origin="r")
 

@@ -6,6 +6,7 @@ import pytest
 
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
+from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.search import data
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
@@ -168,7 +169,7 @@ def test_a_folder_has_one_file_of_a_split(tmp_path):
     with pytest.raises(UserError, match=r"holds neither test.parquet and test.jsonl"):
         factory(tmp_path)
     jsonl(tmp_path / "test.jsonl", ROWS)
-    assert [task.payload.text for task in factory(tmp_path).eval_tasks("test", 0, 0)] == [q for _, q, _ in EXPECTED]
+    assert [task.payload.text for task in eval_tasks(factory(tmp_path), "test", 0, 0)] == [q for _, q, _ in EXPECTED]
     parquet(tmp_path / "test.parquet", ROWS)
     with pytest.raises(UserError, match="holds both"):
         factory(tmp_path)
@@ -192,8 +193,8 @@ def test_questions_of_files_need_documents(tmp_path):
 
 def test_one_file_is_every_split(tmp_path):
     played = factory(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS))
-    assert len(played.eval_tasks("test", 0, 0)) == 2
-    assert {task.kind for task in played.train_tasks(0, 2, 0)} == {"nq", "2wikimultihopqa"}
+    assert len(eval_tasks(played, "test", 0, 0)) == 2
+    assert {task.kind for task in train_tasks(played, 0, 2, 0)} == {"nq", "2wikimultihopqa"}
 
 
 def test_tasks_of_files_are_seeded_and_go_through_everything(tmp_path):
@@ -205,14 +206,13 @@ def test_tasks_of_files_are_seeded_and_go_through_everything(tmp_path):
     def asked(tasks):
         return [task.payload.text for task in tasks]
 
-    epoch = [text for step in range(5) for text in asked(played.train_tasks(step, 2, 7))]
+    epoch = [text for step in range(5) for text in asked(train_tasks(played, step, 2, 7))]
     assert sorted(epoch) == sorted(row["question"] for row in rows) and epoch != [row["question"] for row in rows]
-    assert asked(played.train_tasks(3, 2, 7)) == epoch[6:8]
-    assert played.train_tasks(3, 2, 7)[0].payload.step == 3
-    assert len(set(asked(played.eval_tasks("test", 4, 1)))) == 4
-    assert asked(played.eval_tasks("test", 4, 1)) == asked(played.eval_tasks("test", 4, 1))
-    assert asked(played.eval_tasks("test", 4, 1)) != asked(played.eval_tasks("test", 4, 2))
-    assert len(played.eval_tasks("test", 0, 1)) == len(played.eval_tasks("test", 99, 1)) == 10
+    assert asked(train_tasks(played, 3, 2, 7)) == epoch[6:8]
+    assert len(set(asked(eval_tasks(played, "test", 4, 1)))) == 4
+    assert asked(eval_tasks(played, "test", 4, 1)) == asked(eval_tasks(played, "test", 4, 1))
+    assert asked(eval_tasks(played, "test", 4, 1)) != asked(eval_tasks(played, "test", 4, 2))
+    assert len(eval_tasks(played, "test", 0, 1)) == len(eval_tasks(played, "test", 99, 1)) == 10
 
 
 def test_the_fingerprint_follows_the_content(tmp_path):
@@ -227,10 +227,10 @@ def test_questions_of_files_have_no_expert(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS)
     played = factory(tmp_path)
     environment = played.make()
-    environment.reset(played.eval_tasks("test", 0, 0)[0])
+    environment.reset(eval_tasks(played, "test", 0, 0)[0])
     with pytest.raises(NotImplementedError):
         environment.oracle()
     assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
     assert environment.step("<answer>the nile</answer>").won
     with pytest.raises(UserError, match="leave env"):
-        played.warmup_tasks(0, 1, 0)
+        warmup_tasks(played, 0, 1, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import admissible_responses
+from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.search.data import Question
 from paw.envs.search.factory import SearchEnv
 from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
@@ -320,7 +320,7 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
     played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
     for part in ("train", "warmup", "test"):
-        for task in played.eval_tasks(part, 300, 0):
+        for task in eval_tasks(played, part, 300, 0):
             environment.reset(task)
             outcome = environment.step(environment.oracle())
             while not outcome.done:
@@ -333,7 +333,7 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
 def test_the_expert_goes_on_from_what_the_prompt_still_shows(style, turns):
     """After a stray search the paper's prompt still holds the first document; the compact one has to find it again."""
     played = factory(style=style, topk=1, entities=20)
-    task = next(task for task in played.eval_tasks("train", 0, 0) if task.kind == "two-hop")
+    task = next(task for task in eval_tasks(played, "train", 0, 0) if task.kind == "two-hop")
     environment, hops = played.make(), task.payload.hops
     environment.reset(task)
     environment.step(environment.oracle())
@@ -346,7 +346,7 @@ def test_the_expert_goes_on_from_what_the_prompt_still_shows(style, turns):
 def test_actions_of_a_numbered_world_are_whole_lines_of_it():
     played = factory(style="compact", entities=20)
     environment = played.make()
-    environment.reset(played.train_tasks(0, 1, 0)[0])
+    environment.reset(train_tasks(played, 0, 1, 0)[0])
     responses = admissible_responses(environment)
     assert len(responses) == len(set(responses)) == 40 and environment.oracle() in responses
     assert all(environment.style.parse_action(response)[1] for response in responses)
@@ -355,13 +355,13 @@ def test_actions_of_a_numbered_world_are_whole_lines_of_it():
 
 def test_generated_tasks_are_seeded_and_their_splits_apart():
     played = factory(entities=40)
-    train = [task for step in range(20) for task in played.train_tasks(step, 4, 3)]
+    train = [task for step in range(20) for task in train_tasks(played, step, 4, 3)]
     ids = {task.id for task in train}
-    warm = {task.id for task in played.warmup_tasks(0, 500, 3)}
-    held_out = {task.id for task in played.eval_tasks("test", 0, 3)}
+    warm = {task.id for task in warmup_tasks(played, 0, 500, 3)}
+    held_out = {task.id for task in eval_tasks(played, "test", 0, 3)}
     assert len(ids) == 80 and not ids & warm and not ids & held_out and not warm & held_out
-    assert [t.id for t in played.train_tasks(7, 4, 3)] == [t.id for t in train[28:32]]
-    assert [t.id for t in played.warmup_tasks(0, 4, 3)] == [t.id for t in factory(entities=40).warmup_tasks(0, 4, 3)]
+    assert [t.id for t in train_tasks(played, 7, 4, 3)] == [t.id for t in train[28:32]]
+    assert [t.id for t in warmup_tasks(played, 0, 4, 3)] == [t.id for t in warmup_tasks(factory(entities=40), 0, 4, 3)]
 
 
 def test_fingerprints_differ_where_results_do():
@@ -399,8 +399,8 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
             count += "noisy words" in environment.step(environment.oracle()).observation
         return count
 
-    assert noisy(played.eval_tasks("test", 60, 0)) == noisy(played.train_tasks(0, 60, 0)) == 0
-    assert 15 < noisy(played.train_tasks(150, 60, 0)) < 45  # half of them, by default
+    assert noisy(eval_tasks(played, "test", 60, 0)) == noisy(train_tasks(played, 0, 60, 0)) == 0
+    assert 15 < noisy(train_tasks(played, 150, 60, 0)) < 45  # half of them, by default
 
 
 def test_a_server_answers_then_goes_down(monkeypatch):
@@ -422,7 +422,7 @@ def test_a_server_answers_then_goes_down(monkeypatch):
         played = factory(entities=20, search={"retriever": url})
         assert played.may_block
         environment, other = played.make(), local.make()
-        for task, same in zip(played.eval_tasks("test", 0, 0), local.eval_tasks("test", 0, 0), strict=True):
+        for task, same in zip(eval_tasks(played, "test", 0, 0), eval_tasks(local, "test", 0, 0), strict=True):
             environment.reset(task)
             other.reset(same)
             outcome = environment.step(environment.oracle())
@@ -439,7 +439,7 @@ def test_a_server_answers_then_goes_down(monkeypatch):
 def test_play_at_random_hardly_wins():
     played = factory(style="compact", entities=20)
     environment, won = played.make(), 0
-    tasks = played.eval_tasks("train", 200, 0)
+    tasks = eval_tasks(played, "train", 200, 0)
     for start, task in enumerate(tasks):
         environment.reset(task)
         choices = admissible_responses(environment)

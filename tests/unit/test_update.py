@@ -14,6 +14,7 @@ from toyworld import ENV, make_factory, make_tokenizer, practised_model
 from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.packing import alike_batches
 from paw.config import Config
+from paw.envs.base import train_tasks
 from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import validate
 from paw.rollout.chat import Chat
@@ -83,7 +84,7 @@ def vanilla_grpo(start, count):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
     weights = []
     for step in range(count):
-        tasks = factory.train_tasks(step, 4, 0)
+        tasks = train_tasks(factory, step, 4, 0)
         groups, _ = rollouts.play(tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}")
         samples = []
         for group in groups:

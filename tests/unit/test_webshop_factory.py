@@ -6,7 +6,7 @@ import pytest
 
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import admissible_responses
+from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import generator
 from paw.envs.webshop.buyer import next_action, wanted_options
@@ -45,7 +45,7 @@ def at_random(rng: random.Random):
 def score_of(factory: WebshopFactory, respond, count: int) -> tuple[float, float]:
     """(share won, mean score)."""
     environment = factory.make()
-    last = [episode(environment, task, respond)[-1] for task in factory.eval_tasks("test", count, 0)]
+    last = [episode(environment, task, respond)[-1] for task in eval_tasks(factory, "test", count, 0)]
     return sum(o.won for o in last) / len(last), sum(o.score for o in last) / len(last)
 
 
@@ -61,7 +61,7 @@ def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
 def test_the_buyer_reaches_every_goal_from_anywhere():
     shop = factory()
     rng, style = random.Random(0), PaperStyle()
-    for task in shop.eval_tasks("test", 60, 1):
+    for task in eval_tasks(shop, "test", 60, 1):
         session = Session(shop.catalogue, task.payload.goal)
         for _ in range(rng.randrange(12)):
             clicks = [
@@ -92,35 +92,35 @@ def _fields(goal) -> dict:
 
 def test_tasks_are_pure_and_splits_share_no_goal():
     shop = factory()
-    tasks = shop.train_tasks(3, 4, seed=1)
-    assert tasks == factory().train_tasks(3, 4, seed=1) != shop.train_tasks(3, 4, seed=2)
-    assert [t for step in range(4) for t in shop.train_tasks(step, 2, 1)] == shop.train_tasks(0, 8, 1)
-    assert shop.warmup_tasks(10, 3, 0)[1] == shop.warmup_tasks(11, 1, 0)[0]
+    tasks = train_tasks(shop, 3, 4, seed=1)
+    assert tasks == train_tasks(factory(), 3, 4, seed=1) != train_tasks(shop, 3, 4, seed=2)
+    assert [t for step in range(4) for t in train_tasks(shop, step, 2, 1)] == train_tasks(shop, 0, 8, 1)
+    assert warmup_tasks(shop, 10, 3, 0)[1] == warmup_tasks(shop, 11, 1, 0)[0]
     n = len(shop.catalogue.goals)
-    train = {task.id for task in shop.train_tasks(0, n, 0)}
-    test = {task.id for task in shop.eval_tasks("test", 0, 0)}
+    train = {task.id for task in train_tasks(shop, 0, n, 0)}
+    test = {task.id for task in eval_tasks(shop, "test", 0, 0)}
     assert len(train) + len(test) == n == len(train | test)
     assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
-    drawn = [task.id for task in shop.eval_tasks("test", 400, 5)]
-    assert drawn == [task.id for task in shop.eval_tasks("test", 400, 5)] and set(drawn) < test
-    assert {task.kind for task in shop.eval_tasks("test", 0, 0)} == set(generator.ROOTS)
+    drawn = [task.id for task in eval_tasks(shop, "test", 400, 5)]
+    assert drawn == [task.id for task in eval_tasks(shop, "test", 400, 5)] and set(drawn) < test
+    assert {task.kind for task in eval_tasks(shop, "test", 0, 0)} == set(generator.ROOTS)
 
 
 def test_the_warm_up_visits_shops_of_its_own():
     shop = factory(60, style="compact")
-    tasks = shop.warmup_tasks(0, 130, 0)
-    assert len({task.id for task in tasks} | {shop.warmup_tasks(0, 1, 1)[0].id}) == 131
+    tasks = warmup_tasks(shop, 0, 130, 0)
+    assert len({task.id for task in tasks} | {warmup_tasks(shop, 0, 1, 1)[0].id}) == 131
     assert {task.payload.shop for task in tasks} == {1, 2, 3}
     own = {product.asin for product in shop.catalogue.products}
     assert all(task.payload.goal.asin not in own for task in tasks)
     environment = shop.make()
-    for task in (*tasks[60:66], *shop.train_tasks(0, 2, 0)):
+    for task in (*tasks[60:66], *train_tasks(shop, 0, 2, 0)):
         assert episode(environment, task, lambda environment: environment.oracle())[-1].won
 
 
 def test_outcomes_of_an_episode():
     shop = factory(reward=10.0)
-    environment, (task,) = shop.make(), shop.eval_tasks("test", 1, 0)
+    environment, (task,) = shop.make(), eval_tasks(shop, "test", 1, 0)
     *turns, last = episode(environment, task, lambda environment: environment.oracle())
     assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
     assert last.observation == "" and last.action == "click[buy now]"
@@ -138,7 +138,7 @@ def test_outcomes_of_an_episode():
 
 def test_the_step_limit_ends_with_score_zero():
     shop = factory(max_turns=3)
-    (task,) = shop.eval_tasks("test", 1, 0)
+    (task,) = eval_tasks(shop, "test", 1, 0)
     outcomes = episode(shop.make(), task, lambda environment: "no tags")
     assert [o.done for o in outcomes] == [False, False, True]
     assert not any(o.valid for o in outcomes) and outcomes[-1].observation == "'Search'"
@@ -147,7 +147,7 @@ def test_the_step_limit_ends_with_score_zero():
 
 
 def test_playable():
-    environment, (task,) = factory().make(), factory().eval_tasks("test", 1, 0)
+    environment, (task,) = factory().make(), eval_tasks(factory(), "test", 1, 0)
     environment.reset(task)
     assert environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
     environment.step(environment.format_action(f"search[{task.payload.goal.query}]"))
@@ -174,7 +174,7 @@ def test_there_are_no_other_splits(key, split):
     with pytest.raises(UserError, match=f"env.{key} = '{split}'"):
         factory(**{key: split})
     with pytest.raises(UserError, match=r"env\.eval_split = 'dev'"):
-        factory().eval_tasks("dev", 1, 0)
+        eval_tasks(factory(), "dev", 1, 0)
 
 
 def test_fingerprint_tells_catalogues_apart():
@@ -186,7 +186,7 @@ def test_the_recipe_is_small_enough_for_its_model():
     config = load("webshop-quickstart")
     shop = make_factory(Config.model_validate(config.model_dump()))
     environment, lines, words = shop.make(), set(), 0
-    for task in shop.warmup_tasks(0, 150, 0):
+    for task in warmup_tasks(shop, 0, 150, 0):
         environment.reset(task)
         done = False
         while not done:

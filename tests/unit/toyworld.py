@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paw.config import WarmupConfig
 from paw.envs.alfworld.factory import AlfworldFactory
-from paw.envs.base import admissible_responses
+from paw.envs.base import admissible_responses, warmup_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.rollout.engines.transformers import TransformersEngine
@@ -30,7 +30,7 @@ def corpus(games=100):
     factory, rng = make_factory(), random.Random(0)
     environment = factory.make()
     prompts, actions, observations = [], set(), []
-    for task in factory.warmup_tasks(0, games, 0):
+    for task in warmup_tasks(factory, 0, games, 0):
         environment.reset(task)
         done = False
         while not done:

@@ -1,13 +1,11 @@
-"""ALFWorld as a factory: which games are played in training, warm-up and evaluation, and one episode of them.
+"""ALFWorld: which games are played in training, warm-up and evaluation, and one episode of them.
 
 With `env.data` the games are files; without it they are generated, endlessly many, and the generator keeps its splits
-apart. Training on files goes through the split in a seeded order, each game once an epoch. Evaluation on files draws
-with replacement, as the reference code's independently seeded environments do.
+apart. Evaluation on files draws with replacement, as the reference code's independently seeded environments do.
 """
 
 import functools
 import hashlib
-import random
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +17,7 @@ from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import View, make_style, task_text
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import shuffled
+from paw.envs.base import Endless, Lazy, Tasks
 from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
@@ -27,8 +25,6 @@ from paw.types import Outcome, Task
 
 HELD_OUT = "valid_unseen"
 """The one split of generated games to evaluate on."""
-GENERATED_EVAL = 256
-"""Its size when all of it is asked for: it has no end."""
 KEPT_GAMES = 512
 """Parsed games kept in memory; more than an evaluation's worth."""
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
@@ -44,6 +40,7 @@ class AlfworldFactory:
 
     Config = AlfworldConfig
     name = "alfworld"
+    distinct_eval = False
 
     def __init__(self, config: AlfworldConfig) -> None:
         if not config.kinds:
@@ -67,32 +64,25 @@ class AlfworldFactory:
             raise UserError(
                 f"env.train_split = '{config.train_split}' needs env.data: generated ones have 'train' only"
             )
-        _check_held_out(config.eval_split)
+        if config.eval_split != HELD_OUT:
+            raise UserError(
+                f"generated games have no split '{config.eval_split}' to evaluate on; use '{HELD_OUT}', or set env.data"
+            )
         self._generate("train", 0, 0)
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        """`count` games of env.train_split for update `step`; a function of the arguments and the games alone."""
-        first = step * count
-        if self._root is None:
-            return [self._generated("train", seed, i) for i in range(first, first + count)]
-        games = self._split(self.config.train_split)
-        return [self._from_file(*games[shuffled(seed, i, len(games))]) for i in range(first, first + count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        """`count` independent draws from `split`; 0 is every game of it in order (of a generated one, the first 256).
+    def tasks(self, split: str, seed: int) -> Tasks:
+        """The games of a split. Those of the warm-up are generated, whether or not training plays files.
 
         Raises:
             UserError: the split is unknown, missing or empty.
         """
-        if self._root is None:
-            _check_held_out(split)
-            return [self._generated("unseen", seed, i) for i in range(count or GENERATED_EVAL)]
+        if split == "warmup" or self._root is None:
+            stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
+            if stream is None:
+                raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
+            return Endless(lambda i: self._generated(stream, seed, i))
         games = self._split(split)
-        return [self._from_file(*game) for game in (random.Random(seed).choices(games, k=count) if count else games)]
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        """Generated games `start`, `start + 1`, ..., whether or not training plays files: those stay unseen."""
-        return [self._generated("warmup", seed, i) for i in range(start, start + count)]
+        return Lazy(len(games), lambda i: self._from_file(*games[i]))
 
     def make(self) -> "AlfworldEnv":
         return AlfworldEnv(self.config)
@@ -173,7 +163,7 @@ class AlfworldEnv:
         return self._text
 
     def step(self, response: str) -> Outcome:
-        """Play what `response` projects to; the episode ends when won or after env.max_turns turns."""
+        """Play what is parsed from `response`; the episode ends when won or after env.max_turns turns."""
         assert self._household is not None and not self._done, "step() before reset() or after the end"
         action, valid = self.style.parse_action(response, self._admissible)
         feedback = self._household.step(action)
@@ -213,8 +203,3 @@ class AlfworldEnv:
             return worker.start(path=self._game.name)  # a file's name is its path
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
             return worker.start(path=str(generator.write(self._game, Path(folder))))
-
-
-def _check_held_out(split: str) -> None:
-    if split != HELD_OUT:
-        raise UserError(f"generated games have no split '{split}' to evaluate on; use '{HELD_OUT}', or set env.data")

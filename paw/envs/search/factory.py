@@ -1,17 +1,15 @@
-"""Search-augmented question answering as a factory: which questions are asked, and one episode of a question.
+"""Search-augmented question answering: which questions are asked, and one episode of a question.
 
 With `env.data` the questions are files and the documents a corpus or a server's; without it both are a generated
-world. Training goes through the questions in a seeded order, each once an epoch; evaluation draws different ones, or
-plays them all.
+world.
 """
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paw.config import RunConfig
-from paw.envs.base import shuffled
+from paw.envs.base import Endless, Tasks, shuffled
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import Action, Style, make_style, title
@@ -37,8 +35,9 @@ class SearchFactory:
 
     Config = SearchConfig
     name = "search"
+    distinct_eval = True
 
-    def __init__(self, config: SearchConfig, run: RunConfig) -> None:
+    def __init__(self, config: SearchConfig, run: RunConfig, tasks_per_update: int = 1) -> None:
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
@@ -64,7 +63,7 @@ class SearchFactory:
         self._split(config.eval_split)
         if config.data is None or data.candidates(config.data, config.train_split):
             self._split(config.train_split)  # damaged files are told of before a model is loaded
-        self._simulator = None
+        self._simulator, self._per_update = None, tasks_per_update
         self._retriever = functools.cache(self._make_retriever)
         if config.retriever == "zerosearch":
             from paw.agents.zerosearch import make_simulator
@@ -73,31 +72,24 @@ class SearchFactory:
         else:
             self._retriever(0)  # what is missing is told of now
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        """`count` questions of env.train_split for update `step`; a function of the arguments and the files alone."""
-        tasks = self._split(self.config.train_split)
-        chosen = (tasks[shuffled(seed, i, len(tasks))] for i in range(step * count, (step + 1) * count))
-        return [replace(task, payload=replace(task.payload, step=step)) for task in chosen]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        """`count` different questions of `split`, all of them where there are fewer, or for 0.
+    def tasks(self, split: str, seed: int) -> Tasks:
+        """The questions of a split; with ZeroSearch those of training know the update in which they are asked.
 
         Raises:
-            UserError: the split is unknown, missing, damaged or empty.
+            UserError: the split is unknown, missing, damaged or empty; or it is the warm-up's and questions come from
+                files: nobody shows how to answer those.
         """
-        tasks = self._split(split)
-        return random.Random(seed).sample(tasks, count) if 0 < count < len(tasks) else tasks
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        """Generated questions of a split of their own, over and over.
-
-        Raises:
-            UserError: questions come from files: nobody shows how to answer those.
-        """
-        if self.config.data:
+        if split == "warmup" and self.config.data:
             raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
-        tasks = self._split("warmup")
-        return [tasks[shuffled(seed, i, len(tasks))] for i in range(start, start + count)]
+        tasks = self._split(split)
+        if self._simulator is None or split != self.config.train_split:
+            return tasks
+
+        def asked(i: int) -> Task:
+            task = tasks[shuffled(seed, i, len(tasks))]
+            return replace(task, payload=replace(task.payload, step=i // self._per_update))
+
+        return Endless(asked)
 
     def make(self) -> "SearchEnv":
         numbered = self._worlds[:1] if self.config.style == "compact" else []
@@ -162,7 +154,7 @@ class SearchEnv:
         return self._past[-1][1] if self._past else self.task
 
     def step(self, response: str) -> Outcome:
-        """Search or answer, as `response` projects to; the episode ends with an answer or after env.max_turns turns.
+        """Search or answer, as is parsed from `response`; the episode ends with an answer or after env.max_turns turns.
 
         Nothing is observed after the last turn.
 
@@ -209,9 +201,6 @@ class SearchEnv:
         """`action` is "search[query]" or "answer[text]"; anything else is played as an invalid response."""
         played = Action.parse(action)
         return self.style.format_action(played) if played.verb else action
-
-    def close(self) -> None:
-        pass
 
     def _search(self, query: str) -> list[Hit]:
         if not query:  # nothing to ask for, and no server is bound to like it

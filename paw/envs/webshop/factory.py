@@ -1,15 +1,14 @@
-"""WebShop as a factory: which goals are played in training, warm-up and evaluation, and one session of them.
+"""WebShop: which goals are played in training, warm-up and evaluation, and one session of them.
 
 With `env.data` the catalogue is the user's copy of the original files; without it, it is generated. The first goals are
-for evaluation, drawn with replacement as the reference code's independently seeded environments do; training goes
-through the others in a seeded order. The warm-up visits other shops, generated, endlessly many.
+for evaluation, drawn with replacement as the reference code's independently seeded environments do, the others for
+training. The warm-up visits other shops, generated, endlessly many.
 """
 
-import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paw.envs.base import shuffled
+from paw.envs.base import Endless, Tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop.buyer import next_action
@@ -42,6 +41,7 @@ class WebshopFactory:
     Config = WebshopConfig
     name = "webshop"
     may_block = False
+    distinct_eval = False
 
     def __init__(self, config: WebshopConfig) -> None:
         if config.train_split != "train":
@@ -55,17 +55,15 @@ class WebshopFactory:
         tasks = [Task(f"goal/{i}", goal.category, Visit(0, goal)) for i, goal in enumerate(made.goals)]
         self._test, self._train = tasks[: made.n_test], tasks[made.n_test :]
 
-    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
-        n = len(self._train)
-        return [self._train[shuffled(seed, i, n)] for i in range(step * count, (step + 1) * count)]
-
-    def eval_tasks(self, split: str, count: int, seed: int) -> list[Task]:
-        """`count` independent draws of the test goals; 0 is each of them. UserError for another split."""
+    def tasks(self, split: str, seed: int) -> Tasks:
+        """UserError for a split other than train, test and warmup."""
+        match split:
+            case "train":
+                return self._train
+            case "warmup":
+                return Endless(lambda i: self._warmup_task(i, seed))
         _check_held_out(split)
-        return random.Random(seed).choices(self._test, k=count) if count else self._test
-
-    def warmup_tasks(self, start: int, count: int, seed: int) -> list[Task]:
-        return [self._warmup_task(i, seed) for i in range(start, start + count)]
+        return self._test
 
     def make(self) -> "WebshopEnv":
         return WebshopEnv(self.config, self._shop)
@@ -112,7 +110,7 @@ class WebshopEnv:
         return self._text
 
     def step(self, response: str) -> Outcome:
-        """Play what `response` projects to; the session ends with a purchase or after env.max_turns turns."""
+        """Play what is parsed from `response`; the session ends with a purchase or after env.max_turns turns."""
         name, valid = self.style.parse_action(response, self._actions)
         self.session.step(self._actions.get(name, name))
         self._past.append((self._text, name))
@@ -140,9 +138,6 @@ class WebshopEnv:
     def format_action(self, action: str) -> str:
         name = next((name for name, played in self._actions.items() if played == action), action)
         return self.style.format_action(name)
-
-    def close(self) -> None:
-        pass
 
     def _look(self) -> None:
         self._text, self._actions = self.style.observation(self.session), self.style.actions(self.session)
