@@ -11,7 +11,10 @@ from paw.envs import make_factory
 from paw.envs.base import Endless, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
+from paw.recipe import load
 from paw.rollout.guard import Guarded
+from paw.tools.env_check import check
+from paw.tools.env_replay import Subject
 from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
@@ -186,3 +189,17 @@ def test_training_on_the_example(paw, quick, tiny_llm, read_metrics, tmp_path):
     paw("train", "quickstart", quick, small, cwd=tmp_path)
     last = read_metrics(tmp_path / "runs" / "guess")[-1]
     assert last["step"] == 1 and last["wm/lambda"] > 0.5 and last["wm/selected_frac"] == 0.75
+
+
+def test_the_examples_of_the_page_keep_the_rules():
+    blocks = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8").split("```python\n")
+    page: dict = {}
+    for block in blocks[1:]:
+        code = block.partition("```")[0]
+        if "train(" not in code:
+            exec(compile(code, "environments.md", "exec"), page)  # noqa: S102
+    for given, endless in ((page["Count"], False), (page["CountFactory"], True)):
+        config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})
+        found = check(Subject(lambda config=config: make_factory(config), config.env))
+        assert [finding.seen for finding in found if not finding.ok] == [] and len(found) == 14
+        assert ("'train': endless" in found[1].seen) == endless
