@@ -273,3 +273,18 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
         expected = gradient(completions, trainer_logp(model, requests, completions))
         assert expected.norm() > 0
         assert (gradient(completions, [c.logp for c in completions]) - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
+    """The run ends with it, and its last checkpoint stays: what any UserError does."""
+    _, engine = setup
+
+    def execute_model(*args, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(executor, "execute_model", execute_model)
+    engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
+    with pytest.raises(UserError, match="vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error") as died:
+        engine.step()
+    assert died.value.exit_code == 1 and str(died.value).endswith("checkpoints are kept (--resume auto)")

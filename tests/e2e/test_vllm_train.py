@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from paw.state import checkpoint
 
 pytestmark = pytest.mark.slow
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -122,31 +119,3 @@ def test_training_on_the_real_game_engine(paw, quick, quick_model, tmp_path):
     assert line["health/env_failures"] == 0 and line["health/groups_dropped"] == 0 and line["eval/games"] == 1
     assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["games"].startswith("textworld 1.")
-
-
-DEATH = """
-import paw.rollout.engines.vllm as engines
-sync = engines.VllmEngine.sync
-def last(self, parameters, version):
-    sync(self, parameters, version)
-    if version == 1:
-        def execute_model(*args, **options):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self._llm.llm_engine.engine_core.engine_core.model_executor.execute_model = execute_model
-engines.VllmEngine.sync = last
-"""
-
-
-@needs_vllm
-def test_an_engine_whose_worker_dies_is_one_line_and_the_checkpoint_stays(paw, paw_env, quick, quick_model, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(DEATH)
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), paw_env["PYTHONPATH"]])}
-    options = {"rollout.engine": "vllm", "model.path": quick_model, "run.dir": tmp_path, "run.name": "dead"}
-    more = {"run.save_every": 1, "run.updates": 2, "eval.every": 0}
-    failed = paw("train", "quickstart", quick, options, more, code=1, env=path)
-    (line,) = (line for line in failed.stderr.splitlines() if line.startswith("paw: "))
-    assert line.startswith(
-        "paw: vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error: an illegal memory"
-    )
-    assert line.endswith("checkpoints are kept (--resume auto)") and "Traceback" not in failed.stderr
-    assert checkpoint.latest(tmp_path / "dead" / "checkpoints").name == "step_000001"
