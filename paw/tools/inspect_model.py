@@ -76,26 +76,14 @@ def inspect(path: str) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The findings for a person."""
-    experts = f", {found['experts']} experts, {found['experts_per_token']} a token" if found["experts"] else ""
-    layers = ", ".join(f"{n} {kind}" for kind, n in found["layers"].items())
-    scale, cap = found["logit_scale"], found["logit_softcap"]
-    head = f"{found['head_backend']}, vocabulary {found['vocabulary']:,}"
-    head += (f", logits times {scale:g}" if scale != 1.0 else "") + (f", soft cap {cap:g}" if cap else "")
-    exact, rounded = found["difference_float32"], found["difference_bfloat16"]
-    differ = "not known" if exact is None else f"{exact:.1e} nats in float32"
-    differ += "" if rounded is None else f", {rounded:.1e} in bfloat16"
-    opens = found["template_opens"]
-    thinking = "" if opens is None else ", opens no thinking" if not opens else f", begins every answer with {opens!r}"
-    return [
-        f"model {found['path']}: {found['model_type']}",
-        f"  parameters     {found['parameters']:,}{experts}",
-        f"  layers         {layers}",
-        f"  attention      {found['attention']} on {found['device']}",
-        f"  head           {head}",
-        f"  log-probs      off by {differ} (packed rows against the model's own)",
-        f"  sampling       transformers engine {found['transformers_engine']}",
-        f"  chat template  {found['chat_template']}{thinking}",
-        *(f"  PROBLEM        {problem}" for problem in found["problems"]),
-        "can be trained" if not found["problems"] else "cannot be trained as it is",
-    ]
+    """The findings for a person, a line each, then problems and the verdict; what the model lacks is left out."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{count} {kind}" for kind, count in value.items())
+        return f"{value:.1e} nats" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+
+    shown = {key.replace("_", " "): value for key, value in found.items() if value and key != "problems"}
+    verdict = "cannot be trained as it is" if found["problems"] else "can be trained"
+    problems = [f"  PROBLEM               {problem}" for problem in found["problems"]]
+    return [*(f"  {name:<21} {text(value)}" for name, value in shown.items()), *problems, verdict]

@@ -195,7 +195,7 @@ def test_sweep_shares_the_recipes_own_values(finished, capsys):
     assert cli.main(["experiment", "sweep", "quickstart", *map(str, words)]) == 2
     assert "paw-0 has run.updates = 4, not 240" in capsys.readouterr().err
     text = command(capsys, "sweep", "quickstart", *words, "--run.updates", 4)
-    assert "| alpha | 0.75 | 2 | 64.5 [7.3, 121.7] | - | the recipe's |" in text
+    assert "| paw | 2 | 20.0 [20.0, 20.0] | 64.5 [7.3, 121.7] |" in text
     assert (finished / "sweep.png").exists() and (finished / "sweep.csv").exists()
 
 

@@ -66,7 +66,15 @@ def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = Fal
     write(
         options.out,
         "sparse" if sparse else "compare",
-        text=report(options.recipe, summary, runs, paper_columns(load(options.recipe, overrides)), sparse=sparse),
+        text=report(
+            f"{'Sparse reward' if sparse else 'Comparison'}: {options.recipe}",
+            summary,
+            runs,
+            {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
+            if sparse
+            else paper_columns(load(options.recipe, overrides)),
+            sparse=sparse,
+        ),
         records=records,
         figure=figures.comparison(
             curves,
@@ -106,18 +114,7 @@ def sweep(options: argparse.Namespace, overrides: Overrides) -> int:
     records = measure_all(runs)
     summary = summarise(records)
     panels = {key: {v: summary[name]["after"] for v, name in names[key].items() if name in summary} for key in SWEPT}
-    rows = []
-    for key, panel in panels.items():
-        for value in sorted(panel):
-            found = summary[names[key][value]]
-            difference, shown = points(found["difference"], sign=True), found.get("verdict", "the recipe's")
-            rows.append([key, f"{value:g}", len(found["seeds"]), points(found["after"]), difference, shown])
-    text = "\n".join([
-        f"# Sweep: {options.recipe}\n",
-        markdown(["key", "value", "seeds", "success after training", "less the recipe's (paired)", "shown"], rows),
-        "\nPer cent, mean over seeds [95 % Student interval]. The paper's Figure 6 settles on alpha 0.75 and rho 0.2; "
-        "its curves are in no public text we found.",
-    ])  # fmt: skip
+    text = report(f"Sweep: {options.recipe}", summary, runs, {})
     write(options.out, "sweep", text=text, records=records, figure=figures.sweeps(panels, own))
     return 0
 
@@ -183,13 +180,17 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def report(
-    recipe: str, summary: dict[str, dict[str, Any]], runs: Runs, paper: dict[str, dict[str, float]], *, sparse: bool
+    title: str,
+    summary: dict[str, dict[str, Any]],
+    runs: Runs,
+    paper: dict[str, dict[str, float]],
+    *,
+    sparse: bool = False,
 ) -> str:
     """The markdown: the table, the paper's numbers (title -> variant -> per cent) beside ours, and how to read both."""
     base = next(iter(summary))
     header = ["variant", "seeds", "before", "after", "sd", "area", f"after, less {base}", "area, less", "shown"]
-    if sparse:  # Figure 4
-        paper = {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}
+    if sparse:
         header += ["updates with a success", f"above {100 * REACHED:.0f} %", "from update (median)"]
     rows = []
     for variant, found in summary.items():
@@ -205,7 +206,7 @@ def report(
     halves = [(high - low) / 2 for low, high in ends if low is not None and high is not None]
     alone = f"A single evaluation is known to +-{100 * fmean(halves or [0.0]):.1f} points (95 %); "
     return "\n".join([
-        f"# {'Sparse reward' if sparse else 'Comparison'}: {recipe}\n",
+        f"# {title}\n",
         markdown([*header, *(f"paper: {name}" for name in paper)], rows),
         "\nPer cent of evaluation games won, mean over seeds [95 % Student interval], before and after training; area: "
         "mean height of the evaluation curve.",
