@@ -153,22 +153,9 @@ def make_policy(config: Config, shape: Shape, *, attention: str, head_backend: s
 def make_rows(tokens: int) -> list[Sample]:
     """Rows of ROW tokens, or one of what there is."""
     length = min(ROW, tokens)
-    numbers = dict(score=0.0, episode_return=0.0, reward=0.0, penalty=0.0, anchor="", separator_ids=[], group=0)
-    return [
-        Sample(
-            **numbers,  # type: ignore[arg-type]
-            trajectory=i,
-            step=0,
-            prompt_ids=[0],
-            response_ids=[1] * (length - 1),
-            observation_ids=[],
-            sampled_logp=[0.0] * (length - 1),
-            sampled_entropy=None,
-            old_logp=[0.0] * (length - 1),
-            ref_logp=[0.0] * (length - 1),
-        )
-        for i in range(tokens // length)
-    ]
+    logp = [0.0] * (length - 1)
+    known = {"sampled_logp": logp, "old_logp": logp, "ref_logp": logp}
+    return [Sample(0, i, 0, [0], [1] * (length - 1), **known) for i in range(tokens // length)]
 
 
 def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]) -> Peaks:

@@ -106,16 +106,16 @@ class Sample:
     step: int
     prompt_ids: list[int]
     response_ids: list[int]
-    separator_ids: list[int]
-    observation_ids: list[int]
-    sampled_logp: list[float]
-    sampled_entropy: list[float] | None
-    score: float
+    separator_ids: list[int] = field(default_factory=list)
+    observation_ids: list[int] = field(default_factory=list)
+    sampled_logp: list[float] = field(default_factory=list)
+    sampled_entropy: list[float] | None = None
+    score: float = 0.0
     """Episode return less this sample's own invalid penalty."""
-    episode_return: float
-    reward: float
-    penalty: float
-    anchor: str
+    episode_return: float = 0.0
+    reward: float = 0.0
+    penalty: float = 0.0
+    anchor: str = ""
     continues: bool = False
     """Whether the prompt begins with the prompt and the response of the turn before: they can share a sequence."""
     advantage: float = 0.0

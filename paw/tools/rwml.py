@@ -149,7 +149,7 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     for task in tasks:
         prompt_ids, _ = chat.fit_prompt(ask(task.payload, config.env), config.rollout.max_prompt_tokens)
         response_ids = chat.response_ids(answer(task.payload.next_state, config.env))
-        rows.append(_row(prompt_ids, response_ids[: config.rollout.max_response_tokens]))
+        rows.append(Sample(0, 0, 0, prompt_ids, response_ids[: config.rollout.max_response_tokens]))
     settings = config.optim.model_copy(update={"lr": config.rwml.sft_lr})
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
@@ -211,12 +211,6 @@ def _load(config: Config, path: str) -> Policy:
         attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
         head_backend=pick_backend(config.model.head_backend, device, dtype),
     )
-
-
-def _row(prompt_ids: list[int], response_ids: list[int]) -> Sample:
-    unused: dict[str, Any] = {name: 0 for name in ("group", "trajectory", "step", "score", "episode_return", "reward")}
-    unused |= {"separator_ids": [], "observation_ids": [], "sampled_logp": [], "sampled_entropy": None}
-    return Sample(prompt_ids=prompt_ids, response_ids=response_ids, penalty=0.0, anchor="", **unused)
 
 
 def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> None:

@@ -254,11 +254,10 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
     policy, requests = Policy(copy.deepcopy(model)), make_requests()
 
     def gradient(completions, logps):
-        none = dict.fromkeys(("score", "episode_return", "reward", "penalty"), 0.0)
         ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
         rows = [
-            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, sampled_entropy=None,
-                anchor="", advantage=(-1.0) ** i, old_logp=logp, wm_weight=0.1, **ids, **none)
+            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, old_logp=logp,
+                advantage=(-1.0) ** i, wm_weight=0.1, **ids)
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
         (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)

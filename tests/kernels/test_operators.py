@@ -153,14 +153,6 @@ def test_inside_torch_compile_a_loss_is_made_before():
         torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
 
 
-@pytest.mark.slow
-def test_a_compiled_body_leaves_the_loss_as_it_is():
-    body, inputs, weight, target, rows = body_and_rows()
-    compiled, parameters = torch.compile(body), [*body.parameters(), weight]
-    got = gradients(fused_loss(compiled(inputs), weight, target, rows).loss, *parameters)
-    assert_equal(got, gradients(fused_loss(body(inputs), weight, target, rows).loss, *parameters))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(reentrant):
     body, inputs, weight, target, rows = body_and_rows()
@@ -175,17 +167,6 @@ def test_activation_checkpointing_changes_nothing(reentrant):
         return [p.grad for p in parameters]
 
     assert_equal(run(True), run(False))
-
-
-def test_the_head_inside_a_checkpoint_is_recomputed_to_the_same():
-    body, inputs, weight, target, rows = body_and_rows()
-
-    def loss(inputs):
-        return fused_loss(body(inputs), weight, target, rows).loss
-
-    parameters = [*body.parameters(), weight]
-    got = gradients(checkpoint(loss, inputs, use_reentrant=False), *parameters)
-    assert_equal(got, gradients(loss(inputs), *parameters))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

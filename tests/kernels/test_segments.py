@@ -90,10 +90,8 @@ def test_top_alpha_selects_as_the_trainer_does():
     g = torch.Generator().manual_seed(0)
     entropy = torch.rand(200, generator=g).mul(20).round().div(20)
     valid = torch.rand(200, generator=g) < 0.7
-    empty = {name: [] for name in ("prompt_ids", "response_ids", "separator_ids", "sampled_logp", "sampled_entropy")}
-    zero = dict.fromkeys(("step", "score", "episode_return", "reward", "penalty"), 0)
     rows = [
-        Sample(group=0, trajectory=i, observation_ids=[1] * v, anchor="", entropy=h, **empty, **zero)
+        Sample(0, i, 0, [], [], observation_ids=[1] * v, entropy=h)
         for i, (h, v) in enumerate(zip(entropy.tolist(), valid.tolist(), strict=True))
     ]
     want = select(rows, alpha=0.3, weight=1.0, reward_max=1.0, n_groups=1).selected
@@ -165,14 +163,12 @@ def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
         x, n = torch.empty(4, 7, device="cuda"), torch.empty(4, device="cuda")
         target = torch.empty(4, dtype=torch.int64, device="cuda")
         statistics = OPS.row_statistics(x, None, target, 1.0)
-        of = OPS.row_loss_(x, n, target, n, n, n, n, n, None, None, None, 1.0, torch.bfloat16, 2)
-        assert OPS.row_move_(x, target, torch.bfloat16) is None
         assert OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
     shapes = [(2,), (5,), (5,), (1,)]
     assert [tuple(r.shape) for r in results] == shapes
     assert [r.dtype for r in results] == [torch.float32, torch.bool, torch.int64, torch.int64]
-    assert all(r.shape == (4,) and r.dtype == torch.float32 for r in (*statistics, *of))
-    assert all(r.device.type == "cuda" for r in (*results, *statistics, *of))
+    assert all(r.shape == (4,) and r.dtype == torch.float32 for r in statistics)
+    assert all(r.device.type == "cuda" for r in (*results, *statistics))
 
 
 @pytest.mark.slow

@@ -82,23 +82,16 @@ def make_row(rng, group=0, trajectory=0, step=0, **values):
     n, m = rng.randint(1, 6), 0 if rng.random() < 1 / 6 else rng.randint(1, 9)
     episode_return = float(rng.choice([0, 10]))
     row = dict(
-        group=group,
-        trajectory=trajectory,
-        step=step,
         prompt_ids=ids(rng.randint(1, 12)),
         response_ids=ids(n),
         separator_ids=ids(2) if m else [],
         observation_ids=ids(m),
         sampled_logp=[-1.0] * n,
-        sampled_entropy=None,
         score=episode_return,
         episode_return=episode_return,
-        reward=0.0,
-        penalty=0.0,
-        anchor="",
         advantage=rng.choice([0.0, rng.gauss(0, 1), rng.gauss(0, 1)]),
     )
-    return Sample(**(row | values))
+    return Sample(group, trajectory, step, **(row | values))
 
 
 def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):

@@ -19,22 +19,13 @@ def advantages(rows, estimator="grpo", **settings):
 
 
 def make_row(group, trajectory, step, *, reward=0.0, episode_return=0.0, penalty=0.0, anchor=""):
-    return Sample(
-        group=group,
-        trajectory=trajectory,
-        step=step,
-        prompt_ids=[1],
-        response_ids=[2],
-        separator_ids=[],
-        observation_ids=[],
-        sampled_logp=[-0.5],
-        sampled_entropy=None,
-        score=episode_return - penalty,
-        episode_return=episode_return,
-        reward=reward,
-        penalty=penalty,
-        anchor=anchor,
-    )
+    returns = {
+        "score": episode_return - penalty,
+        "episode_return": episode_return,
+        "reward": reward,
+        "penalty": penalty,
+    }
+    return Sample(group, trajectory, step, [1], [2], anchor=anchor, **returns)
 
 
 def worked_example():
@@ -173,17 +164,6 @@ def test_equal_scores_give_exactly_zero():
     rows = [make_row(0, t, 0, episode_return=9.9, anchor="s") for t in range(7)]
     for estimator in ("grpo", "rloo", "gigpo"):
         assert advantages(rows, estimator=estimator) == [0.0] * 7
-
-
-def test_similar_anchors_share_a_cluster():
-    texts = ["You are in the kitchen, facing the fridge 1.", "You are in the kitchen, facing the fridge 2.", "Nothing."]
-    rows = [
-        make_row(0, t, 0, episode_return=r, reward=r, anchor=a)
-        for t, (r, a) in enumerate(zip([0.0, 10.0, 5.0], texts, strict=True))
-    ]
-    assert gigpo(rows) == pytest.approx(grpo(rows))
-    clustered = [g - e for g, e in zip(gigpo(rows, similarity=0.9), grpo(rows), strict=True)]
-    assert clustered == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-5)
 
 
 def test_edges():

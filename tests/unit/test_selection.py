@@ -11,23 +11,8 @@ from paw.types import Sample
 
 
 def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, target=True):
-    return Sample(
-        group=group,
-        trajectory=trajectory,
-        step=0,
-        prompt_ids=[1],
-        response_ids=[2],
-        separator_ids=[],
-        observation_ids=[3, 4] if target else [],
-        sampled_logp=[-0.5],
-        sampled_entropy=None,
-        score=episode_return - penalty,
-        episode_return=episode_return,
-        reward=0.0,
-        penalty=penalty,
-        anchor="",
-        entropy=entropy,
-    )
+    returns = {"score": episode_return - penalty, "episode_return": episode_return, "penalty": penalty}
+    return Sample(group, trajectory, 0, [1], [2], observation_ids=[3, 4] * target, entropy=entropy, **returns)
 
 
 @st.composite
