@@ -226,9 +226,10 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
         make_factory(config)  # says what is missing and how to get it
     path = Path(config.model.path).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    own = ":" in config.env.name  # its own mistakes come first, and it is made once
+    if path.is_dir() and not own and not (path / "config.json").is_file():
         raise UserError(f"model.path = '{config.model.path}': there is no config.json in it")
-    if config.model.path != "quickstart":
+    if config.model.path != "quickstart" and not own:
         check_hub(config.model.path)
     signals.die_with_launcher()
     with signals.leaving_at_once():

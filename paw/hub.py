@@ -12,6 +12,8 @@ PATIENCE_S = 3.0
 
 def check_hub(name: str, key: str = "model.path") -> None:
     """UserError where `name` is no folder, not in the hub's cache, and the hub cannot be reached; `key` is its key."""
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
+        raise UserError(f"{key} = '{name}': there is no such folder")
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     proxy = any(os.environ.get(variable) for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     if Path(name).expanduser().exists() or (proxy and not offline):

@@ -73,6 +73,12 @@ def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 
 
+def selectors_of(config: type[Section]) -> set[str]:
+    """The keys that name a plug-in."""
+    sections = {name: _section(field) for name, field in config.model_fields.items()}
+    return {f"{name}.{made.KEY}" for name, made in sections.items() if issubclass(made, PluginSection)}
+
+
 def keys_of(config: type[Section], tree: dict[str, Any]) -> dict[str, Key]:
     """Every dotted key of the sections that the tables choose, in order; of a plug-in that is not there, none."""
     types: dict[str, type[Section]] = {}

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from paw import plugins
 from paw.config import Config
 from paw.errors import UserError, clean, shown, to_stderr
-from paw.keys import Key, hint, keys_of, meaning
+from paw.keys import Key, hint, keys_of, meaning, selectors_of
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -90,7 +90,7 @@ def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, or
     overrides = {key: value if isinstance(value, plain) else plugins.give(value) for key, value in overrides.items()}
     selectors: dict[str, Any] = {}
     for key, text in overrides.items():  # what plug-ins are chosen decides which keys there are
-        if key in ("env.name", "advantage.type", "agent.type", "reward.type"):
+        if key in selectors_of(Config):
             selectors.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = str(text)
     keys = keys_of(Config, _layered(tree, selectors))
     layer: dict[str, Any] = {}

@@ -111,7 +111,7 @@ def distance(a, b):
 @pytest.mark.slow
 def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
     """Policy and critic; with everything that saves memory in two ranks, which torchrun starts."""
-    ppo = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "wm_loss": "gce"}
+    ppo = {"advantage_type": "ppo", "critic_lr": 3e-3, "wm_loss": "gce"}
     thrifty = {
         "model_checkpointing": "full",
         "model_offload_activations": True,

@@ -118,25 +118,38 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
             os.kill(os.getpid(), number)
         return optimize(run, rows)
 
-    monkeypatch.setattr(train, "learn", stop_in_update_5)
-    paw_here("train", "quickstart", arguments)
+    monkeypatch.setattr(train, "optimize", stop_in_update_5)
+    done = paw_here("train", "quickstart", arguments)
+    assert "stopped after update 5 of" in done.stdout and "the same command with --resume goes on" in done.stdout
     assert saved(run)[-1] == "step_000005" and "eval/success" not in read_metrics(run)[5]  # it did not wait for that
     assert json.loads((run / "run.json").read_text())["ended"]["why"] == number.name
     assert "eval/success" in read_metrics(whole)[5]
-    paw("train", "quickstart", arguments, "--resume", "auto")
+    paw("train", "quickstart", arguments, "--resume")
     assert_same(run, whole, read_metrics)
 
 
-def test_a_second_sigterm_stops_at_once(paw, paw_start, arguments, whole, read_metrics, tmp_path):
+def test_a_chosen_checkpoint_goes_on(paw, arguments, whole, read_metrics, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    oldest, *_ = saved(run)
+    done = paw("train", "quickstart", arguments, {"run.dir": tmp_path, "run.name": "run"}, "--resume", oldest)
+    assert f"resumed from {run / 'checkpoints' / oldest}" in done.stdout and oldest != saved(whole)[-1]
+    assert_same(run, whole, read_metrics)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_second_signal_stops_at_once(paw, paw_start, arguments, whole, read_metrics, tmp_path, number, code):
     run = tmp_path / "run"
     arguments = arguments | {"run.dir": tmp_path, "run.name": "run", "rollout.tasks": 200}
     child = paw_start("train", "quickstart", arguments)
     wait_for(lambda: logged(run) > 0, child)
-    child.send_signal(signal.SIGTERM)
+    child.send_signal(number)
     while "again: stop now" not in child.stderr.readline():
         assert child.poll() is None
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=5) == -signal.SIGTERM
+    child.send_signal(number)
+    assert child.wait(timeout=10) == code
+    if number == signal.SIGINT:
+        assert "stopped at once: " in child.stderr.read()
     assert logged(run) == 1 and saved(run) == []
     paw("train", "quickstart", arguments, {"rollout.tasks": 8}, "--resume", "auto")
     assert_same(run, whole, read_metrics)

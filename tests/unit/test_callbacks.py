@@ -39,6 +39,7 @@ class Stage:
         self.console = Console(file=file, force_terminal=terminal, color_system=None, _environ={}, **size)
         self.config = Config(model=ModelConfig(path="-"), run={"updates": updates})
         self.step, self.directory, self.progress, self.ranks = step, directory, "", SimpleNamespace(first=first)
+        self.signal = SimpleNamespace(requested=False, name="SIGINT")
 
     def show(self, *callbacks, updates=()):
         for callback in callbacks:
@@ -89,6 +90,15 @@ def test_the_live_view_fits_the_terminal(width):
     with run.console.capture() as capture:
         run.console.print(view._frame())
     assert max(len(line) for line in capture.get().splitlines()) <= width
+
+
+def test_a_run_that_was_told_to_stop_shows_it():
+    run = Stage()
+    assert "stopping" not in run.show(LiveView(run.console), updates=[(1, METRICS)])
+    run.signal.requested = True
+    assert "finishing this update, then saving (again: stop now)" in run.show(
+        LiveView(run.console), updates=[(2, METRICS)]
+    )
 
 
 def test_a_terminal_without_unicode_is_not_sent_any():

@@ -112,6 +112,7 @@ class Maze:
         depth: int = 3
 
 def best(samples, *, width: float = 1.0): ...
+def token(logp, entropy, batch, *, floor: float = 0.0): ...
 """)
     monkeypatch.chdir(tmp_path)
     chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best"}
@@ -123,6 +124,7 @@ def best(samples, *, width: float = 1.0): ...
         "command line: env.depth = 'deep': Input should"
     )
     assert problem(recipe(), chosen | {"env.kinds": "[]"}).endswith("'--env.kinds'; env.name = 'alfworld' has it")
+    assert load(recipe(), {"policy.loss": "mine.py:token", "policy.floor": "2"}).policy.settings() == {"floor": 2.0}
     missing = problem(recipe(), {"env.name": "mine.py:Mase"})
     assert missing == "command line: env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"
 
