@@ -319,8 +319,8 @@ def bind(plugin: Any, section: Any) -> Any:
     """A plug-in with its settings: a class made with the section, a function with its keyword-only parameters."""
     if isinstance(plugin, type):
         return plugin(section)
-    parameters = inspect.signature(plugin).parameters.values()
-    return partial(plugin, **{p.name: getattr(section, p.name) for p in parameters if p.kind is p.KEYWORD_ONLY})
+    settings = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return partial(plugin, **{p.name: getattr(section, p.name, p.default) for p in settings})
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -70,7 +70,7 @@ class Scheduler:
         """
         self._queue: list[tuple[int, Request, asyncio.Future[Completion]]] = []
         self._in_flight: dict[int, asyncio.Future[Completion]] = {}
-        self._live, self._left, self._error, self._stopped = 0, len(episodes), None, False
+        self._live, self._unmade, self._left, self._error, self._stopped = 0, 0, len(episodes), None, False
         self._changed, self._making = asyncio.Event(), asyncio.Lock()
         places = asyncio.Semaphore(at_once or len(episodes) or 1)
 
@@ -123,8 +123,9 @@ class Scheduler:
             for _ in range(2):  # rounds of the loop from the answer of a thread to the next request
                 await asyncio.sleep(0)
             waiting = len(self._queue) + len(self._in_flight)
-            # An engine that takes no request while it runs waits for all live episodes.
-            if self.engine and waiting and (self.engine.continuous or waiting >= self._live):
+            # An engine that takes no request while it runs waits for all live episodes. Each waits while environments
+            # are made, so that the members of a group begin together and share their prompt in its cache.
+            if self.engine and waiting and not self._unmade and (self.engine.continuous or waiting >= self._live):
                 self._step(self.engine)
             elif self._left and not self._error:
                 self._changed.clear()
@@ -168,8 +169,11 @@ class Scheduler:
                 self._idle.append(guarded)
 
     async def _make(self) -> Guarded:
+        self._unmade += 1
         async with self._making:  # one after the other, in the order of episodes
             made = await self.threads.settled(self.factory.make)
+        self._unmade -= 1
+        self._changed.set()
         environment = _result(made)
         if inspect.iscoroutinefunction(getattr(environment, "step", None)):
             self.threads.count = max(self.threads.count, THREADS)

@@ -7,6 +7,7 @@ the interpreter ends without waiting for them.
 import asyncio
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -34,6 +35,9 @@ class Threads:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._workers = self._open = 0
+        self._begun: dict[Future[Any], tuple[float, threading.Thread]] = {}
+        """When and where each call that runs began: the oldest comes first, and so is the first to be late."""
+        self._watched = False
         self._lost: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -53,6 +57,9 @@ class Threads:
         with self._lock:
             self._open += 1
             self._hire()
+            if self.timeout_s is not None and not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, args=(self.timeout_s,), daemon=True).start()
         return future
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -91,39 +98,42 @@ class Threads:
 
     def _run(self, future: Future[Any], function: Callable[[], Any]) -> bool:
         """Make the call; whether it was in time."""
-        clock = None
-        if self.timeout_s is not None:
-            clock = threading.Timer(self.timeout_s, self._give_up, (future, threading.current_thread()))
-            clock.daemon = True
-            clock.start()
+        self._begun[future] = time.monotonic(), threading.current_thread()
         try:
             settle = partial(future.set_result, function())
         except BaseException as error:
             settle = partial(future.set_exception, error)
-        if clock:
-            clock.cancel()
         with self._lock:
-            if future.done():
+            if self._begun.pop(future, None) is None:
                 return False
             self._open -= 1
             settle()
         return True
 
-    def _give_up(self, future: Future[Any], thread: threading.Thread) -> None:
-        with self._lock:
-            if future.done():
-                return
-            # One that runs Python code ends by this; one that waits in C does when it returns.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-            self.given_up += 1
-            self._lost = [lost for lost in (*self._lost, thread) if lost.is_alive()]
-            self._workers -= 1
-            self._open -= 1
-            self._hire()
-            error: Exception = TimeoutError(f"no answer within {self.timeout_s:g} s")
-            if len(self._lost) > MAX_LOST:
-                error = UserError(
-                    f"stopped: {len(self._lost)} threads hang in calls that took longer than env.step_timeout_s = "
-                    f"{self.timeout_s:g}; give what the environment waits for a time limit of its own"
-                )
-            future.set_exception(error)
+    def _watch(self, timeout_s: float) -> None:
+        """Give up what is late, while there are calls."""
+        while self._watched:
+            time.sleep(min(1.0, timeout_s / 10))
+            with self._lock:
+                for future, (begun, thread) in self._begun.copy().items():
+                    if time.monotonic() - begun < timeout_s:
+                        break
+                    self._give_up(future, thread, timeout_s)
+                self._watched = self._open > 0
+
+    def _give_up(self, future: Future[Any], thread: threading.Thread, timeout_s: float) -> None:
+        # One that runs Python code ends by this; one that waits in C does when it returns.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        del self._begun[future]
+        self.given_up += 1
+        self._lost = [lost for lost in (*self._lost, thread) if lost.is_alive()]
+        self._workers -= 1
+        self._open -= 1
+        self._hire()
+        error: Exception = TimeoutError(f"no answer within {timeout_s:g} s")
+        if len(self._lost) > MAX_LOST:
+            error = UserError(
+                f"stopped: {len(self._lost)} threads hang in calls that took longer than env.step_timeout_s = "
+                f"{timeout_s:g}; give what the environment waits for a time limit of its own"
+            )
+        future.set_exception(error)

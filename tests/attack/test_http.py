@@ -1,5 +1,6 @@
 """HTTP on loopback, both ways: servers that trickle, flood and lie to our clients, clients that starve our server."""
 
+import asyncio
 import gzip
 import json
 import re
@@ -140,10 +141,9 @@ def test_an_endpoint_that_misbehaves_costs_little_time_and_memory(listen, proble
     player = Endpoint(config)
     started, before = time.monotonic(), memory()
     with pytest.raises(EndpointError, match=reason) as caught:
-        player.complete("hello", temperature=0.0, max_tokens=4, seed=0)
+        asyncio.run(player.complete("hello", temperature=0.0, max_tokens=4, seed=0))
     assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 200 << 20
     assert str(caught.value).isprintable()
-    player.close()
 
 
 def test_a_compressed_answer_is_read(listen):
@@ -195,10 +195,14 @@ def completion(**changes) -> bytes:
 
 @pytest.fixture
 def ask(listen):
-    def ask(*bodies: bytes, sleep=lambda seconds: None, prompt="hello", **options):
+    def ask(*bodies: bytes, pauses=None, prompt="hello", **options):
+        async def sleep(seconds):
+            if pauses is not None:
+                pauses.append(seconds)
+
         senders = [body if callable(body) else answers(body, headers="Connection: close\r\n") for body in bodies]
         config = EndpointConfig(url=listen(*senders), model="m", **{"retries": 0, "timeout_s": 5, **options})
-        return Endpoint(config, sleep=sleep).complete(prompt, temperature=0.0, max_tokens=4, seed=0)
+        return asyncio.run(Endpoint(config, sleep=sleep).complete(prompt, temperature=0.0, max_tokens=4, seed=0))
 
     return ask
 
@@ -232,7 +236,7 @@ def test_what_an_endpoint_makes_up_is_one_line(ask, body):
 def test_a_wait_of_hours_is_cut_and_named(ask, capfd, value):
     pauses = []
     refusal = answers(b"{}", status="429 Slow", headers=f"Retry-After: {value}\r\nConnection: close\r\n")
-    assert ask(refusal, completion(), retries=1, sleep=pauses.append).text == "look"
+    assert ask(refusal, completion(), retries=1, pauses=pauses).text == "look"
     if "99999 " in value:
         assert pauses[0] <= 1.0  # no date
     else:
@@ -262,7 +266,7 @@ def test_endpoints_get_no_control_tokens(listen):
 
     player = Listening(EndpointConfig(url=listen(keep), model="m", retries=0))
     text = BENIGN + "".join(FORGERIES)
-    player.complete(text, start=text, temperature=0.0, max_tokens=4, seed=0)
+    asyncio.run(player.complete(text, start=text, temperature=0.0, max_tokens=4, seed=0))
     for message in got[0]["messages"]:
         assert message["content"].startswith(BENIGN)
         assert not any(forged in message["content"] for forged in FORGERIES)
