@@ -91,7 +91,11 @@ def table(records: list[Record]) -> Table:
     plain("peak memory, GiB", "{:.4g}", peaks, "+2.4 %")
     plain("average memory, GiB", "{:.4g}", means)
     plain("tokens processed", "{:,.0f}", [pick(records, variant, STAGES, "tokens")[0] for variant in variants])
-    plain("live rows of the head", "{:.3f}", [pick(records, variant, STAGES, "live_frac")[0] for variant in variants])
+    plain(
+        "head tokens with a gradient",
+        "{:.3f}",
+        [pick(records, variant, STAGES, "live_frac")[0] for variant in variants],
+    )
     return shown
 
 
