@@ -7,11 +7,9 @@ Deviations from the reference code, on purpose: no random duplication of samples
 finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
 """
 
-import inspect
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from paw import plugins
@@ -32,13 +29,13 @@ from paw.config import Config
 from paw.model.lora import adapters_off
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.parallel import full_tensor
+from paw.rollout.episode import bind
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Sample
-from paw.values import Section
 from paw_kernels import TokenLoss
 
 PAUSES_S = (5, 10, 20, 40, 60)
@@ -192,12 +189,6 @@ def token_losses(config: Config) -> tuple[TokenLossFunction, TokenLossFunction]:
     engine_ratio = config.policy.old_logp == "engine" and config.policy.tis_cap is not None
     policy = losses.tis if engine_ratio and config.policy.loss == "ppo" else plugins.load("losses", config.policy.loss)
     return bind(policy, config.policy), bind(plugins.load("losses", config.wm.loss), config.wm)
-
-
-def bind(function: Callable[..., Tensor], section: Section) -> TokenLossFunction:
-    """A loss with its keyword-only parameters as its section of the recipe has them."""
-    named = (p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
-    return partial(function, **{name: getattr(section, name) for name in named if hasattr(section, name)})
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
+
+# logits [n, V] float32, rows contiguous; bias [V] float32; target [n] int64 in [0, V). u is logits + bias, or softcap
+# tanh of that over softcap; z = u scale. Gives logp, entropy, top = max u, log-sum-exp of z - top scale: [n] float32.
 _LIBRARY.define(
     "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale, float? softcap=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
+# In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of row source[k].
+# source [L] int64 comes from `segments.pack`; target, the statistics, a and c are those of all n rows. The result is
+# `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
 _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
     "Tensor entropy, Tensor a, Tensor? c, float scale, ScalarType dtype, float? softcap=None) -> ()"
@@ -57,40 +63,6 @@ def why_no_cuda() -> str | None:
 
 
 why_no_cuda()  # registers the kernels: operators on CUDA tensors use them wherever they are called from
-
-
-def row_statistics(
-    logits: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, top = max u and log-sum-exp of z - top * scale ([n] float32), for z = u * scale.
-
-    u is logits + bias, or softcap * tanh of that over softcap. logits [n, V] float32, rows contiguous; bias [V]
-    float32; target [n] int64 in [0, V).
-    """
-    return torch.ops.paw_kernels.row_statistics(logits, bias, target, scale, softcap)
-
-
-def row_gradient_(
-    logits: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    source: Tensor,
-    top: Tensor,
-    log_total: Tensor,
-    entropy: Tensor,
-    a: Tensor,
-    c: Tensor | None,
-    scale: float,
-    dtype: torch.dtype = torch.float32,
-    softcap: float | None = None,
-) -> None:
-    """In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of source[k].
-
-    `source` [L] int64 comes from `segments.pack`; target, the statistics, a and c are those of all n rows. The result
-    is `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
-    """
-    statistics = top, log_total, entropy
-    torch.ops.paw_kernels.row_gradient_(logits, bias, target, source, *statistics, a, c, scale, dtype, softcap)
 
 
 def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._head import logits
-from paw_kernels._native import cpu_library, packed_rows, row_gradient_, row_statistics, why_no_cuda
+from paw_kernels._native import cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Of one chunk's logits. On the CPU they stay in the last-level cache."""
@@ -26,14 +26,14 @@ class NativeRows:
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         z = logits(x, self.head, self._buffer)
-        found = row_statistics(z, self._bias, target, self._scale, self._softcap)
+        found = torch.ops.paw_kernels.row_statistics(z, self._bias, target, self._scale, self._softcap)
         logp, self._entropy, self._top, self._log_total = found
         return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         z, dtype = self._buffer[: target.numel()], self.head.dtype
         statistics, how = (self._top, self._log_total, self._entropy), (self._scale, dtype, self._softcap)
-        row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
+        torch.ops.paw_kernels.row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
         return packed_rows(z, source.numel(), dtype)
 
 

@@ -230,26 +230,26 @@ def test_row_operations_match_float64(n, V, live, scale, size, extras, seed):
     total = (a.double() * want_logp).sum() + (0 if c is None else (c.double() * want_entropy).sum())
     want = scale * torch.autograd.grad(total, wide)[0][source]
 
-    logp, entropy, top, log_total = _native.row_statistics(z, bias, target, scale)
+    logp, entropy, top, log_total = torch.ops.paw_kernels.row_statistics(z, bias, target, scale)
     assert (logp <= 0).all() and (entropy >= 0).all()
     spread = max(1.0, wide.abs().max().item())
     for got, exact in ((logp, want_logp), (entropy, want_entropy), (top * scale + log_total, wide.logsumexp(-1))):
         torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-6, atol=1e-6 * spread)
-    _native.row_gradient_(z, bias, target, source, top, log_total, entropy, a, c, scale)
+    torch.ops.paw_kernels.row_gradient_(z, bias, target, source, top, log_total, entropy, a, c, scale, torch.float32)
     torch.testing.assert_close(z[: len(source)].double(), want, rtol=1e-5, atol=1e-6 * spread * scale)
 
 
 def test_row_operations_use_every_row_and_thread_alike():
     z, target = torch.randn(70, 3001), torch.randint(3001, (70,))
     threads = torch.get_num_threads()
-    whole = _native.row_statistics(z, None, target, 1.0)
+    whole = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
     try:
         torch.set_num_threads(1)
-        single = _native.row_statistics(z, None, target, 1.0)
+        single = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
-    one = _native.row_statistics(z[13:14], None, target[13:14], 1.0)
+    one = torch.ops.paw_kernels.row_statistics(z[13:14], None, target[13:14], 1.0)
     assert all(torch.equal(a[13:14], b) for a, b in zip(whole, one, strict=True))
 
 
@@ -257,9 +257,11 @@ def test_row_operations_use_every_row_and_thread_alike():
 def test_rows_without_a_distribution_are_nan_in_statistics_and_gradient(value):
     z, target = torch.randn(3, 5000), torch.tensor([0, 1, 4999])
     z[1, 4321] = value
-    logp, entropy, *normaliser = _native.row_statistics(z, None, target, 1.0)
+    logp, entropy, *normaliser = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
     assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
-    _native.row_gradient_(z, None, target, torch.arange(3), *normaliser, entropy, torch.ones(3), None, 1.0)
+    torch.ops.paw_kernels.row_gradient_(
+        z, None, target, torch.arange(3), *normaliser, entropy, torch.ones(3), None, 1.0, torch.float32
+    )
     assert z.isnan().any(1).tolist() == [False, True, False]
 
 

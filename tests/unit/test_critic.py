@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from joint import gradients, make_row, relative
+from test_samples import conversation, samples_of
 from test_update import make_config, run_updates, start  # noqa: F401
 
 from paw.algo.advantages import gae, whiten
@@ -95,10 +96,10 @@ def make_critic(start, folder, **changes):  # noqa: F811
     return Critic(load_critic(str(start)), make_config(start, folder, **options), Ranks(CPU, tasks=4))
 
 
-def judged_rows(critic, n=24, seed=0):
+def judged_rows(critic, rows=None, seed=0):
     """Rows with values of a random head, and returns of their own."""
     rng = random.Random(seed)
-    rows = [make_row(rng, penalty=0.0) for _ in range(n)]
+    rows = rows or [make_row(rng, penalty=0.0) for _ in range(24)]
     with torch.no_grad():
         for parameter in critic.model.lm.get_output_embeddings().parameters():
             parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(seed))
@@ -143,10 +144,12 @@ def dense(critic, rows):
     return found, gradients(lm), float(total.detach())
 
 
+@pytest.mark.parametrize("rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"])
 @pytest.mark.parametrize("budget", [20, 10**6])
-def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget):  # noqa: F811
+def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget, rows):  # noqa: F811
+    """Of samples that share a sequence too."""
     critic = make_critic(start, tmp_path, optim_micro_batch_tokens=budget, optim_grad_clip=1e9)
-    rows = judged_rows(critic)
+    rows = judged_rows(critic, copy.deepcopy(rows))
     values, expected, loss = dense(critic, rows)
     optimizer, formed = critic.optimizer, []
     optimizer.step = lambda: formed.append([p.grad.clone() for p in critic.model.parameters()])
