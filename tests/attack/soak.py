@@ -96,7 +96,8 @@ def disturbed(folder: Path, model: Path, *, updates: int, faults: int, seed: int
         resume = ["--resume", "auto"] if (run / "metrics.jsonl").exists() else []
         child = start([*command, *resume], env, file_limit=limit)
         # Ctrl-C while Python itself starts is Python's to answer.
-        target = lines(run) + rng.randint(int(fault == "interrupt"), max(1, updates // 6))
+        stride = max(1, min(updates // 6, 2 * updates // faults))
+        target = lines(run) + rng.randint(int(fault == "interrupt"), stride)
         deadline = time.monotonic() + 300
         while child.poll() is None and lines(run) < target and time.monotonic() < deadline:
             time.sleep(0.01)

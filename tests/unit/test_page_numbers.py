@@ -81,7 +81,7 @@ def readme() -> Iterator[str]:
     two = [float(row["minutes"]) for row in curves if "2 threads" in row["device"]]
     assert min(two) >= 7 and max(two) <= 8  # "seven to eight minutes"
     games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
-    yield f"makes {games} points, and {questions} on search questions"
+    yield f"gives {games} points, and {questions} on search questions"
     over = [row for row in read("rollout_cpu") if row["envs"] == "16" and row["env_ms"] == "0.0"]
     for model in {row["model"] for row in over}:  # "half the engine steps, 1.4 times the speed"
         for key, times in (("engine_steps", 2.0), ("wall_s", 1.4)):
