@@ -26,6 +26,7 @@ from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_b
 from paw.rollout.chat import Chat
 from paw.rollout.engines import make_engine
 from paw.rollout.engines.base import Engine
+from paw.rollout.episode import find_agent
 from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner, TrainState
@@ -56,7 +57,9 @@ class Parts:
 
 
 def check_environment(config: Config) -> EnvFactory:
-    """The environment of the run. UserError where it cannot be played, or lacks what the world model's weight needs."""
+    """The environment of the run. UserError where it cannot be played, not by the run's agent, or lacks what the world
+    model's weight needs."""
+    find_agent(config)
     factory = make_factory(config)
     if config.wm.enabled and config.wm.weight == "adaptive":
         check_reward_max(factory, config.env.name)

@@ -34,6 +34,10 @@ CALLS_PER_TURN = 100
 """Calls of the model for each of env.max_turns, after which an agent counts as one that never ends."""
 
 
+TAIL = 8
+"""Tokens looked at beyond as many as a stop string has characters: a character may have several."""
+
+
 class ContextFull(Exception):
     """What the model is to go on with does not fit its context. The episode is over, with what it has."""
 
@@ -252,7 +256,7 @@ class Model:
 
 
 class EngineModel(Model):
-    """A model behind an engine of ours; `sample` draws from it, at (prompt ids, seed, temperature, max_tokens)."""
+    """A model behind an engine of ours; `sample` draws from it, with the fields of a Request from prompt_ids on."""
 
     def __init__(
         self, env: EnvHandle, config: Config, chat: Chat, sample: Callable[..., Awaitable[Completion]], version: int
@@ -269,7 +273,8 @@ class EngineModel(Model):
             prompt_ids, opened = self._further(continues.turn, shown(context))
             if len(prompt_ids) > rollout.max_prompt_tokens:
                 raise ContextFull(f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}")
-        sampled = await self._sample(prompt_ids, seed, episode.temperature, rollout.max_response_tokens)
+        stopped = (lambda ids: self._just_stopped(ids, stop)) if stop else None
+        sampled = await self._sample(prompt_ids, seed, episode.temperature, rollout.max_response_tokens, stopped)
         episode.prompt_tokens += len(prompt_ids)
         episode.response_tokens += len(sampled.token_ids)
         episode.cached_tokens += sampled.cached_tokens
@@ -284,6 +289,11 @@ class EngineModel(Model):
         if turn.response_ids[-1] in chat.end_ids:
             ids, opened = chat.separator_ids + ids + chat.reply_ids, chat.opened
         return turn.prompt_ids + turn.response_ids + ids, opened
+
+    def _just_stopped(self, ids: list[int], stop: Sequence[str]) -> bool:
+        """Whether the last tokens hold a stop string, so that engines need not sample on."""
+        text = self.chat.decode(ids[-max(map(len, stop)) - TAIL :])
+        return any(word in text for word in stop)
 
     def _stopped(self, ids: list[int], stop: Sequence[str]) -> tuple[int, str]:
         """(tokens up to the first that completes a stop string, that string); all of them, "" without one."""

@@ -101,12 +101,11 @@ class Scheduler:
                 self._stopped = True
                 self._stop([task for task in tasks if not task.done()])
 
-    async def sample(self, prompt_ids: list[int], seed: int, temperature: float, max_tokens: int) -> Completion:
-        """What the engine answers, for a coroutine of an episode."""
+    async def sample(self, *request: Any) -> Completion:
+        """The engine's answer to Request(key, *request), for a coroutine of an episode."""
         future: asyncio.Future[Completion] = self._loop.create_future()
         self._keys += 1
-        request = Request(self._keys, prompt_ids, seed, temperature, max_tokens)
-        self._queue.append((self._order.get(asyncio.current_task(), 0), request, future))
+        self._queue.append((self._order.get(asyncio.current_task(), 0), Request(self._keys, *request), future))
         self._changed.set()
         return await future
 

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,6 +212,18 @@ def test_requests_may_join_while_others_run(setup):
             engine.submit(waiting.pop())
         got |= {c.key: c.token_ids for c in engine.step()}
     assert got == want
+
+
+def test_a_response_that_is_complete_ends_there_and_leaves_the_others_alone(setup):
+    _, engine = setup
+    requests = make_requests(max_tokens=25)
+    whole = run(engine, requests)
+    some = [replace(r, stopped=lambda ids: len(ids) >= 5) if r.key % 2 else r for r in requests]
+    for request, before, after in zip(requests, whole, run(engine, some), strict=True):
+        n = 5 if request.key % 2 else 25
+        assert after.token_ids == before.token_ids[:n]
+        assert after.logp == pytest.approx(before.logp[:n], abs=1e-5)
+    assert [c.token_ids for c in run(engine, requests)] == [c.token_ids for c in whole]
 
 
 def test_misuse_is_refused(setup):

@@ -4,7 +4,7 @@ One loop serves both engines: `submit` requests at any time, `step` until the fi
 transformers engine finishes whatever is queued in one step; vLLM batches continuously.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,8 @@ class Request:
     temperature: float
     """0 is greedy."""
     max_tokens: int
+    stopped: Callable[[list[int]], bool] | None = None
+    """Whether a response of these tokens is complete before its end token: sampling stops once it is."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or self.max_tokens < 1 or self.temperature < 0:

@@ -138,7 +138,9 @@ class TransformersEngine:
                     tokens.append(token)
                     logps.append(logp)
                     entropies.append(entropy)
-                    if token in self._end_ids or len(tokens) == batch[row].max_tokens:
+                    stopped = batch[row].stopped
+                    ended = token in self._end_ids or len(tokens) == batch[row].max_tokens
+                    if ended or (stopped and stopped(tokens)):
                         finished.add(row)
             if len(finished) == len(batch) or cache is None:
                 break

@@ -16,7 +16,7 @@ Written for vLLM 0.32; everything that knows its internals is in this file. What
 import itertools
 import os
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._ids = itertools.count()
         self._key_of: dict[str, int] = {}
+        self._stopped: dict[str, Callable[[list[int]], bool]] = {}
 
     @property
     def pending(self) -> int:
@@ -129,6 +130,7 @@ class VllmEngine:
                 f" {self._max_model_len} the engine was made for (rollout.max_prompt_tokens +"
                 " rollout.max_response_tokens)"
             )
+        kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -136,11 +138,13 @@ class VllmEngine:
             stop_token_ids=self._end_ids,
             logprobs=0,
             detokenize=False,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
         )
         name = str(next(self._ids))
         self._llm.llm_engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt_ids), parameters)
         self._key_of[name] = request.key
+        if request.stopped:
+            self._stopped[name] = request.stopped
 
     def step(self) -> list[Completion]:
         """One token for every running request; the requests that finished with it."""
@@ -148,7 +152,14 @@ class VllmEngine:
             return []
         with _naming("sampling"):
             outputs = self._llm.llm_engine.step()
-        return [self._completion(output) for output in outputs if output.finished]
+        early = [output.request_id for output in outputs if not output.finished and self._is_complete(output)]
+        if early:
+            self._llm.llm_engine.abort_request(early)  # our names, not the engine's own: it ignores those
+        return [self._completion(output) for output in outputs if output.finished or output.request_id in early]
+
+    def _is_complete(self, output: Any) -> bool:
+        stopped = self._stopped.get(output.request_id)
+        return stopped is not None and stopped(output.outputs[0].token_ids)
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
@@ -188,6 +199,7 @@ class VllmEngine:
 
     def _completion(self, output: Any) -> Completion:
         answer, key = output.outputs[0], self._key_of.pop(output.request_id)
+        self._stopped.pop(output.request_id, None)
         token_ids = list(answer.token_ids)
         logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
         return Completion(key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
