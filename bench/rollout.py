@@ -16,7 +16,6 @@ all running requests. env_steps_s: turns of live episodes a second; cpu_s: proce
 """
 
 import argparse
-import csv
 import datetime
 import gc
 import importlib.metadata
@@ -34,6 +33,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import read, write
 from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
 from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedFactory, make_chat
@@ -46,7 +46,7 @@ from paw.types import Group, Turn
 ROOT = Path(__file__).parents[1]
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
-MEASURED = tuple(f"paw/envs/{name}.py" for name in ("rollout", "engines/vllm", "chat"))
+MEASURED = tuple(f"paw/rollout/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm"))
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""
@@ -75,7 +75,7 @@ def main() -> int:
             torch.set_num_threads(options.threads)
         options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
         rows = run(options, gpu=gpu)
-        write(out, rows)
+        replace_case(out, rows)
     picture = options.out.with_suffix(".png") if options.out else ROOT / "docs" / f"{out.stem}.png"
     print(markdown(out), draw(out, picture), sep="\n")
     same = all(row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows)
@@ -180,18 +180,11 @@ def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
     return {"same_turns": len(same), "logp_difference": max(off, default=0.0)}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def replace_case(path: Path, rows: list[dict[str, Any]]) -> None:
     """Replaces the rows of the same case."""
-    kept: list[dict[str, Any]] = []
-    if path.exists():
-        case = [str(rows[0][name]) for name in CASE]
-        with path.open(newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.DictReader(file) if [row[name] for name in CASE] != case]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*kept, *rows])
+    case = [str(rows[0][name]) for name in CASE]
+    kept = [row for row in read(path) if [row[name] for name in CASE] != case] if path.exists() else []
+    write(path, [*kept, *rows])
 
 
 if __name__ == "__main__":

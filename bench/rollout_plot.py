@@ -1,6 +1,5 @@
 """The table and the plot of docs/rollout.md from a file of bench/rollout.py."""
 
-import csv
 from pathlib import Path
 from statistics import median
 
@@ -9,13 +8,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.common import read
+
 COLOURS = {"reference": "#999999", "lock-step": "#E69F00", "continuous": "#0072B2"}  # Okabe-Ito
 Rows = list[dict[str, str]]
-
-
-def read(path: Path) -> Rows:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def cases(rows: Rows) -> dict[tuple[str, str, str], Rows]:
