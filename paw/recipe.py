@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from paw import plugins
 from paw.config import Config
 from paw.errors import UserError, clean, shown, to_stderr
-from paw.keys import Key, hint, keys_of, meaning, selectors_of
+from paw.keys import MOVED, Key, hint, keys_of, meaning, selectors_of
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -115,8 +115,8 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         problems = error.errors()
         key = _dotted(problems[0]["loc"])
         if problems[0]["type"] in ("extra_forbidden", "only"):
-            if "." not in key and isinstance(problems[0]["input"], dict) and problems[0]["input"]:
-                key += f".{next(iter(problems[0]['input']))}"  # of a section that is unknown, the first key
+            if key in MOVED and isinstance(problems[0]["input"], dict) and problems[0]["input"]:
+                key += f".{next(iter(problems[0]['input']))}"  # of a section that moved, the first key
             raise UserError(f"{where(key)}: unknown key '{clean(key)}'{_hint(key, tree)}") from None
         if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
             key = next((known for known in keys_of(Config, tree) if known.startswith(f"{key}.")), key)
@@ -302,7 +302,7 @@ def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
         if key in heirs:
             raise UserError(f"{by}'{name}' is itself built on this recipe")
         if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
-            raise UserError(f"{recipe}: it is built on too many recipes, one on another")
+            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
         bases = tables.get("base", [])
         bases = [bases] if isinstance(bases, str) else bases
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
