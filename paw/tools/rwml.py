@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from matplotlib.figure import Figure
@@ -25,6 +25,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.envs.next_state import NextStateFactory, Triplet, answer, ask, write_triplets
+from paw.envs.settings import NextStateConfig
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.attention import pick_attention
@@ -145,10 +146,10 @@ def supervise(source: Path, model: str, recipe: str, overrides: dict[str, str], 
 
 def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config) -> int:
     """Cross-entropy of the next state's tokens, mean over a mini-batch, rwml.sft_epochs times; returns the steps."""
-    rows = []
+    rows, env = [], cast(NextStateConfig, config.env)
     for task in tasks:
-        prompt_ids, _ = chat.fit_prompt(ask(task.payload, config.env), config.rollout.max_prompt_tokens)
-        response_ids = chat.response_ids(answer(task.payload.next_state, config.env))
+        prompt_ids, _ = chat.fit_prompt(ask(task.payload, env), config.rollout.max_prompt_tokens)
+        response_ids = chat.response_ids(answer(task.payload.next_state, env))
         rows.append(Sample(0, 0, 0, prompt_ids, response_ids[: config.rollout.max_response_tokens]))
     settings = config.optim.model_copy(update={"lr": config.rwml.sft_lr})
     if config.lora.rank:
