@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.envs.alfworld import data as alfworld
-from paw.envs.alfworld.difficulty import DIFFICULTIES
+from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.settings import WebshopConfig
 from paw.errors import UserError
 

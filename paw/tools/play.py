@@ -16,10 +16,10 @@ from typing import Any
 
 from paw.config import EnvConfig
 from paw.envs import make_factory
-from paw.envs.alfworld.difficulty import DIFFICULTIES
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.alfworld.generator import generate
 from paw.envs.alfworld.problem import Game
+from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paw.envs.alfworld.difficulty import DIFFICULTIES
 from paw.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.problem import KINDS, Game
-from paw.envs.alfworld.tables import ABILITIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
+from paw.envs.alfworld.tables import ABILITIES, DIFFICULTIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
 from paw.errors import UserError
 
 SEEDS = st.integers(0, 2**48)

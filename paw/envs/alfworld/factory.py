@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 from paw.envs.alfworld import generator, index
-from paw.envs.alfworld.difficulty import get_difficulty
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import View, make_style, task_text
+from paw.envs.alfworld.tables import get_difficulty
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import Endless, Lazy, Tasks
 from paw.envs.settings import AlfworldConfig

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from paw.envs.alfworld.difficulty import Difficulty, Room, get_difficulty
 from paw.envs.alfworld.oracle import solve
 from paw.envs.alfworld.problem import Game
 from paw.envs.alfworld.tables import (
@@ -29,6 +28,9 @@ from paw.envs.alfworld.tables import (
     SENTENCES,
     TASK_TYPES,
     TREATMENTS,
+    Difficulty,
+    Room,
+    get_difficulty,
 )
 from paw.errors import UserError
 

@@ -183,11 +183,11 @@ class Household:
         if not shut and self.can_hold(receptacle, held):
             actions[f"move {thing} to {name}"] = (self._put, held, receptacle)
         if kind in game.sink_types and held in game.cleanable:
-            actions[f"clean {thing} with {name}"] = (self._clean, held, receptacle)
+            actions[f"clean {thing} with {name}"] = (self._treat, held, receptacle, "clean")
         elif kind == "microwavetype" and held in game.heatable:
-            actions[f"heat {thing} with {name}"] = (self._heat, held, receptacle)
+            actions[f"heat {thing} with {name}"] = (self._treat, held, receptacle, "heat")
         elif kind == "fridgetype" and held in game.coolable:
-            actions[f"cool {thing} with {name}"] = (self._cool, held, receptacle)
+            actions[f"cool {thing} with {name}"] = (self._treat, held, receptacle, "cool")
 
     # ---- what is only said
 
@@ -277,24 +277,18 @@ class Household:
         self._changed()
         return f"You move the {self._name(thing)} to the {self._name(receptacle)}."
 
-    def _clean(self, thing: str, receptacle: str) -> str:
-        return self._treat(thing, "clean", f"You clean the {self._name(thing)} using the {self._name(receptacle)}.")
-
-    def _heat(self, thing: str, receptacle: str) -> str:
-        self.states[thing] = self.state_of(thing) - {"cool"}
-        return self._treat(thing, "hot", f"You heat the {self._name(thing)} using the {self._name(receptacle)}.")
-
-    def _cool(self, thing: str, receptacle: str) -> str:
-        self.states[thing] = self.state_of(thing) - {"hot"}
-        return self._treat(thing, "cool", f"You cool the {self._name(thing)} using the {self._name(receptacle)}.")
+    def _treat(self, thing: str, receptacle: str, verb: str) -> str:
+        state = REQUIRED_STATE[verb]
+        self.states[thing] = self.state_of(thing) - {"hot": {"cool"}, "cool": {"hot"}}.get(state, set())
+        return self._add(thing, state, f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}.")
 
     def _use(self, thing: str) -> str:
-        return self._treat(thing, "toggled", f"You turn on the {self._name(thing)}.")
+        return self._add(thing, "toggled", f"You turn on the {self._name(thing)}.")
 
     def _slice(self, thing: str, knife: str) -> str:
-        return self._treat(thing, "sliced", f"You sliced the {self._name(thing)} with the {self._name(knife)}.")
+        return self._add(thing, "sliced", f"You sliced the {self._name(thing)} with the {self._name(knife)}.")
 
-    def _treat(self, thing: str, state: str, said: str) -> str:
+    def _add(self, thing: str, state: str, said: str) -> str:
         self.states[thing] = self.state_of(thing) | {state}
         self._changed()
         return said

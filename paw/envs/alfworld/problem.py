@@ -161,7 +161,8 @@ class Game:
         """A game from the text of a PDDL `problem`.
 
         Raises:
-            UserError: the text is no complete problem, or its goal is none of the six task types.
+            UserError: the text is no complete problem, lacks facts that every game has, or its goal is none of the six
+                task types.
         """
         text = _COMMENT.sub("", problem.lower())
         init, goal = text.find("(:init"), text.find("(:goal")
@@ -172,31 +173,7 @@ class Game:
         facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
         for predicate, arguments in _FACT.findall(text, init, goal):
             facts[predicate].append(tuple(arguments.split()))
-        return cls.from_facts(
-            facts,
-            _parse_goal(text[goal:], name),
-            task,
-            walkthrough=walkthrough,
-            name=name,
-            sink_types=sink_types,
-        )
-
-    @classmethod
-    def from_facts(
-        cls,
-        facts: Facts,
-        goal: Goal,
-        task: str,
-        *,
-        walkthrough: list[str] | None = None,
-        name: str = "problem",
-        sink_types: Iterable[str] = ("sinkbasintype",),
-    ) -> "Game":
-        """A game from its initial facts.
-
-        Raises:
-            UserError: facts that every game has are missing or malformed.
-        """
+        parsed = _parse_goal(text[goal:], name)
 
         def pairs(predicate: str) -> list[tuple[str, str]]:
             try:
@@ -228,11 +205,11 @@ class Game:
             for thing in having(predicate):
                 states[thing] = states.get(thing, frozenset()) | {state}
         cleanable, heatable, coolable = having("cleanable"), having("heatable"), having("coolable")
-        able = {"clean": cleanable, "heat": heatable, "cool": coolable}.get(goal.kind, object_type.keys())
-        target_type = object_type if goal.kind == "look" else receptacle_type
+        able = {"clean": cleanable, "heat": heatable, "cool": coolable}.get(parsed.kind, object_type.keys())
+        target_type = object_type if parsed.kind == "look" else receptacle_type
         return cls(
             task=task,
-            goal=goal,
+            goal=parsed,
             name=name,
             walkthrough=walkthrough,
             names=names,
@@ -256,8 +233,8 @@ class Game:
             opened=having("opened"),
             states=states,
             destinations={f"go to {names[receptacle]}": receptacle for receptacle in location},
-            candidates=frozenset(thing for thing, t in object_type.items() if t == goal.object and thing in able),
-            targets=tuple(sorted(thing for thing, t in target_type.items() if t == goal.target)),
+            candidates=frozenset(thing for thing, t in object_type.items() if t == parsed.object and thing in able),
+            targets=tuple(sorted(thing for thing, t in target_type.items() if t == parsed.target)),
         )
 
 

@@ -7,7 +7,6 @@ a tiny model with a vocabulary of whole phrases can learn it in minutes; there t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paw.envs.tags import history_text, tagged_action, tagged_answer
 
@@ -60,20 +59,6 @@ class View:
     admissible: Sequence[str]
 
 
-class Style(Protocol):
-    def prompt(self, view: View) -> str:
-        """The user message of a turn."""
-        ...
-
-    def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
-        """(action to play, whether the response was well-formed)."""
-        ...
-
-    def format_action(self, action: str) -> str:
-        """A well-formed response that plays `action`."""
-        ...
-
-
 class PaperStyle:
     """Figure 7 of the paper.
 
@@ -86,6 +71,7 @@ class PaperStyle:
         self.think = think
 
     def prompt(self, view: View) -> str:
+        """The user message of a turn."""
         admissible = "\n ".join(f"'{action}'" for action in view.admissible if action != "help")
         instruction = THINK if self.think else NO_THINK
         if not view.past:
@@ -104,10 +90,11 @@ class PaperStyle:
         )
 
     def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
-        """See `tagged_action`; whether the action is admissible does not matter for validity."""
+        """(action, whether the response is well-formed), see `tagged_action`; any action may be well-formed."""
         return tagged_action(response, think=self.think, unparsed=UNPARSED)
 
     def format_action(self, action: str) -> str:
+        """A well-formed response that plays `action`."""
         return tagged_answer(action, think=self.think)
 
 
@@ -151,6 +138,9 @@ class CompactStyle:
     def format_action(self, action: str) -> str:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action}"
+
+
+Style = PaperStyle | CompactStyle
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:

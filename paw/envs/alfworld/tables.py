@@ -1,100 +1,28 @@
-"""What goes where in ALFWorld's households, and what is asked for there.
+"""What goes where in ALFWorld's households, what is asked for there, and how large generated ones are.
 
-HOLDS, CLEANABLE, ... are VAL_RECEPTACLE_OBJECTS and VAL_ACTION_OBJECTS of alfworld/gen/constants.py (0.4.2, without the
-sliced foods), GOALS and SENTENCES its goal library (alfworld/gen/goal_library.py). ALFWorld is MIT licensed: see
-data/NOTICE. Type names are CamelCase, as in game files.
+The tables are in data/household.toml. Type names are CamelCase, as in game files.
 """
 
-_ANY_SURFACE = (
-    "AlarmClock Apple BaseballBat BasketBall Book Bowl Box Bread ButterKnife CD Candle CellPhone Cloth CreditCard Cup "
-    "DishSponge Egg Fork Glassbottle HandTowel Kettle KeyChain Knife Ladle Laptop Lettuce Mug Newspaper Pan PaperTowel "
-    "Pen Pencil PepperShaker Plate Pot Potato RemoteControl SaltShaker SoapBar SoapBottle Spatula Spoon SprayBottle "
-    "Statue TennisRacket TissueBox ToiletPaper ToiletPaperRoll Tomato Vase Watch WateringCan WineBottle"
-)
-_SEAT = "BasketBall Book Box CellPhone Cloth CreditCard KeyChain Laptop Newspaper Pillow RemoteControl"
-_HOLDS = {
-    "ArmChair": _SEAT,
-    "BathtubBasin": "Cloth DishSponge HandTowel SoapBar",
-    "Bed": "BaseballBat BasketBall Book CellPhone Laptop Newspaper Pillow TennisRacket",
-    "Cabinet": (
-        "Book Bowl Box CD Candle Cloth Cup DishSponge Glassbottle HandTowel Kettle Ladle Mug Newspaper Pan "
-        "PepperShaker Plate Plunger Pot SaltShaker SoapBar SoapBottle SprayBottle TissueBox ToiletPaper "
-        "ToiletPaperRoll Vase WateringCan WineBottle"
-    ),
-    "Cart": (
-        "Candle Cloth DishSponge HandTowel Mug PaperTowel Plunger SoapBar SoapBottle SprayBottle Statue TissueBox "
-        "ToiletPaper ToiletPaperRoll Vase"
-    ),
-    "CoffeeMachine": "Mug",
-    "CoffeeTable": _ANY_SURFACE,
-    "CounterTop": _ANY_SURFACE,
-    "Desk": (
-        "AlarmClock BasketBall Book Bowl Box CD Candle CellPhone Cloth CreditCard Cup Glassbottle KeyChain Laptop Mug "
-        "Newspaper Pen Pencil Plate RemoteControl SoapBottle SprayBottle Statue TennisRacket TissueBox ToiletPaper "
-        "ToiletPaperRoll Vase Watch WateringCan WineBottle"
-    ),
-    "DiningTable": _ANY_SURFACE,
-    "Drawer": (
-        "Book ButterKnife CD Candle CellPhone Cloth CreditCard DishSponge Fork HandTowel KeyChain Knife Ladle "
-        "Newspaper Pen Pencil PepperShaker RemoteControl SaltShaker SoapBar SoapBottle Spatula Spoon SprayBottle "
-        "TissueBox ToiletPaper ToiletPaperRoll Watch WateringCan"
-    ),
-    "Dresser": (
-        "AlarmClock BasketBall Book Bowl Box CD Candle CellPhone Cloth CreditCard Cup Glassbottle KeyChain Laptop Mug "
-        "Newspaper Pen Pencil Plate RemoteControl SprayBottle Statue TennisRacket TissueBox ToiletPaper "
-        "ToiletPaperRoll Vase Watch WateringCan WineBottle"
-    ),
-    "Fridge": "Apple Bowl Bread Cup Egg Glassbottle Lettuce Mug Pan Plate Pot Potato Tomato WineBottle",
-    "GarbageCan": (
-        "Apple Bread CD Cloth DishSponge Egg HandTowel Lettuce Newspaper PaperTowel Pen Pencil Potato SoapBar "
-        "SoapBottle SprayBottle TissueBox ToiletPaper ToiletPaperRoll Tomato WineBottle"
-    ),
-    "HandTowelHolder": "HandTowel",
-    "LaundryHamper": "Cloth",
-    "Microwave": "Apple Bowl Bread Cup Egg Glassbottle Mug Plate Potato Tomato",
-    "Ottoman": _SEAT,
-    "Safe": "CD CellPhone CreditCard KeyChain Statue Vase Watch",
-    "Shelf": (
-        "AlarmClock Book Bowl Box CD Candle CellPhone Cloth CreditCard Cup DishSponge Glassbottle HandTowel Kettle "
-        "KeyChain Mug Newspaper PaperTowel Pen Pencil PepperShaker Plate Pot RemoteControl SaltShaker SoapBar "
-        "SoapBottle SprayBottle Statue TissueBox ToiletPaper ToiletPaperRoll Vase Watch WateringCan WineBottle"
-    ),
-    "SideTable": _ANY_SURFACE,
-    "SinkBasin": (
-        "Apple Bowl ButterKnife Cloth Cup DishSponge Egg Fork Glassbottle HandTowel Kettle Knife Ladle Lettuce Mug "
-        "Pan Plate Pot Potato SoapBar Spatula Spoon Tomato"
-    ),
-    "Sofa": _SEAT,
-    "StoveBurner": "Kettle Pan Pot",
-    "Toaster": "",
-    "Toilet": (
-        "Candle Cloth DishSponge HandTowel Newspaper PaperTowel SoapBar SoapBottle SprayBottle TissueBox ToiletPaper "
-        "ToiletPaperRoll"
-    ),
-    "ToiletPaperHanger": "ToiletPaper ToiletPaperRoll",
-    "TowelHolder": "Towel",
-}
-HOLDS = {receptacle: tuple(types.split()) for receptacle, types in _HOLDS.items()}
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from paw.envs.alfworld.problem import KINDS
+from paw.errors import UserError
+
+_TABLES = tomllib.loads((Path(__file__).parent / "data" / "household.toml").read_text(encoding="utf-8"))
+
+HOLDS = {receptacle: tuple(types.split()) for receptacle, types in _TABLES["holds"].items()}
 """Receptacle type -> types of the objects that may lie in or on it."""
 OPENABLE = ("Cabinet", "Drawer", "Fridge", "Microwave", "Safe")
 LAMP = "DeskLamp"
 LAMP_SPOTS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
-
-_ABILITIES = {
-    "cleanable": (
-        "Apple Bowl ButterKnife Cloth Cup DishSponge Egg Fork Kettle Knife Ladle Lettuce Mug Pan Plate Pot Potato "
-        "SoapBar Spatula Spoon Tomato"
-    ),
-    "heatable": "Apple Bread Cup Egg Mug Plate Potato Tomato",
-    "coolable": "Apple Bowl Bread Cup Egg Lettuce Mug Pan Plate Pot Potato Tomato WineBottle",
-    "sliceable": "Apple Bread Egg Lettuce Potato Tomato",
-    "isReceptacleObject": "Bowl Box Cup Mug Pan Plate Pot",
-}
-ABILITIES = {predicate: frozenset(types.split()) for predicate, types in _ABILITIES.items()}
+ABILITIES = {predicate: frozenset(types.split()) for predicate, types in _TABLES["abilities"].items()}
 """Predicate -> the object types it holds for."""
 TREATMENTS = {"clean": ("SinkBasin", "cleanable"), "heat": ("Microwave", "heatable"), "cool": ("Fridge", "coolable")}
 """Kind of task -> where the object is treated, and which objects can be."""
-
 TASK_TYPES = {
     "pick": "pick_and_place_simple",
     "look": "look_at_obj_in_light",
@@ -104,34 +32,74 @@ TASK_TYPES = {
     "two": "pick_two_obj_and_place",
 }
 """Our short names of the task types -> ALFWorld's."""
-SENTENCES = {
-    "pick": ("put a {object} in {target}", "put some {object} on {target}"),
-    "look": ("look at {object} under the {target}", "examine the {object} with the {target}"),
-    "clean": ("put a clean {object} in {target}", "clean some {object} and put it in {target}"),
-    "heat": ("put a hot {object} in {target}", "heat some {object} and put it in {target}"),
-    "cool": ("put a cool {object} in {target}", "cool some {object} and put it in {target}"),
-    "two": ("put two {object} in {target}", "find two {object} and put them in {target}"),
+SENTENCES: dict[str, list[str]] = _TABLES["sentences"]
+GOALS: dict[str, str] = _TABLES["goals"]
+
+
+@dataclass(frozen=True)
+class Room:
+    receptacles: Mapping[str, tuple[int, int]]
+    """Receptacle type -> least and greatest number of them."""
+    objects: tuple[str, ...]
+    """Object types that may lie about."""
+    kinds: tuple[str, ...]
+    """Task types that can be set here."""
+    scenes: int
+    """AI2-THOR numbers its floor plans by room: kitchens 1-30, living rooms 201-230, ..."""
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """What a generated game is drawn from. `None` leaves a number to the room's own table.
+
+    >>> DIFFICULTIES["tiny"].kinds
+    ('pick', 'look', 'clean', 'heat', 'cool')
+    """
+
+    name: str
+    rooms: tuple[Room, ...]
+    receptacles: tuple[int, int] | None = None
+    """Least and greatest number of receptacles."""
+    per_type: int | None = None
+    """At most so many receptacles of one type."""
+    objects: tuple[int, int] | None = None
+    """Least and greatest number of objects, lamp not counted; fewer where the room has no place for one."""
+    copies: int = 3
+    """At most so many objects of one type; a two-object task has two of its own at any rate."""
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The task types this difficulty offers."""
+        return tuple(kind for kind in KINDS if any(kind in room.kinds for room in self.rooms))
+
+
+def _room(name: str) -> Room:
+    table = _TABLES["rooms"][name]
+    counts = {type_: (low, high) for type_, (low, high) in table["receptacles"].items()}
+    return Room(counts, tuple(table["objects"].split()), tuple(table["kinds"].split()), table["scenes"])
+
+
+_ROOMS = tuple(map(_room, ("kitchen", "living_room", "bedroom", "bathroom")))
+DIFFICULTIES = {
+    difficulty.name: difficulty
+    for difficulty in (
+        # Small enough to be learnt from scratch in minutes on a processor: every name ends in 1.
+        Difficulty("tiny", (_room("tiny_kitchen"),), receptacles=(4, 5), per_type=1, objects=(3, 5), copies=1),
+        Difficulty("small", _ROOMS, receptacles=(5, 8), per_type=2, objects=(5, 8), copies=2),
+        Difficulty("medium", _ROOMS, receptacles=(9, 14), per_type=4, objects=(10, 16), copies=3),
+        Difficulty("full", _ROOMS),
+    )
 }
-_TREATED = (
-    "(exists (?r - receptacle) (exists (?o - object) (and ({able} ?o) (objectType ?o {{object}}Type) "
-    "(receptacleType ?r {{target}}Type) ({state} ?o) (inReceptacle ?o ?r))))"
-)
-GOALS = {
-    "pick": (
-        "(exists (?r - receptacle) (exists (?o - object) (and (inReceptacle ?o ?r) (objectType ?o {object}Type) "
-        "(receptacleType ?r {target}Type))))"
-    ),
-    "look": (
-        "(exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and (objectType ?ot {target}Type) "
-        "(toggleable ?ot) (isToggled ?ot) (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r))) "
-        "(exists (?o - object ?a - agent) (and (objectType ?o {object}Type) (holds ?a ?o)))"
-    ),
-    "clean": _TREATED.format(able="cleanable", state="isClean"),
-    "heat": _TREATED.format(able="heatable", state="isHot"),
-    "cool": _TREATED.format(able="coolable", state="isCool"),
-    "two": (
-        "(exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1 {object}Type) "
-        "(receptacleType ?r {target}Type) (inReceptacle ?o1 ?r) (exists (?o2 - object) (and (not (= ?o1 ?o2)) "
-        "(objectType ?o2 {object}Type) (receptacleType ?r {target}Type) (inReceptacle ?o2 ?r))))))"
-    ),
-}
+
+
+def get_difficulty(difficulty: str | Difficulty) -> Difficulty:
+    """A preset by its name; a `Difficulty` is returned as it is.
+
+    Raises:
+        UserError: no preset has that name.
+    """
+    if isinstance(difficulty, Difficulty):
+        return difficulty
+    if difficulty not in DIFFICULTIES:
+        raise UserError(f'difficulty "{difficulty}" is not known; choose one of {", ".join(DIFFICULTIES)}')
+    return DIFFICULTIES[difficulty]

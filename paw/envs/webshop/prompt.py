@@ -8,7 +8,6 @@ vocabulary is whole phrases: it tells the goal in the catalogue's words, and off
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase as LETTERS
-from typing import Protocol
 
 from paw.envs.tags import history_text, tagged_action, tagged_answer
 from paw.envs.webshop.catalogue import Catalogue
@@ -63,34 +62,6 @@ Past = Sequence[tuple[str, str]]
 """(observation, action played on it) of every earlier turn, oldest first."""
 
 
-class Style(Protocol):
-    def observation(self, session: Session) -> str:
-        """The page, without the instruction."""
-        ...
-
-    def actions(self, session: Session) -> dict[str, str]:
-        """What can be answered now, by name, and the action of the session it plays; queries in words of one's own are
-        not listed.
-        """
-        ...
-
-    def prompt(self, session: Session, past: Past) -> str:
-        """The user message of a turn."""
-        ...
-
-    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
-        """(name of the action to play, whether the response was well-formed)."""
-        ...
-
-    def format_action(self, action: str) -> str:
-        """A well-formed response that plays the action of that name."""
-        ...
-
-    def queries(self, session: Session) -> list[str]:
-        """What a buyer who knows the goal searches for, the shortest first."""
-        ...
-
-
 class PaperStyle:
     """Figure 8 of the paper. Without `history`, or where it is too long, every turn has the template of the first."""
 
@@ -98,13 +69,16 @@ class PaperStyle:
         self.history, self.think = history, think
 
     def observation(self, session: Session) -> str:
+        """The page, without the instruction."""
         after = session.parts.index(session.goal.instruction.strip()) + 1
         return SEPARATOR.join(f"'{part}'" for part in session.parts[after:])
 
     def actions(self, session: Session) -> dict[str, str]:
+        """Name of each action that can be played now -> the session's own; searches in free words are not listed."""
         return {action: action for text in session.clickables if (action := f"click[{text}]") != "click[search]"}
 
     def prompt(self, session: Session, past: Past) -> str:
+        """The user message of a turn."""
         values = {
             "task": session.goal.instruction.strip(),
             "observation": self.observation(session),
@@ -121,13 +95,15 @@ class PaperStyle:
         return FIRST_TURN.format(**values)
 
     def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
-        """See `tagged_action`; whether the action is admissible does not matter for validity."""
+        """(name of the action, whether the response is well-formed), see `tagged_action`."""
         return tagged_action(response, think=self.think, unparsed=UNPARSED)
 
     def format_action(self, action: str) -> str:
+        """A well-formed response that plays the action of that name."""
         return tagged_answer(action, think=self.think)
 
     def queries(self, session: Session) -> list[str]:
+        """What a buyer who knows the goal searches for, the shortest first."""
         goal = session.goal
         return [goal.query, " ".join([goal.query, *goal.attributes, *goal.options.values()]), goal.name.lower()]
 
@@ -192,6 +168,9 @@ class CompactStyle:
 
     def queries(self, session: Session) -> list[str]:
         return [_searches(session.catalogue)[_one_word(session.goal.query)]]
+
+
+Style = PaperStyle | CompactStyle
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:
