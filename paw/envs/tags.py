@@ -4,7 +4,7 @@ Source: verl-agent's `SimpleMemory.fetch`, `alfworld_projection` and `webshop_pr
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 CJK = re.compile("[\u4e00-\u9fff]")
 
@@ -29,6 +29,24 @@ def tagged_action(response: str, *, think: bool, unparsed: int) -> tuple[str, bo
         return text[-unparsed:], False
     thought = not think or ("<think>" in response and "</think>" in response)
     return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
+
+
+class TaggedStyle:
+    """Answers in tags. Whether an action is admissible does not matter for validity."""
+
+    unparsed: int
+    """See `tagged_action`."""
+
+    def __init__(self, *, history: int = 2, think: bool = True) -> None:
+        self.history, self.think = history, think
+
+    def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
+        """(action to play, whether the response is well-formed)."""
+        return tagged_action(response, think=self.think, unparsed=self.unparsed)
+
+    def format_action(self, action: str) -> str:
+        """A well-formed response that plays `action`."""
+        return tagged_answer(action, think=self.think)
 
 
 def tagged_answer(action: str, *, think: bool) -> str:

@@ -4,18 +4,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from toy import Count, CountConfigured, Counting
 
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import Endless, eval_tasks, train_tasks, warmup_tasks
+from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
 from paw.recipe import load
 from paw.rollout.guard import Guarded
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
-from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 NAME = f"{EXAMPLE}:Guess"
@@ -23,43 +23,6 @@ NAME = f"{EXAMPLE}:Guess"
 
 def configure(name=NAME, **env):
     return Config(model=ModelConfig(path="-"), env=EnvConfig(name=name, **env))
-
-
-class Count:
-    """The smallest environment there is."""
-
-    tasks = [Task(str(n), payload=n) for n in range(30)]
-
-    def reset(self, task):
-        self.left = task.payload
-        return f"{self.left} left"
-
-    def context(self):
-        return f"Say go, {self.left} times."
-
-    def step(self, response):
-        self.left -= response == "go"
-        return Outcome(f"{self.left} left", reward=1.0, done=self.left <= 0, won=self.left <= 0)
-
-
-class CountConfigured(Count):
-    def __init__(self, config, extra=None):
-        self.most = config.max_turns
-
-
-class Counting:
-    """A factory."""
-
-    name, reward_max, invalid_penalty, may_block, distinct_eval = "counting", 5.0, 0.5, True, False
-
-    def tasks(self, split, seed):
-        return Endless(lambda i: Task(f"{split}/{seed}/{i}", payload=i)) if split == "train" else Count.tasks[:3]
-
-    def make(self):
-        return Count()
-
-    def fingerprint(self):
-        return "counting 1"
 
 
 @pytest.mark.parametrize("given", [Count, Count(), CountConfigured])

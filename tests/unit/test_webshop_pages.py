@@ -332,7 +332,7 @@ def test_compact_actions_are_those_of_the_session():
     for session in (play(), play(SHIRTS), item):
         actions = COMPACT.actions(session)
         for name in actions:
-            assert COMPACT.parse_action(COMPACT.answer(name), actions) == (name, True)
+            assert COMPACT.parse_action(COMPACT.format_action(name), actions) == (name, True)
         assert COMPACT.parse_action("\nopen z", actions) == ("open z", False)
 
 

@@ -8,7 +8,7 @@ a tiny model with a vocabulary of whole phrases can learn it in minutes; there t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paw.envs.tags import history_text, tagged_action, tagged_answer
+from paw.envs.tags import TaggedStyle, history_text
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
 TASK = "Your task is to: "
@@ -42,9 +42,6 @@ THINK = (
 )
 NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
 
-UNPARSED = 30
-"""Characters from the end of an answer without action tags that are played in its place."""
-
 
 @dataclass(frozen=True)
 class View:
@@ -59,16 +56,14 @@ class View:
     admissible: Sequence[str]
 
 
-class PaperStyle:
+class PaperStyle(TaggedStyle):
     """Figure 7 of the paper.
 
     One deviation: the reference falls back to the first-turn prompt when `history` is 0, and so never repeats the
     task; here later turns keep theirs, with an empty history.
     """
 
-    def __init__(self, *, history: int = 2, think: bool = True) -> None:
-        self.history = history
-        self.think = think
+    unparsed = 30
 
     def prompt(self, view: View) -> str:
         """The user message of a turn."""
@@ -88,14 +83,6 @@ class PaperStyle:
             admissible=admissible,
             instruction=instruction,
         )
-
-    def parse_action(self, response: str, admissible: Sequence[str]) -> tuple[str, bool]:
-        """(action, whether the response is well-formed), see `tagged_action`; any action may be well-formed."""
-        return tagged_action(response, think=self.think, unparsed=UNPARSED)
-
-    def format_action(self, action: str) -> str:
-        """A well-formed response that plays `action`."""
-        return tagged_answer(action, think=self.think)
 
 
 class CompactStyle:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase as LETTERS
 
-from paw.envs.tags import history_text, tagged_action, tagged_answer
+from paw.envs.tags import TaggedStyle, history_text
 from paw.envs.webshop.catalogue import Catalogue
 from paw.envs.webshop.pages import SEPARATOR
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
@@ -53,8 +53,6 @@ THINK = (
 )
 NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
 
-UNPARSED = 20
-"""Characters from the end of an answer without action tags that are played in its place."""
 LONGEST = 13_000
 """Characters of a prompt above which the first turn's template, which has no history, takes its place."""
 
@@ -62,11 +60,10 @@ Past = Sequence[tuple[str, str]]
 """(observation, action played on it) of every earlier turn, oldest first."""
 
 
-class PaperStyle:
+class PaperStyle(TaggedStyle):
     """Figure 8 of the paper. Without `history`, or where it is too long, every turn has the template of the first."""
 
-    def __init__(self, *, history: int = 2, think: bool = True) -> None:
-        self.history, self.think = history, think
+    unparsed = 20
 
     def observation(self, session: Session) -> str:
         """The page, without the instruction."""
@@ -93,14 +90,6 @@ class PaperStyle:
             if len(text) <= LONGEST:
                 return text
         return FIRST_TURN.format(**values)
-
-    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
-        """(name of the action, whether the response is well-formed), see `tagged_action`."""
-        return tagged_action(response, think=self.think, unparsed=UNPARSED)
-
-    def format_action(self, action: str) -> str:
-        """A well-formed response that plays the action of that name."""
-        return tagged_answer(action, think=self.think)
 
     def queries(self, session: Session) -> list[str]:
         """What a buyer who knows the goal searches for, the shortest first."""
