@@ -53,8 +53,11 @@ class RunConfig(Section):
     """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Experiment trackers that get the metrics: one name or a list of tensorboard, wandb, trackio."""
+    callbacks: list[str] = []
+    """Callbacks of your own, "module:name" or "FILE.py:name": classes or objects with any of the hooks on_start,
+    on_update, on_evaluation, on_end (docs/python.md)."""
 
-    @field_validator("trackers", mode="before")
+    @field_validator("trackers", "callbacks", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

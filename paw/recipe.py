@@ -86,8 +86,7 @@ def load_played(recipe: str | None, overrides: dict[str, str], defaults: dict[st
 
 def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
     """The Config of a recipe's tables under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    plain = (str, int, float, list, tuple, dict, Path, type(None))
-    overrides = {key: value if isinstance(value, plain) else plugins.give(value) for key, value in overrides.items()}
+    overrides = {key: _named(value) for key, value in overrides.items()}
     selectors: dict[str, Any] = {}
     for key, text in overrides.items():  # what plug-ins are chosen decides which keys there are
         if key in selectors_of(Config):
@@ -97,6 +96,13 @@ def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, or
     for key, text in overrides.items():
         _set(layer, key, text, keys, tree)
     return validate(_layered(tree, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
+
+
+def _named(value: Any) -> Any:
+    """The value, plug-ins in it replaced by their names."""
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:

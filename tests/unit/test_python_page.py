@@ -21,4 +21,5 @@ def test_the_examples_run(quick, paw_env, tmp_path, monkeypatch):
     (tmp_path / "page.py").write_text("\n".join(examples))
     names = runpy.run_path("page.py")
     assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html" and names["report"].is_file()
+    assert names["watched"].is_file() and names["watched"].parent.name == "watched"
     assert paw.train(names["config"]).parent.name == "centred"
