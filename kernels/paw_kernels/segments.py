@@ -12,7 +12,7 @@ from paw_kernels._checks import raise_first
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 _LIBRARY.define("segment_reduce(Tensor values, Tensor offsets, bool mean) -> Tensor")
 _LIBRARY.define("top_alpha(Tensor score, Tensor valid, float alpha) -> Tensor")
-_LIBRARY.define("pack(Tensor live) -> (Tensor, Tensor)")
+_LIBRARY.define("pack(Tensor chosen) -> (Tensor, Tensor)")
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -63,18 +63,18 @@ def top_alpha(score: Tensor, valid: Tensor, alpha: float) -> Tensor:
     return torch.ops.paw_kernels.top_alpha(score.contiguous(), valid.contiguous(), float(alpha))
 
 
-def pack(live: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of the L live rows of live [n] bool goes, so that packing in place can be done in parallel.
+def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of the L chosen rows of chosen [n] bool goes, so that packing in place can be done in parallel.
 
     Answers source [n] int64 and L itself, [1] int64, without waiting for the device. source[k] = k where row k < L is
-    live; each hole there is filled by a live row from L on, in order; -1 from L on. So no row written is read by
+    chosen; each hole there is filled by a chosen row from L on, in order; -1 from L on. So no row written is read by
     another.
 
     >>> source, count = pack(torch.tensor([True, False, True, False, False, True]))
     >>> source.tolist(), count.tolist()
     ([0, 5, 2, -1, -1, -1], [3])
     """
-    return torch.ops.paw_kernels.pack(live.contiguous())
+    return torch.ops.paw_kernels.pack(chosen.contiguous())
 
 
 def _segment_reduce(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
@@ -91,11 +91,11 @@ def _top_alpha(score: Tensor, valid: Tensor, alpha: float) -> Tensor:
     return torch.zeros_like(valid).index_copy_(0, order, chosen)
 
 
-def _pack(live: Tensor) -> tuple[Tensor, Tensor]:
-    n, index, count = live.numel(), torch.arange(live.numel(), device=live.device), live.sum().reshape(1)
-    hole = ~live & (index < count)
-    place = torch.where(live, live.cumsum(0) - 1, n)
-    order = index.new_zeros(n + 1).scatter_(0, place, index)  # the live rows, ascending; then what is left over
+def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    n, index, count = chosen.numel(), torch.arange(chosen.numel(), device=chosen.device), chosen.sum().reshape(1)
+    hole = ~chosen & (index < count)
+    place = torch.where(chosen, chosen.cumsum(0) - 1, n)
+    order = index.new_zeros(n + 1).scatter_(0, place, index)  # the chosen rows, ascending; then what is left over
     mover = order[count - hole.sum() + hole.cumsum(0) - 1]
     source = torch.where(hole, mover, index)
     return torch.where(index < count, source, -1), count
@@ -116,8 +116,8 @@ def _(score, valid, alpha):
 
 
 @torch.library.register_fake("paw_kernels::pack")
-def _(live):
-    return live.new_empty(live.shape[0], dtype=torch.int64), live.new_empty(1, dtype=torch.int64)
+def _(chosen):
+    return chosen.new_empty(chosen.shape[0], dtype=torch.int64), chosen.new_empty(1, dtype=torch.int64)
 
 
 def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
