@@ -33,6 +33,8 @@ Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
 """Environments stepped in parallel. Many more child processes would outlast their time limit starting together."""
+MOMENT_S = 2e-4
+"""After responses, for the environments in threads that answer at once: their next requests join the next batch."""
 STOP_S = 1.0
 """Seconds that agents have to end after an error or Ctrl-C."""
 
@@ -52,6 +54,7 @@ class Scheduler:
         self._loop = asyncio.new_event_loop()
         self._idle: list[Guarded] = []
         self._keys = 0
+        self._answered = False
         self._order: dict[asyncio.Task[Any] | None, int] = {}
 
     def run(
@@ -126,6 +129,10 @@ class Scheduler:
             # are made, so that the members of a group begin together and share their prompt in its cache.
             if self.engine and waiting and not self._unmade and (self.engine.continuous or waiting >= self._live):
                 self._step(self.engine)
+                if self.threads.count and self._answered:
+                    for _ in range(2):
+                        await asyncio.sleep(0)
+                    time.sleep(MOMENT_S)
             elif self._left and not self._error:
                 self._changed.clear()
                 await self._changed.wait()
@@ -139,7 +146,9 @@ class Scheduler:
             engine.submit(request)
             self._in_flight[request.key] = future
         self._queue.clear()
-        for completion in engine.step():
+        completions = engine.step()
+        self._answered = bool(completions)
+        for completion in completions:
             future = self._in_flight.pop(completion.key, None)
             if future and not future.done():
                 future.set_result(completion)
