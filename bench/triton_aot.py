@@ -129,7 +129,7 @@ def launches(
             weight, offset = torch.empty(V, D, **of), torch.empty(V, **of) if bias else None
             rows = TritonRows(weight, offset, 0.7, softcap, n, gradients, tiles)
             target, value = torch.empty(n, dtype=torch.int64), torch.empty(n)
-            rows.forward(torch.empty(n, D, **of), target, None)
+            rows.forward(torch.empty(n, D, **of), target)
             if gradients:
                 rows.gradient(target, target, value, value if bias else None)
     finally:

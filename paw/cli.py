@@ -73,10 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
         options, rest = _parser(words).parse_known_args(words)
-        if overrides and options.name in NO_OVERRIDES:
+        takes_none = options.name in NO_OVERRIDES or not getattr(options, "overrides", True)
+        if overrides and takes_none:
             rest = [f"--{key}" for key in overrides]
         if rest:
-            raise UserError(_unknown(rest[0], overrides=options.name not in NO_OVERRIDES))
+            raise UserError(_unknown(rest[0], overrides=not takes_none))
         known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
         if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # training leaves at once until it has begun
@@ -219,7 +220,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
             f"endpoint.url = '{config.endpoint.url}': an endpoint plays in `paw eval`, it cannot be trained"
         )
     # What needs no model is checked before torch is loaded, which takes seconds.
-    check_claim(config, resume=resume, numbered=numbered)
+    if "RANK" not in os.environ:  # a rank's directory is that of rank 0, maybe of another machine
+        check_claim(config, resume=resume, numbered=numbered)
     data = getattr(config.env, "data", None)
     if data and not data.expanduser().exists():
         from paw.envs import make_factory

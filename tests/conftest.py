@@ -123,13 +123,12 @@ def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[...,
 
 
 def command(*words: Any) -> list[str]:
-    """The words of a command; {"a.b": 1} becomes --a.b 1."""
-    flat = [sys.executable, "-m", "paw"]
-    for word in words:
-        flat += (
-            [part for k, v in word.items() for part in (f"--{k}", str(v))] if isinstance(word, dict) else [str(word)]
-        )
-    return flat
+    """The words of a command; {"a.b": 1} becomes --a.b 1. A model of one's own has no warm-up."""
+    changes = [(key, value) for word in words if isinstance(word, dict) for key, value in word.items()]
+    own_model = dict(changes).get("model.path", "quickstart") != "quickstart"
+    kept = [(key, value) for key, value in changes if not (own_model and key.startswith("warmup."))]
+    plain = [str(word) for word in words if not isinstance(word, dict)]
+    return [sys.executable, "-m", "paw", *plain, *(part for key, value in kept for part in (f"--{key}", str(value)))]
 
 
 @pytest.fixture(scope="session")

@@ -256,13 +256,17 @@ class ChangesDirectory(Honest):
 class DownInTraining(Honest):
     """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as while a server restarts."""
 
-    down_until, asked = math.inf, 0
+    down_until = math.inf
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        self.asked += split == "train"  # before the run, and in each update
-        if self.asked > 2 and self.down_until == math.inf:
-            self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
-        return super().tasks(split, seed)
+        listed = super().tasks(split, seed)
+
+        def task(i: int) -> Task:
+            if split == "train" and i == 2 and self.down_until == math.inf:  # the second update's first
+                self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
+            return listed[i]
+
+        return Endless(task)
 
     def make(self) -> Game:
         return Game({"reset": self._connect})

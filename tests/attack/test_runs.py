@@ -1,10 +1,12 @@
 """Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes nothing, and so on."""
 
 import json
+import re
 import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +42,7 @@ def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metri
     monkeypatch.setattr(train, "PAUSES_S", (1, 1, 1, 1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
     said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
-    assert "environment failed: train/1/0: ConnectionError: connection refused" in said
+    assert "environment failed: train/0/2: ConnectionError: connection refused" in said
     assert 1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
     calm, outage = read_metrics(tmp_path / "calm"), read_metrics(tmp_path / "outage")
     assert outage[2]["health/env_failures"] % 4 == 0 < outage[2]["health/env_failures"]
@@ -60,7 +62,7 @@ def test_one_that_lasts_ends_the_run_saved_with_one_line(
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
     assert done.stderr == (
-        "paw: stopped at update 2: no group has two episodes left in 3 tries (train/1/0: ConnectionError: connection "
+        "paw: stopped at update 2: no group has two episodes left in 3 tries (train/0/2: ConnectionError: connection "
         "refused); the checkpoint of update 1 is intact (--resume auto)\n"
     )
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
@@ -72,7 +74,8 @@ def test_one_that_lasts_ends_the_run_saved_with_one_line(
 
 def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
-    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: signal.raise_signal(signal.SIGTERM))
+    pauses = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(train, "time", pauses)
     started = time.monotonic()
     paw_here("train", recipe, settings, {"run.name": "run"})
     assert time.monotonic() - started < 60
@@ -84,7 +87,7 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(paw_here, settings, recipe
     settings |= {"env.name": f"{FILE}:Liar", "rollout.group_size": 4, "rollout.max_prompt_tokens": 512}
     done = paw_here("train", recipe, settings, {"run.name": "lied"})
     printed = done.stdout + done.stderr
-    assert "environment failed: 0$_{step 99/99  reward 9e9 step 100/100" in printed
+    assert re.search(r"environment failed: \d\$_\{step 99/99  reward 9e9 step 100/100", printed)
     assert all(line.isprintable() for line in printed.splitlines())
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == ["0/2", "1/2", "2/2"]
 

@@ -10,6 +10,7 @@ import torch
 from paw.agents.search_r1 import PROMPT, STOP
 from paw.config import Config
 from paw.envs import make_factory
+from paw.envs.base import train_tasks
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.rollout.chat import Chat
 from paw.tools.player import open_player
@@ -32,10 +33,10 @@ def speaker(tiny_llm, tmp_path_factory):
     folder = tiny_llm(tmp_path_factory.mktemp("speaker"))
     chat, lm = Chat(load_tokenizer(folder)), load_policy(folder, dtype="float32", device=pick_device("cpu")).lm
     env = {"name": "search", "eval_split": "test", "entities": 20}
-    questions = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env})).train_tasks(0, 250, seed=1)
+    factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     answer = torch.tensor(chat.response_ids("<search>a</search>"))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-    for task in questions:
+    for task in train_tasks(factory, 0, 250, seed=1):
         head = torch.tensor(chat.prompt_ids(PROMPT.format(question=task.payload.text)))
         logits = lm(input_ids=torch.cat([head, answer])[None]).logits[0, len(head) - 1 : -1]
         torch.nn.functional.cross_entropy(logits, answer).backward()

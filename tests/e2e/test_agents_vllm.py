@@ -1,5 +1,6 @@
 """Agents against a real `vllm serve` on the CPU: what the endpoint relies on, and an evaluation killed and resumed."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -80,20 +81,26 @@ def url(tiny_llm, tmp_path_factory):
 def test_what_the_endpoint_relies_on(url):
     endpoint = Endpoint(EndpointConfig(url=url, model="tiny", retries=0))
     endpoint.check()
+    loop = asyncio.Runner()
+
+    def ask(endpoint, prompt, **options):
+        return loop.run(endpoint.complete(prompt, **options))
+
     sampling = {"temperature": 1.0, "max_tokens": 24, "seed": 2**63 - 1}
-    reply = endpoint.complete("hello", **sampling)
+    reply = ask(endpoint, "hello", **sampling)
     prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert reply.prompt_tokens == len(prompt) - len("<|im_start|>") * 2 - len("<|im_end|>") + 3
     assert (reply.completion_tokens, reply.cut) == (24, True)
-    assert endpoint.complete("hello", **sampling) == reply
-    stopped = endpoint.complete("hello", stop=[reply.text[5]], **sampling)
+    assert ask(endpoint, "hello", **sampling) == reply
+    stopped = ask(endpoint, "hello", stop=[reply.text[5]], **sampling)
     assert stopped.text == reply.text.partition(reply.text[5])[0] and not stopped.cut
-    begun = endpoint.complete("hello", start="Well, ", **sampling)
+    begun = ask(endpoint, "hello", start="Well, ", **sampling)
     assert begun.prompt_tokens == reply.prompt_tokens + len("Well, ")  # no end of turn, no new one
     with pytest.raises(ContextFull):
-        endpoint.complete("x" * 17000, **sampling)
+        ask(endpoint, "x" * 17000, **sampling)
     with pytest.raises(UserError, match=r"no model .none.; it serves: tiny$"):
-        Endpoint(EndpointConfig(url=url, model="none")).complete("hello", **sampling)
+        ask(Endpoint(EndpointConfig(url=url, model="none")), "hello", **sampling)
+    loop.close()
 
 
 def test_an_evaluation_killed_and_resumed(url, paw, paw_start, tmp_path):

@@ -22,7 +22,7 @@ ELSEWHERE = {"vllm", "trackers", "bench"}
 """Extras that the tests on a CPU do without."""
 NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "loguru"}
 """Imported where they are there: brought by torch's GPU builds, installed apart, or tau2's own."""
-PARTS = {"pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2"}
+PARTS = {"pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2", "huggingface_hub": "transformers"}
 """Packages that another one, a dependency, pins."""
 
 

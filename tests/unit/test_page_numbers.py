@@ -251,6 +251,14 @@ def rollout() -> Iterator[str]:
     hits = [float(row["cached_frac"]) for row in rows]
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
     assert {row["logp_difference"] for row in rows} == {"0.0"}
+    plays = {
+        name: [r for r in read("rollout_schedulers_cpu") if r["scheduler"] == name] for name in ("before", "after")
+    }
+    times = [[float(row["cpu_s"]) for row in plays[name]] for name in ("before", "after")]
+    (a, b), (c, d) = ((min(found), max(found)) for found in times)
+    yield f"{a:.1f} to {b:.1f} s of processor time a play before and {c:.1f} to {d:.1f} s after"
+    apart = max(abs(int(x["engine_steps"]) / int(y["engine_steps"]) - 1) for x, y in zip(*plays.values(), strict=True))
+    yield f"engine steps within {100 * apart:.1f} % of each other"
 
 
 def rwml() -> Iterator[str]:
