@@ -70,6 +70,8 @@ def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
     name = table.get(base.KEY, base.model_fields[base.KEY].default)
     if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
         return base
+    if target := plugins.SETTINGS.get(f"{base.KIND}.{name}"):
+        return plugins.load(base.KIND, target)
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 
 

@@ -39,6 +39,11 @@ ENVS = {
     "tau2": "paw.envs.tau2:Tau2Factory",
     "next_state": "paw.envs.next_state:NextStateFactory",
 }
+SETTINGS = {
+    f"envs.{name}": f"paw.envs.settings:{prefix}Config"
+    for name, prefix in zip(ENVS, ("Alfworld", "Webshop", "Search", "Tau2", "NextState"), strict=True)
+}
+"""Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""
 ADVANTAGES = {
     "grpo": "paw.algo.advantages:grpo",
     "rloo": "paw.algo.advantages:rloo",
