@@ -9,7 +9,7 @@ The template is rendered once, with a marker as content. One that prints the dat
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -102,6 +102,17 @@ class Chat:
             )
         content = self._encode_plain(self._trim(self._harmless(text)) + self._tail_lead)
         return head + content[-room:] + self._tail, max(0, len(content) - room)
+
+    def conversation_ids(self, contents: Sequence[str]) -> list[int]:
+        """Ids of messages of user and assistant in turn, the user's last, ready for a response.
+
+        Longer by what was said than the ids of the conversation before it, whatever the template leaves out of answers.
+        """
+        ids = self.prompt_ids(contents[0])
+        for answer, text in zip(contents[1::2], contents[2::2], strict=True):
+            user = self._encode_plain(self._trim(self._harmless(text)))
+            ids += self.response_ids(answer) + self.separator_ids + user + self.reply_ids
+        return ids
 
     def observation_ids(self, text: str, max_tokens: int) -> list[int]:
         """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from paw import plugins
 from paw.config import Config, EnvConfig
@@ -263,14 +263,19 @@ class EngineModel(Model):
     ) -> None:
         super().__init__(env, config)
         self.chat, self._sample, self._version = chat, sample, version
+        self._last: tuple[list[str], str] | None = None
+        """Contents of the last conversation, and the answer to it."""
 
     async def _answer(self, context: Context, stop: Sequence[str], continues: Response | None, seed: int) -> Answer:
         episode, chat, rollout, opened = self.episode, self.chat, self.config.rollout, self.chat.opened
-        if continues is None:
-            prompt_ids, cut = chat.fit_prompt(context, rollout.max_prompt_tokens)  # pyright: ignore[reportArgumentType]
+        if continues is None and isinstance(context, str):
+            prompt_ids, cut = chat.fit_prompt(context, rollout.max_prompt_tokens)
             episode.prompts_truncated += cut > 0
         else:
-            prompt_ids, opened = self._further(continues.turn, shown(context))
+            if continues is not None:
+                prompt_ids, opened = self._further(continues.turn, shown(context))
+            else:
+                prompt_ids = self._conversation(cast(list[dict[str, str]], context))
             if len(prompt_ids) > rollout.max_prompt_tokens:
                 raise ContextFull(f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}")
         stopped = (lambda ids: self._just_stopped(ids, stop)) if stop else None
@@ -280,7 +285,19 @@ class EngineModel(Model):
         episode.cached_tokens += sampled.cached_tokens
         n, found = self._stopped(sampled.token_ids, stop)
         ids, entropy = sampled.token_ids[:n], sampled.entropy and sampled.entropy[:n]
+        if not isinstance(context, str):
+            self._last = [message["content"] for message in context], opened + chat.decode(ids)
         return Answer(opened + chat.decode(ids), found, prompt_ids, ids, sampled.logp[:n], entropy, self._version)
+
+    def _conversation(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation; of one that goes on from the last turn, that turn's own ids, then the new message."""
+        roles, contents = [message["role"] for message in messages], [message["content"] for message in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+            raise ValueError(f"a conversation is user, assistant, ..., user in turn; its roles are {', '.join(roles)}")
+        before, turns = ([], "") if self._last is None else self._last, self.episode.trajectory.turns
+        if contents[:-1] == [*before[0], before[1]] and turns[-1].response_ids[-1] in self.chat.end_ids:
+            return self._further(turns[-1], contents[-1])[0]
+        return self.chat.conversation_ids(contents)
 
     def _further(self, turn: Turn, text: str) -> tuple[list[int], str]:
         """(the ids of what the model goes on with, how the template opens the answer) after `turn`."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
+from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import Endless, train_tasks
 from paw.envs.worker import Worker
@@ -525,3 +526,55 @@ def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model,
     assert [len(group.trajectories) for group in groups] == [3, 3, 3]
     assert "rewards.py:wrong' is nan; it must be a number from -1e+06 to 1e+06" in stats.failures[0]
     assert "KeyError: 'no judge'" in play(rewarded(model, path, "absent"))[1].failures[0]
+
+
+class Talk(Scripted):
+    """The same as a conversation: the user says what is new, the model's answers stay."""
+
+    def reset(self, task):
+        self.messages = [{"role": "user", "content": "task: put a mug in shelf 1."}]
+        return super().reset(task)
+
+    def context(self):
+        return list(self.messages)
+
+    def step(self, response):
+        outcome = super().step(response)
+        self.messages += [{"role": "assistant", "content": str(response)}, {"role": "user", "content": f"now {self.n}"}]
+        return outcome
+
+
+def test_a_conversation_goes_on_with_its_own_tokens(model, monkeypatch):
+    """Turns whose answer ended share a sequence, in which the observations stand already; none is encoded again."""
+    monkeypatch.setattr(ScriptedFactory, "make", lambda self: Talk(self))
+    chat = make_chat()
+    rollouts = Rollouts(ScriptedFactory(), make_engine(model), chat, CONFIG)
+    groups, stats = play(rollouts, [Task(f"task {i}", "count") for i in range(4)])
+    assert not stats.failed
+    ended = 0
+    for episode in episodes_of(groups):
+        for before, after in itertools.pairwise(episode.turns):
+            whole = before.prompt_ids + before.response_ids
+            if before.response_ids[-1] in chat.end_ids:
+                user = chat.observation_ids(before.outcome.observation, 99)
+                assert after.prompt_ids == whole + chat.separator_ids + user + chat.reply_ids
+                ended += 1
+            else:  # cut at max_tokens: the template's own end of turn is put after the text
+                assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
+    assert ended > 4
+    samples = to_samples(
+        groups,
+        separator_ids=chat.separator_ids,
+        encode_observation=lambda text: chat.observation_ids(text, 99),
+        invalid_penalty=0.0,
+    )
+    for sample in samples:
+        sample.wm_weight = 1.0
+    assert len(sequences(samples, with_observation=True)) == len(samples) - ended
+
+
+def test_a_conversation_must_alternate(model, monkeypatch):
+    monkeypatch.setattr(ScriptedFactory, "make", lambda self: Talk(self))
+    monkeypatch.setattr(Talk, "context", lambda self: [{"role": "system", "content": "be brief"}, *self.messages])
+    _, stats = play(Rollouts(ScriptedFactory(), make_engine(model), make_chat(), CONFIG), [Task("task 0", "count")])
+    assert "its roles are system, user" in stats.failures[0]
