@@ -143,6 +143,7 @@ class TritonRows:
             *(width, blocks, capacity, self._scale, self._inverse_temperature, self._softcap),
             COLS=self._tiles.cols,
             BLOCKS=at_once,
+            LOSSY=self._buffer.dtype != torch.float32,
             INTERPRETED=INTERPRETED,
             num_warps=4,
         )

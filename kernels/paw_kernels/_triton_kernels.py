@@ -14,7 +14,8 @@ tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift total,
 add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so rounding e is a relative
 error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16). At the
 peak e is 1 exactly: 1 - p of a sure token, its whole gradient, carries no rounding of e. The derivative of a soft cap
-is 1 - (u / softcap)^2 with u = peak + log2(e) / scale, but that of the target from its log p: its e may have vanished.
+is 1 - (u / softcap)^2 with u = peak + log2(e) / scale, but that of the target from its log p where its e has vanished
+or has 16 bits (LOSSY).
 
 Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN, but e is NaN beside
 it, and so is every sum of the row.
@@ -228,6 +229,7 @@ def gradient_kernel(
     softcap,
     COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    LOSSY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """In place: row k of e becomes dL/d(W h + b) of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
@@ -265,8 +267,10 @@ def gradient_kernel(
     if softcap is not None:
         to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
         log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)  # log2 of e, were it of M
-        u = tl.where(chosen, highest + log_chosen * to_logit, peak[:, None] + log_power * to_logit)
-        t = u * (1 / softcap)
-        dz *= (1 - t) * (1 + t)
+        chosen &= LOSSY | (power <= SMALLEST)
+        near = tl.where(chosen, highest, peak[:, None])
+        below = tl.where(chosen, log_chosen, log_power) * to_logit
+        # u = near + below, but never as one number: softcap - near is exact where the cap saturates.
+        dz *= ((softcap - near) - below) * ((softcap + near) + below) * (1 / (softcap * softcap))
     out = e + k.to(tl.int64) * width + cols
     tl.store(out, dz.to(e.dtype.element_ty), mask=cols < width)
