@@ -21,6 +21,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class NoOracleError(Exception):
+    """An environment has no oracle, or none for this task."""
+
+
 class EnvironmentFailure(Exception):
     """The environment broke, through no fault of the agent: its episode is dropped. One line says how."""
 

@@ -40,7 +40,7 @@ class Demonstrator(Env, Protocol):
     """What the quickstart's warm-up imitates and `paw env check` plays; training needs none of it."""
 
     def oracle(self) -> str:
-        """A good response to the current context, well-formed. NotImplementedError where there is none."""
+        """A good response to the current context, well-formed. Raises NoOracleError where there is none."""
         ...
 
     def admissible_actions(self) -> list[str]:

@@ -4,9 +4,11 @@ Source: verl-agent's `SimpleMemory.fetch`, `alfworld_projection` and `webshop_pr
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 CJK = re.compile("[\u4e00-\u9fff]")
+P, C = TypeVar("P"), TypeVar("C")
 
 
 def history_text(past: Sequence[tuple[str, str]], shown: int) -> str:
@@ -53,3 +55,12 @@ def tagged_answer(action: str, *, think: bool) -> str:
     """A well-formed response that plays `action`."""
     thought = f"<think>I should {action}.</think>" if think else ""
     return f"{thought}<action>{action}</action>"
+
+
+def choose_style(style: str, paper: Callable[..., P], compact: Callable[..., C], *, history: int, think: bool) -> P | C:
+    """The style that `env.style` names, "paper" or "compact" (`think` is the paper style's). ValueError for another."""
+    if style == "paper":
+        return paper(history=history, think=think)
+    if style == "compact":
+        return compact(history=history)
+    raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")

@@ -97,7 +97,7 @@ def packed_attention(
     """
     if packed is None:
         if softcap is not None:
-            raise NotImplementedError("sdpa knows no soft cap of attention scores")
+            raise ValueError("sdpa has no soft cap of attention scores; sampling from such a model is left to vLLM")
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
         )

@@ -12,6 +12,7 @@ Every `generate` becomes a Turn with the engine's own token ids and log-probs, w
 
 import hashlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -209,7 +210,7 @@ class Answer:
     version: int = 0
 
 
-class Model:
+class Model(ABC):
     """The model of one episode, as its agent sees it. Subclasses say who answers."""
 
     def __init__(self, env: EnvHandle, config: Config) -> None:
@@ -251,8 +252,9 @@ class Model:
         text = found.text.partition(found.stop)[0] if found.stop else found.text
         return Response(text, turn, found.stop, message, before + found.text)
 
+    @abstractmethod
     async def _answer(self, context: Context, stop: Sequence[str], continues: Response | None, seed: int) -> Answer:
-        raise NotImplementedError
+        """What the model writes; `generate` makes a turn of it."""
 
 
 class EngineModel(Model):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import OwnFactory
-from paw.errors import EnvironmentFailure, shown
+from paw.errors import EnvironmentFailure, NoOracleError, shown
 from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
 
@@ -87,12 +87,12 @@ class Guarded:
         )
 
     def oracle(self) -> str:
-        """NotImplementedError where there is none."""
+        """Raises NoOracleError where there is none."""
         if not hasattr(self._environment, "oracle"):
-            raise NotImplementedError(f"{type(self._environment).__name__} has no oracle()")
-        """NotImplementedError where there is none."""
+            raise NoOracleError(f"{type(self._environment).__name__} has no oracle()")
+        """Raises NoOracleError where there is none."""
         if not hasattr(self._environment, "oracle"):
-            raise NotImplementedError(f"{type(self._environment).__name__} has no oracle()")
+            raise NoOracleError(f"{type(self._environment).__name__} has no oracle()")
         return self._text("oracle()", self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:

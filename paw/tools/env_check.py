@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paw.envs import make_factory
 from paw.envs.base import Tasks, admissible_responses, size, train_tasks, warmup_tasks
-from paw.errors import OURS, UserError, clean, describe, shown
+from paw.errors import OURS, NoOracleError, UserError, clean, describe, shown
 from paw.recipe import load_played
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.types import Outcome, Task
@@ -72,7 +72,7 @@ def task_ids(s: Subject) -> str:
     streams, remark = {"training": train_tasks(s.factory, 0, 64, 0, split=s.env.train_split)}, ""
     try:
         streams["the warm-up"] = warmup_tasks(s.factory, 0, 16, 0)
-    except (NotImplementedError, UserError):
+    except (NoOracleError, UserError):
         remark = "no warm-up: it cannot be played with model.path = 'quickstart'"
     for name, listed in streams.items():
         if shared := {task.id for task in listed} & {*held_out}:

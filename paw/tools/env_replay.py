@@ -10,7 +10,7 @@ from typing import Any
 
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, eval_tasks, train_tasks
-from paw.errors import quietly
+from paw.errors import NoOracleError, quietly
 from paw.rollout.guard import Guarded
 from paw.types import Outcome, Task
 
@@ -153,7 +153,7 @@ def oracle_of(environment: Guarded) -> str | None:
     """None where there is no oracle, or none for this task."""
     try:
         return environment.oracle()
-    except NotImplementedError:
+    except NoOracleError:
         return None
 
 

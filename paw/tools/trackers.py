@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Opened = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 
 
-class Tracker:
+class Tracker(ABC):
     """Sends the configuration, and the numbers of each update, of the first rank.
 
     Raises UserError with the install command where its package is not installed.
@@ -30,9 +31,9 @@ class Tracker:
             raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
         self._opened: Opened | None = None
 
+    @abstractmethod
     def open(self, run: "Run", config: dict[str, Any]) -> Opened:
         """Begin; what logs the numbers of an update, and what ends it."""
-        raise NotImplementedError
 
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:

@@ -98,6 +98,14 @@ def assert_close(got, want, tolerance=1e-5):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
 
 
+def assert_invariants(out, d_hidden, d_bias, vocabulary):
+    """What holds for the results and gradients of any loss."""
+    assert (out.logp <= 0).all()
+    assert (out.entropy >= 0).all() and (out.entropy <= torch.tensor(vocabulary).log() * (1 + 1e-6)).all()
+    assert (d_hidden[~out.has_gradient] == 0).all()
+    assert_close(d_bias.sum(), torch.zeros(()), 1e-4)  # sum over the vocabulary of each row's dL/dz is 0
+
+
 def set_chunk_rows(patch, rows, *, vocabulary):
     """Cut passes into chunks of so many rows, whatever the backend."""
     patch.setitem(_torch.CHUNK_BYTES, "cpu", rows * vocabulary * 4)

@@ -9,7 +9,7 @@ from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.search import data
 from paw.envs.settings import SearchConfig
-from paw.errors import UserError
+from paw.errors import NoOracleError, UserError
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'paw-trainer[search]'")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -228,7 +228,7 @@ def test_questions_of_files_have_no_expert(tmp_path):
     played = factory(tmp_path)
     environment = played.make()
     environment.reset(eval_tasks(played, "test", 0, 0)[0])
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NoOracleError):
         environment.oracle()
     assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
     assert environment.step("<answer>the nile</answer>").won

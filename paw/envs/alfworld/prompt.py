@@ -8,7 +8,7 @@ a tiny model with a vocabulary of whole phrases can learn it in minutes; there t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paw.envs.tags import TaggedStyle, history_text
+from paw.envs.tags import TaggedStyle, choose_style, history_text
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
 TASK = "Your task is to: "
@@ -131,12 +131,8 @@ Style = PaperStyle | CompactStyle
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:
-    """The style named by `env.style`: "paper" or "compact" (`think` is the paper style's)."""
-    if style == "paper":
-        return PaperStyle(history=history, think=think)
-    if style == "compact":
-        return CompactStyle(history=history)
-    raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
+    """The style named by `env.style`, see `tags.choose_style`."""
+    return choose_style(style, PaperStyle, CompactStyle, history=history, think=think)
 
 
 def task_text(opening: str) -> str:

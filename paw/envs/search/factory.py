@@ -16,7 +16,7 @@ from paw.envs.search.prompt import Action, Style, make_style, title
 from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
-from paw.errors import EnvironmentFailure, UserError, describe
+from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
 from paw.types import Outcome, Task
 
 Search = Callable[[Question, str], list[Hit]]
@@ -182,11 +182,11 @@ class SearchEnv:
         """Search for the first document that is not in the prompt yet, of those that lead to the answer; then answer.
 
         Raises:
-            NotImplementedError: the question comes from a file.
+            NoOracleError: the question comes from a file.
         """
         hops = self._question.hops
         if not hops:
-            raise NotImplementedError("only generated questions tell how they are answered")
+            raise NoOracleError("only generated questions tell how they are answered")
         shown = set().union(*self._titles[max(0, len(self._titles) - self.style.shown) :])
         found = [i for i, title in enumerate(hops) if title in shown]
         if found and found[-1] == len(hops) - 1:

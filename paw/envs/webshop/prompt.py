@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase as LETTERS
 
-from paw.envs.tags import TaggedStyle, history_text
+from paw.envs.tags import TaggedStyle, choose_style, history_text
 from paw.envs.webshop.catalogue import Catalogue
 from paw.envs.webshop.pages import SEPARATOR
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
@@ -163,12 +163,8 @@ Style = PaperStyle | CompactStyle
 
 
 def make_style(style: str, *, history: int, think: bool) -> Style:
-    """The style named by `env.style`: "paper" or "compact" (`think` is the paper style's)."""
-    if style == "paper":
-        return PaperStyle(history=history, think=think)
-    if style == "compact":
-        return CompactStyle(history=history)
-    raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
+    """The style named by `env.style`, see `tags.choose_style`."""
+    return choose_style(style, PaperStyle, CompactStyle, history=history, think=think)
 
 
 @functools.lru_cache(8)
