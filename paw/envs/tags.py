@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 CJK = re.compile("[\u4e00-\u9fff]")
-P, C = TypeVar("P"), TypeVar("C")
+P = TypeVar("P")
+C = TypeVar("C")
 
 
 def history_text(past: Sequence[tuple[str, str]], shown: int) -> str:

@@ -36,7 +36,8 @@ class Chat:
             raise UserError(f"the tokenizer of '{self.name}' has no chat template; {fix}")
         for key in options or {}:
             if not re.search(rf"\b{re.escape(key)}\b", str(tokenizer.chat_template)):
-                raise UserError(f"model.chat_template_kwargs: the chat template of '{self.name}' knows no '{key}'")
+                fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
+                raise UserError(f"model.chat_template_kwargs: the template of '{self.name}' has no '{key}'; {fix}")
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")

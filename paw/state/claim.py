@@ -90,7 +90,7 @@ def claim(config: Config, *, resume: bool, numbered: bool) -> tuple[str, IO[str]
                 directory.mkdir(parents=True, exist_ok=True)
                 fsync(directory.parent)
             elif not (directory / "metrics.jsonl").is_file():
-                raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
+                raise UserError(f"--resume: there is no run in {directory}; start without --resume")
             held = lock(directory)
         except InUseError:
             if resume or not numbered:
@@ -119,7 +119,7 @@ def check_claim(config: Config, *, resume: str, numbered: bool) -> None:
     if resume not in ("", "auto") and not re.fullmatch(r"step_\d+", resume):
         raise UserError(f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100")
     if resume and not (directory / "metrics.jsonl").is_file():
-        raise UserError(f"--resume auto: there is no run in {directory}; start without --resume")
+        raise UserError(f"--resume: there is no run in {directory}; start without --resume")
     there = sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
     if resume not in ("", "auto", *there):
         found = f"there are: {', '.join(there)}" if there else "there is none"

@@ -5,10 +5,12 @@ from collections import Counter
 from typing import Any
 
 from paw.errors import UserError
+from paw.hub import check_hub
 
 
 def run(path: str, *, as_json: bool = False) -> int:
     """Print the findings; 0 when the model can be trained, else 1. Raises UserError where there is no model."""
+    check_hub(path)
     found = inspect(path)
     if as_json:
         print(json.dumps(found, indent=1))

@@ -276,7 +276,7 @@ def test_what_the_template_opens_is_part_of_the_answer(flagged):
 
 
 def test_a_template_option_that_has_no_effect_is_named():
-    with pytest.raises(UserError, match=r"model\.chat_template_kwargs.*knows no 'enable_thinkin'"):
+    with pytest.raises(UserError, match=r"model\.chat_template_kwargs.*has no 'enable_thinkin'"):
         Chat(thinker(), {"enable_thinkin": False})
 
 

@@ -70,7 +70,7 @@ def load_text(text: str) -> Config:
         ("simulator.url", "; it is 'env.simulator.url' now"),
         ("rwml.triplets", "; it is 'env.triplets' now"),
         ("critic.gamma", "; it is 'advantage.gamma' now"),
-        ("wm.horizon", "; wm.horizon has left: measured on ten seeds, it did not help (docs/experiments.md)"),
+        ("wm.horizon", "; wm.horizon was removed: it did not help where it was measured (docs/experiments.md)"),
         # keys of another choice
         ("env.products", "; env.name = 'webshop' has it"),
         ("advantage.omega", "; advantage.type = 'gigpo' has it"),
