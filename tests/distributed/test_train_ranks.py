@@ -136,7 +136,9 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_an_engine_each(start, tmp_path):
     pytest.importorskip("vllm")
-    two = train(tmp_path, start, "two", gpus=2, rollout_engine="vllm", run_updates=1, eval_games=2)
+    options = {"rollout_engine": "vllm", "run_updates": 1, "eval_games": 2}
+    one, two = train(tmp_path, start, "one", **options), train(tmp_path, start, "two", gpus=2, **options)
+    assert 0 < distance(weights(two), weights(one)) < 1e-5
     last = json.loads((two / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["health/sampler_mismatch"] < 1e-4 and last["optim/grad_norm"] > 0
 

@@ -154,12 +154,18 @@ def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
-def test_a_run_can_be_repeated_bit_for_bit(paw, quick, quick_run, read_metrics, tmp_path):
-    paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "again"})
-    first, again = (run / "checkpoints" / "step_000002" for run in (quick_run, tmp_path / "again"))
+def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_path):
+    for name, seed in (("again", 0), ("other", 1)):
+        paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": name, "run.seed": seed})
+    first, again, other = (
+        run / "checkpoints" / "step_000002" for run in (quick_run, tmp_path / "again", tmp_path / "other")
+    )
+    assert digests(first) == digests(again)
     assert checkpoint._read_manifest(first)[0] == checkpoint._read_manifest(again)[0]
     assert read_metrics(quick_run) == read_metrics(tmp_path / "again")
     assert (quick_run / "samples.jsonl").read_bytes() == (tmp_path / "again" / "samples.jsonl").read_bytes()
+    assert digests(first)["model.safetensors"] != digests(other)["model.safetensors"]
+    assert read_metrics(quick_run) != read_metrics(tmp_path / "other")
 
 
 @pytest.mark.parametrize(("kind", "think"), [("llama", "false"), ("qwen3", "true")])
