@@ -1,6 +1,7 @@
-"""What a user hears: of a mistake by the one exception that ends the command with code 2, of the rest on stderr.
+"""User-facing errors, and text that is safe to print.
 
-Whatever an environment, a model or a server wrote passes `clean` before it reaches a terminal or a log.
+A mistake of the user ends the command with one line and exit code 2 (UserError). Whatever an environment, a model or a
+server wrote passes `clean` before it reaches a terminal or a log.
 """
 
 import re
@@ -16,7 +17,7 @@ ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The message names the value, where it came from and the fix, in one line."""
+    """A user-facing error. The message names the value, where it came from and the fix, in one line."""
 
     exit_code = 2
 

@@ -48,7 +48,7 @@ def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
     `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its name, "step_000100".
     `numbered` takes run.name as a stem: a new run is
     NAME-2 where there is a NAME, and so on, and `resume` means the one of the highest number. Raises UserError for
-    anything a user can mend; checkpoints stay.
+    a mistake of the user; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered) as run:
         rollouts = Rollouts(run.factory, run.engine, run.chat, config, run.ranks)
@@ -153,7 +153,7 @@ def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
 def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     """Fill old log-probs and action entropies from the scoring pass, or from the engine where that is asked for.
 
-    The pass is skipped when `policy.old_logp = "engine"` and the engine already told what selection needs; `optimize`
+    The pass is skipped when `policy.old_logp = "engine"` and the engine already gave what selection needs; `optimize`
     compares the sampler's log-probs with the trainer's then.
     """
     config = run.config

@@ -78,7 +78,7 @@ class TokenBatch:
     old_logp: Tensor
     """log pi_old, from the log-prob pass or the engine."""
     sampled_logp: Tensor
-    """Under the sampler, as the engine told."""
+    """Under the sampler, as the engine reported it."""
     ref_logp: Tensor | None = None
     """log pi_ref, when kl_coef > 0."""
 

@@ -75,7 +75,7 @@ def launch(count: int, arguments: list[str]) -> int:
             return 0
         if None in codes and told > 1:
             return 128 + signal.SIGTERM
-        # What the user can mend tells most, then a traceback, then which rank a signal ended; a lost peer tells little.
+        # A mistake of the user says most, then a traceback, then which rank a signal ended; a lost peer says little.
         first = min(failed, key=lambda rank: (codes[rank] != 2, codes[rank] != 1, codes[rank] == 3, rank))
         if codes[first] not in (1, 2):
             fates = [fate or _killed(code, told) for fate, code in zip(fates, codes, strict=True)]

@@ -50,7 +50,7 @@ def profile(
     """Measure both variants `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
 
     `rollouts` (a file that `paw rollout` wrote) and `synthetic` (random tokens, random weights of the model's shape)
-    need neither games nor vLLM; the step then has no rollout. Raises UserError for what the user can mend.
+    need neither games nor vLLM; the step then has no rollout. Raises UserError for a mistake of the user.
     """
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")

@@ -62,7 +62,7 @@ class SearchFactory:
         }
         self._split(config.eval_split)
         if config.data is None or data.candidates(config.data, config.train_split):
-            self._split(config.train_split)  # damaged files are told of before a model is loaded
+            self._split(config.train_split)  # damaged files are reported before a model is loaded
         self._simulator, self._per_update = None, tasks_per_update
         self._retriever = functools.cache(self._make_retriever)
         if config.retriever == "zerosearch":
@@ -70,7 +70,7 @@ class SearchFactory:
 
             self._simulator = make_simulator(config.simulator, run)
         else:
-            self._retriever(0)  # what is missing is told of now
+            self._retriever(0)  # what is missing is reported now
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """The questions of a split; with ZeroSearch those of training know the update in which they are asked.

@@ -100,7 +100,7 @@ class PaperStyle(TaggedStyle):
 class CompactStyle:
     """The goal as a list, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can
     make it one token wherever it stands, in the goal too. Names of several words are written as one ("easyAssemble").
-    The products of a page are lettered; of each its attributes are told, and whether it is too dear.
+    The products of a page are lettered; each with its attributes and whether it is too expensive.
     """
 
     def __init__(self, *, history: int = 2) -> None:

@@ -54,7 +54,7 @@ class Reward:
 
 
 def require_rapidfuzz() -> None:
-    """UserError if the reward could not be told."""
+    """UserError if the reward could not be computed."""
     if importlib.util.find_spec("rapidfuzz") is None:
         raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'")
 
