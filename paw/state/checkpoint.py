@@ -150,9 +150,9 @@ def latest(folder: Path, warn: Callable[[str], None] = to_stderr) -> Path | None
 def newest(folder: Path, read: Callable[[Path], T], warn: Callable[[str], None] = to_stderr) -> tuple[Path, T] | None:
     """The checkpoint saved last that `read` takes, and what it makes of it; None where there is none at all.
 
-    `read` refuses with CheckpointError. Each one passed over is reported to `warn` (default: standard error). Saved last,
-    not highest step: after a rewind to an older checkpoint the new branch counts. Raises CheckpointError when there are
-    only damaged ones, rather than silently starting over.
+    `read` refuses with CheckpointError. Each one passed over is reported to `warn` (default: standard error). Saved
+    last, not highest step: after a rewind to an older checkpoint the new branch counts. Raises CheckpointError when
+    there are only damaged ones, rather than silently starting over.
     """
     refused: list[CheckpointError] = []
     for path in saved(folder):
