@@ -197,6 +197,8 @@ class Scheduler:
             turn.outcome = replace(turn.outcome, reward=value if last else 0.0)
 
     def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        if tasks:  # Ctrl-C may have struck inside a library's own task, which nobody awaits any more
+            self._loop.set_exception_handler(lambda *_: None)
         for task in tasks:
             task.cancel()
         if tasks:
