@@ -203,10 +203,10 @@ class PolicyConfig(PluginSection):
     """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
     """Weight of the entropy bonus."""
-    loss_norm: Literal["token", "row", "group", "verl"] = "token"
+    loss_norm: Literal["token", "sample", "group", "verl"] = "token"
     """Mean over the mini-batch's response tokens, over samples or groups of their token means ("group": PaW's Eq. (11)
     to the letter), or as verl has it."""
-    verl_rows: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
+    verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
     """Samples of the micro-batches whose means are averaged (packing stays as it is)."""
     old_logp: Literal["trainer", "engine"] = "trainer"
     """engine takes the sampler's log-probs and saves the log-prob pass where nothing else needs it."""
@@ -270,7 +270,7 @@ class OptimConfig(Section):
     """Share of lr left at the end."""
     epochs: Count = 1
     """Passes over the samples of an update."""
-    minibatch_rows: Count = 256
+    minibatch_samples: Count = 256
     """Samples (turns) of one optimizer step."""
     micro_batch_tokens: Count = 16384
     """Tokens of one forward and backward pass."""

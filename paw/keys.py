@@ -17,9 +17,9 @@ SYNONYMS = {
     "max_grad_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip", "lr_scheduler_type": "optim.schedule",
     "lr_warmup_steps": "optim.warmup_updates", "warmup_steps": "optim.warmup_updates", "ppo_epochs": "optim.epochs",
     "num_iterations": "optim.epochs", "num_train_epochs": "run.updates", "total_epochs": "run.updates",
-    "ppo_mini_batch_size": "optim.minibatch_rows", "mini_batch_size": "optim.minibatch_rows",
+    "ppo_mini_batch_size": "optim.minibatch_samples", "mini_batch_size": "optim.minibatch_samples",
     "per_device_train_batch_size": "optim.micro_batch_tokens", "ppo_max_token_len_per_gpu": "optim.micro_batch_tokens",
-    "gradient_accumulation_steps": "optim.minibatch_rows", "optim": "optim.name", "optimizer": "optim.name",
+    "gradient_accumulation_steps": "optim.minibatch_samples", "optim": "optim.name", "optimizer": "optim.name",
     "num_generations": "rollout.group_size", "n": "rollout.group_size", "train_batch_size": "rollout.tasks",
     "max_completion_length": "rollout.max_response_tokens", "max_response_length": "rollout.max_response_tokens",
     "max_new_tokens": "rollout.max_response_tokens", "response_length": "rollout.max_response_tokens",
@@ -43,7 +43,8 @@ SYNONYMS = {
 }  # fmt: skip
 """Names of TRL (GRPOConfig) and verl -> our key."""
 MOVED = {
-    "advantage.estimator": "advantage.type", "agent.kind": "agent.type", "advantage.gigpo_norm": "advantage.norm_std",
+    "advantage.estimator": "advantage.type", "optim.minibatch_rows": "optim.minibatch_samples",
+    "policy.verl_rows": "policy.verl_samples", "agent.kind": "agent.type", "advantage.gigpo_norm": "advantage.norm_std",
     "critic.gamma": "advantage.gamma", "critic.lam": "advantage.lam",
     "rwml.triplets": "env.triplets", "rwml.embedding": "env.embedding", "rwml.threshold": "env.threshold",
     "webshop": "env", "search": "env", "tau2": "env", "simulator": "env.simulator",

@@ -142,7 +142,7 @@ class Run(Parts):
         """Of each optimizer step of the update, all epochs; policy and critic step on the same ones."""
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
-            yield from minibatches(samples, size=self.config.optim.minibatch_rows, seed=seed)
+            yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
     # --- between updates ---------------------------------------------------------------------------------------------
 

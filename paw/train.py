@@ -207,7 +207,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     found = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
     unscored = "health/sampler_mismatch" not in run.metrics
     of_update: Any = {
-        "update_samples": len(samples), "norm": options.loss_norm, "verl_rows": options.verl_rows,
+        "update_samples": len(samples), "norm": options.loss_norm, "verl_samples": options.verl_samples,
         "wm_scale": config.wm.scale, "reference": options.kl_coef > 0.0,
     }  # fmt: skip
     sums, norms, steps = [0.0] * len(losses.SUMS), list[float](), 0

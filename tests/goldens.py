@@ -21,11 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 LEFT_OUT = ("time/", "perf/", "health/threads_lost", "health/texts_cut")
-RENAMED = {
-    f"world/{name}": f"wm/{name}"
-    for name in ("lambda", "selected_frac", "loss", "token_loss", "masked_frac", "live_frac")
-}
-"""Old metric name -> today's."""
 SMALL = {
     "run.threads": 1, "run.updates": 2, "warmup.max_steps": 40, "rollout.tasks": 4, "rollout.group_size": 4,
     "eval.games": 8, "env.invalid_penalty": 0.1, "advantage.penalty_only": "keep", "run.save_every": 1,
@@ -66,7 +61,6 @@ def differences(name: str, old: dict, new: dict, within: float | None) -> list[s
     if len(old["metrics"]) != len(new["metrics"]):
         return [*faults, f"{name}: {len(new['metrics'])} lines instead of {len(old['metrics'])}"]
     for before, after in zip(old["metrics"], new["metrics"], strict=True):
-        before = {RENAMED.get(key, key): value for key, value in before.items()}
         for key in sorted({*before, *after}):
             a, b = before.get(key), after.get(key)
             same = a == b if within is None or None in (a, b) else math.isclose(a, b, rel_tol=within, abs_tol=within)

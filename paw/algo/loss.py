@@ -6,8 +6,8 @@
 
 The world-model term is the equation's. The policy term is that of the reference code: every token weighs the same, so a
 group weighs by its tokens. `norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response tokens;
-"row" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update and are
-scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
+"sample" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update and
+are scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
 mini-batch's gradient is the same however it is cut into micro-batches.
 
 A loss is a function of each token's log-probability and entropy under the policy, (logp [n], entropy [n], batch) -> [n]
@@ -167,12 +167,12 @@ def token_batch(
     *,
     update_samples: int,
     norm: str = "token",
-    verl_rows: int = 32,
+    verl_samples: int = 32,
     wm_scale: float = 1.0,
     reference: bool = False,
 ) -> TokenBatch:
     """What the loss reads of a batch cut from `minibatch`; the update had `update_samples`."""
-    per_token = _token_weights(minibatch, norm, verl_rows, update_samples=update_samples)
+    per_token = _token_weights(minibatch, norm, verl_samples, update_samples=update_samples)
     wm_scale *= update_samples / len(minibatch)
     columns: dict[str, list[float]] = {name: [] for name in ("weight", "advantage", "old_logp", "sampled_logp")}
     if reference:
@@ -193,14 +193,14 @@ def token_batch(
     return TokenBatch(observation=batch.observation, **tensors)
 
 
-def _token_weights(minibatch: Sequence[Sample], norm: str, verl_rows: int, *, update_samples: int) -> list[float]:
+def _token_weights(minibatch: Sequence[Sample], norm: str, verl_samples: int, *, update_samples: int) -> list[float]:
     """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
     lengths = [len(sample.response_ids) for sample in minibatch]
     if norm == "group":
         return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
-    if norm == "row":
+    if norm == "sample":
         return [1.0 / (len(lengths) * n) for n in lengths]
-    size = verl_rows if norm == "verl" else len(lengths)
+    size = verl_samples if norm == "verl" else len(lengths)
     tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
     return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
 
@@ -296,7 +296,7 @@ def metrics(sums: Sequence[float], *, steps: int, reference: bool, masks: bool) 
         found |= {
             "policy/clip_frac": of["clipped"] / of["actions"],
             "policy/entropy": of["entropy"] / of["actions"],
-            "wm/live_frac": of["with_gradient"] / (of["actions"] + of["observations"]),
+            "optim/gradient_frac": of["with_gradient"] / (of["actions"] + of["observations"]),
         }
         if reference:
             found["policy/kl"] = of["kl"] / of["actions"]

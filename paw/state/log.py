@@ -1,9 +1,10 @@
 """What a run writes about itself: metrics.jsonl and samples.jsonl.
 
-Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} wm/{loss,lambda,selected_frac,masked_frac,
-live_frac} critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,skipped} time/{rollout,score,update,
-sync,eval} [s] perf/{tokens_per_s,peak_gib} health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,
-texts_cut,threads_lost,valid_actions,sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
+Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} wm/{loss,lambda,selected_frac,masked_frac}
+critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,gradient_frac,skipped}
+time/{rollout,score,update,sync,eval} [s] perf/{tokens_per_s,peak_gib}
+health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,texts_cut,threads_lost,valid_actions,
+sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
 A name is absent where it was not measured: never 0 in its place.
 """
 
@@ -22,6 +23,7 @@ from paw.errors import UserError, clean
 from paw.files import cause, fsync, json_object, open_append, update_of, write_file
 
 Metrics = Mapping[str, Any]
+OLDER = {"wm/live_frac": "optim/gradient_frac"}
 
 
 class MetricsLog:
@@ -132,8 +134,9 @@ class MetricsLog:
 
 
 def today(record: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl under the names of today: older runs have `world/` for `wm/`."""
-    return {re.sub("^world/", "wm/", name): value for name, value in record.items()}
+    """A line of metrics.jsonl under the names of today."""
+    renamed = {name: re.sub("^world/", "wm/", name) for name in record}
+    return {OLDER.get(name, name): record[old] for old, name in renamed.items()}
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ LINE = {
 ROWS = {
     "world": {
         "wm/lambda": "λ {:.3f}", "wm/loss": "loss {:.3g}", "wm/selected_frac": "selected {:.0%}",
-        "wm/live_frac": "live {:.0%}",
+        "optim/gradient_frac": "with gradient {:.0%}",
     },
     "policy": {
         "policy/loss": "loss {:.3g}", "policy/kl": "kl {:.3g}", "policy/entropy": "entropy {:.3g}",

@@ -94,7 +94,7 @@ def table(records: list[Record]) -> Table:
     plain(
         "head tokens with a gradient",
         "{:.3f}",
-        [pick(records, variant, STAGES, "live_frac")[0] for variant in variants],
+        [pick(records, variant, STAGES, "gradient_frac")[0] for variant in variants],
     )
     return shown
 

@@ -271,7 +271,7 @@ class _Model:
         passes = {"none": 3.0, "selective": 3.5, "full": 4.0}[config.model.checkpointing]
         together = max(1.0, min(episodes / self.N, self.engine()["KV cache"] / s.kv_bytes / length))
         read = self.c * s.parameters + together * length * s.kv_bytes
-        steps = max(1, round(rows * self.N / config.optim.minibatch_rows)) * config.optim.epochs
+        steps = max(1, round(rows * self.N / config.optim.minibatch_samples)) * config.optim.epochs
         copied = 0.0
         if config.model.offload_activations:
             copied = 2 * self.kept() * config.optim.epochs * rows * (length + observation) / self.T / PCIE

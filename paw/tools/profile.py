@@ -111,7 +111,7 @@ def measure(
     for name, config in variants.items():
         one_pass(run, config, groups, nullcontext)  # makes the optimizer's state
         metrics = one_pass(run, config, groups, partial(memory, run, fixed[name]))
-        fixed[name]["update"]["live_frac"] = metrics.get("wm/live_frac", 0.0)
+        fixed[name]["update"]["gradient_frac"] = metrics.get("optim/gradient_frac", 0.0)
     records: list[Record] = []
     for repeat in range(1, repeats + 1):
         for name in list(variants)[:: 1 if repeat % 2 else -1]:

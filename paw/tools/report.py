@@ -73,7 +73,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ],
     "Cost": [
         Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
-        Metric("wm/live_frac", "Tokens with a gradient, f", "%", "The head costs 1 + 2f passes."),
+        Metric("optim/gradient_frac", "Tokens with a gradient, f", "%", "The head costs 1 + 2f passes."),
         Metric("perf/peak_gib", "Peak memory", "GiB", chart=False),
         Metric("time/rollout", "Rollout", "s", chart=False),
         Metric("time/score", "Scoring pass", "s", chart=False),

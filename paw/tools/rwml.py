@@ -158,7 +158,7 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     batches = [
         batch
         for epoch in range(config.rwml.sft_epochs)
-        for batch in minibatches(rows, size=settings.minibatch_rows, seed=config.run.seed * 1_000_003 + epoch)
+        for batch in minibatches(rows, size=settings.minibatch_samples, seed=config.run.seed * 1_000_003 + epoch)
     ]
     loss_function = joint(ce, ce)
     for step, minibatch in enumerate(batches):

@@ -19,7 +19,7 @@ from paw.state.export import export_run
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft")
 LORA = ["--lora.rank", "4", "--lora.alpha", "8"]
-SHORT = {"optim_lr": 1e-2, "optim_minibatch_rows": 999, "run_save_every": 1, "run_updates": 2}
+SHORT = {"optim_lr": 1e-2, "optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 2}
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variab
         "env": ENV.model_dump(exclude_none=True),
         "rollout": {"tasks": 5, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
         "policy": {"kl_coef": 0.01, "entropy_coef": 0.001},
-        "optim": {"lr": 3e-3, "minibatch_rows": 32, "micro_batch_tokens": 300},
+        "optim": {"lr": 3e-3, "minibatch_samples": 32, "micro_batch_tokens": 300},
         "eval": {"every": 2, "games": 5, "temperature": 1.0},
     }
     for key, value in changes.items():
@@ -190,7 +190,7 @@ if os.environ.get("RANK") == "1":
 def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NOT_A_NUMBER)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    once = {"optim_minibatch_rows": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
+    once = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
     failed = train(tmp_path, start, "nan", gpus=2, ok=False, variables={"PYTHONPATH": path}, **once)
     assert failed.returncode == 2
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("paw: "))

@@ -19,7 +19,7 @@ STEP_METRICS = {
     "reward/mean",
     "success/all",
     "policy/loss", "policy/clip_frac", "policy/entropy",
-    "wm/loss", "wm/token_loss", "wm/lambda", "wm/selected_frac", "wm/masked_frac", "wm/live_frac",
+    "wm/loss", "wm/token_loss", "wm/lambda", "wm/selected_frac", "wm/masked_frac", "optim/gradient_frac",
     "optim/lr", "optim/grad_norm", "optim/skipped",
     "time/rollout", "time/score", "time/update", "time/sync",
     "perf/tokens_per_s", "perf/peak_gib",
@@ -61,7 +61,7 @@ def test_metrics_are_complete_and_finite(quick_run):
     assert found[1].keys() >= STEP_METRICS and not found[1].keys() & EVAL_METRICS
     assert all(type(v) in (int, float) and math.isfinite(v) for line in found for v in line.values())
     last = found[-1]
-    assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["wm/live_frac"] <= 1
+    assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["optim/gradient_frac"] <= 1
     assert last["wm/selected_frac"] == 0.75 and last["eval/games"] == 8
     assert sum(key.startswith("success/") for key in last) > 1
 
@@ -201,7 +201,7 @@ old_logp = "trainer"
 [optim]
 lr = 1e-2
 epochs = 2
-minibatch_rows = 8
+minibatch_samples = 8
 [eval]
 games = 2
 """

@@ -205,7 +205,7 @@ def test_another_warm_up_does_not_change_a_run_begun(paw, arguments, whole, read
 
 def test_non_finite_updates_are_skipped_and_stop_the_run(paw, arguments, quick_model, tmp_path):
     """A world-model weight at the end of float32's range: the loss is finite or not, the gradient norm never is."""
-    wild = {"wm.scale": 1e38, "run.save_every": 1, "run.max_skipped": 5, "optim.minibatch_rows": 1000}
+    wild = {"wm.scale": 1e38, "run.save_every": 1, "run.max_skipped": 5, "optim.minibatch_samples": 1000}
     words = ["train", "quickstart", arguments | wild, {"run.dir": tmp_path, "run.name": "run"}]
     done = paw(*words, code=2)
     assert done.stderr.startswith("paw: stopped: 5 optimizer steps in a row had a non-finite loss")

@@ -34,7 +34,7 @@ class Objective:
     entropy_coef: float = 0.0
     tis_cap: float | None = None
     norm: str = "token"
-    verl_rows: int = 32
+    verl_samples: int = 32
     rho: float = 0.2
     wm: str = "cmae"
     q: float = 0.7
@@ -54,7 +54,7 @@ class Objective:
         return losses.joint(*self.terms, **how)
 
     def tokens(self, batch, minibatch, update_samples):
-        how = {"norm": self.norm, "verl_rows": self.verl_rows, "wm_scale": self.wm_scale}
+        how = {"norm": self.norm, "verl_samples": self.verl_samples, "wm_scale": self.wm_scale}
         return token_batch(batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how)
 
     def forward(self, policy, batch, minibatch, update_samples):
@@ -145,7 +145,7 @@ def token_logps(lm, row, *, temperature=1.0):
 def dense(policy, minibatch, objective: Objective, *, update_samples):
     """(loss, gradient, number of masked, of live observation tokens) by full logits in float64."""
     lm = copy.deepcopy(policy.lm).double()
-    rows = objective.verl_rows if objective.norm == "verl" else len(minibatch)
+    rows = objective.verl_samples if objective.norm == "verl" else len(minibatch)
     parts = [minibatch[i : i + rows] for i in range(0, len(minibatch), rows)]
     total, masked, live = torch.zeros((), dtype=torch.float64), 0, 0
     for i, row in enumerate(minibatch):
@@ -166,7 +166,7 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
                 term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
             surrogate = surrogate + term + objective.entropy_coef * (at.exp() * at).sum()
         n, m = len(row.response_ids), len(row.observation_ids)
-        per_row = 1 / (n * len(minibatch)) if objective.norm == "row" else 1 / tokens
+        per_row = 1 / (n * len(minibatch)) if objective.norm == "sample" else 1 / tokens
         total = total + per_row * surrogate
         start += n
         start += len(row.separator_ids)

@@ -144,7 +144,7 @@ def finished(tmp_path):
         for job in make_plan(
             tmp_path, variants="grpo,paw,ce" if seed == 0 else "grpo,paw", seeds=[seed], run__updates="4"
         ):
-            world = {} if job.variant == "grpo" else {"wm/live_frac": 0.3, "wm/lambda": 0.8}
+            world = {} if job.variant == "grpo" else {"optim/gradient_frac": 0.3, "wm/lambda": 0.8}
             finish(job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world)
     return tmp_path
 

@@ -43,7 +43,7 @@ def weights_after(start, tmp_path_factory):  # noqa: F811
 
     def run_one(order=0, **changes):
         # Cross-entropy: of a fresh model's observations p is nearly 0, and so is the gradient of any other loss.
-        plain = {"run_updates": 1, "optim_minibatch_rows": 10**6, "optim_weight_decay": 0.0, "wm_loss": "ce"}
+        plain = {"run_updates": 1, "optim_minibatch_samples": 10**6, "optim_weight_decay": 0.0, "wm_loss": "ce"}
         # Adam's first step is lr * g / (|g| + eps): a large eps makes it proportional to the gradient.
         config = make_config(start, tmp_path_factory.mktemp("run"), **plain | changes)
         with open_run(config) as run:

@@ -17,8 +17,8 @@ from paw_kernels import token_stats
 OBJECTIVES = {
     "paper": Objective(rho=0.05),
     "kl and entropy": Objective(rho=0.05, kl_coef=0.1, entropy_coef=0.01),
-    "row mean": Objective(rho=0.05, norm="row", clip_high=0.28),
-    "verl's mean": Objective(rho=0.05, norm="verl", verl_rows=7),
+    "sample mean": Objective(rho=0.05, norm="sample", clip_high=0.28),
+    "verl's mean": Objective(rho=0.05, norm="verl", verl_samples=7),
     "mae, scaled": Objective(wm="mae", wm_scale=3.0),
     "gce": Objective(wm="gce", q=0.4),
     "ce, at a temperature": Objective(wm="ce", temperature=0.7, dual_clip=1.5),
@@ -95,9 +95,9 @@ def test_verls_mean_by_hand(policy, rows):
         for n in (1, 3, 2)
     ]
     batch = collate(minibatch, [[2], [0], [1]], with_observation=False, device=CPU)  # however it is packed
-    found = Objective(norm="verl", verl_rows=2).tokens(batch, minibatch, 3)
+    found = Objective(norm="verl", verl_samples=2).tokens(batch, minibatch, 3)
     assert found.weight.tolist() == [1 / 4] * 2 + [1 / 8] + [1 / 8] * 3
-    one = Objective(norm="verl", verl_rows=3).tokens(batch, minibatch, 3)
+    one = Objective(norm="verl", verl_samples=3).tokens(batch, minibatch, 3)
     assert torch.equal(one.weight, Objective().tokens(batch, minibatch, 3).weight)
 
 
@@ -116,7 +116,7 @@ def test_log_probs_are_those_of_full_logits(policy, rows):
 def test_no_way_of_cutting_the_batch_changes_the_gradient(family, norm):
     """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""
     policy = tiny_policy(family)
-    rows, objective = make_rows(policy, reference=True), replace(FULL, norm=norm, verl_rows=5)
+    rows, objective = make_rows(policy, reference=True), replace(FULL, norm=norm, verl_samples=5)
     whole = packed(policy, rows, objective, update_samples=40)
     cuts = [packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)]
     shares = [packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)) for rank in range(3)]
@@ -126,7 +126,7 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(family, norm):
     for loss, gradient in cuts:
         assert loss == pytest.approx(whole[0], rel=1e-6)
         assert relative(gradient, whole[1]) < 1e-6
-    plain = replace(OBJECTIVES["paper"], norm=norm, verl_rows=5)
+    plain = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
     assert 0 < sum(map(plain.dead, rows)) < len(rows)
     kept = packed(policy, rows, plain, update_samples=40, budget=100)
     skipped = packed(policy, rows, plain, update_samples=40, budget=100, skip=plain.dead)
@@ -200,7 +200,9 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
     whole = metrics(policy, rows, FULL, 10**6)
     assert metrics(policy, rows, FULL, 50) == pytest.approx(whole, rel=1e-5)
     assert whole["policy/loss"] + whole["wm/loss"] == pytest.approx(packed(policy, rows, FULL, update_samples=40)[0])
-    assert 0 < whole["policy/clip_frac"] < 1 and 0 < whole["wm/masked_frac"] < 1 and 0 < whole["wm/live_frac"] < 1
+    assert (
+        0 < whole["policy/clip_frac"] < 1 and 0 < whole["wm/masked_frac"] < 1 and 0 < whole["optim/gradient_frac"] < 1
+    )
     assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log() and whole["policy/kl"] > 0
 
 

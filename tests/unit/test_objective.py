@@ -148,7 +148,7 @@ def test_weights_are_lambda_over_groups_and_selected_rows():
         assert len(set(weights)) <= 1
 
 
-@pytest.mark.parametrize("norm", ["token", "row", "group"])
+@pytest.mark.parametrize("norm", ["token", "sample", "group"])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_mini_batches_sum_to_the_whole_update(norm, size):
     """The world term weighted by rows, the policy term too, unless it is a mean over tokens."""

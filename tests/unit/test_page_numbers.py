@@ -170,7 +170,7 @@ def experiments() -> Iterator[str]:
         return fmean(float(row[key]) for row in rows if row["variant"] == variant)
 
     masked = per_cent(shares("paw", "masked_frac"), 0)
-    live = {variant: shares(variant, "live_frac") for variant in ("paw", "unselected", "ce", "grpo")}
+    live = {variant: shares(variant, "gradient_frac") for variant in ("paw", "unselected", "ce", "grpo")}
     yield f"{live['paw']:.2f} with CMAE (a mean over the run; {masked} % of observation tokens are masked)"
     yield f"{live['unselected']:.2f} without selection, {live['ce']:.2f} with cross-entropy"
     yield f"{live['grpo']:.3f} of GRPO's response tokens"
@@ -183,7 +183,7 @@ def experiments() -> Iterator[str]:
         "ce-clipped": "the same with cross-entropy",
         "horizon": "two further turns predicted (`wm.horizon = 2`)",
     }.items():
-        yield f"| {label} | {seeds[variant]} | {less(name, variant)} | {shares(variant, 'live_frac'):.2f} |"
+        yield f"| {label} | {seeds[variant]} | {less(name, variant)} | {shares(variant, 'gradient_frac'):.2f} |"
 
     search = "experiment_search"
     yield f"| GRPO | {mean(search, 'grpo', 'before')} | {mean(search, 'grpo', 'after')} | |"

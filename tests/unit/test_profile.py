@@ -44,7 +44,7 @@ def make_config(start, folder, **wm):
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
         "env": ENV.model_dump(),
         "rollout": {"tasks": 3, "group_size": 3, "max_prompt_tokens": 256, "max_response_tokens": 3},
-        "optim": {"lr": 3e-3, "minibatch_rows": 1000, "micro_batch_tokens": 1024},
+        "optim": {"lr": 3e-3, "minibatch_samples": 1000, "micro_batch_tokens": 1024},
         "wm": wm,
     }
     return validate(tree, origin="test")
@@ -139,7 +139,7 @@ def test_few_repeats_have_a_range_and_no_interval(repeats, said):
     if repeats < 6:
         expected = [100 * value - 100 for value in (np.median(ratios), ratios.min(), ratios.max())]
         assert [point, low, high] == pytest.approx(expected)
-    shared = {"cpu_seconds": 1.0, "tokens": 1, "peak_gib": 1.0, "mean_gib": 1.0, "live_frac": 1.0}
+    shared = {"cpu_seconds": 1.0, "tokens": 1, "peak_gib": 1.0, "mean_gib": 1.0, "gradient_frac": 1.0}
     records = [
         {"variant": variant, "repeat": repeat, "phase": "update", "seconds": seconds, **shared}
         for repeat in range(1, repeats + 1)
@@ -220,7 +220,7 @@ def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch
     assert len(lines) == 2 * 2 * len(STAGES)
     assert list(lines[0]) == [
         "variant", "repeat", "phase", "seconds", "cpu_seconds", "tokens", "peak_gib", "mean_gib",
-        "recipe", "model", "turns", "commit", "device", "backend", "paw", "torch", "live_frac",
+        "recipe", "model", "turns", "commit", "device", "backend", "paw", "torch", "gradient_frac",
     ]  # fmt: skip
     assert all(float(line["seconds"]) >= 0 for line in lines)
     names = {path.name for path in Path("profile").iterdir()}

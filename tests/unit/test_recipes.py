@@ -106,7 +106,7 @@ BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
     "env.max_turns": (50, 15, 4),
     "env.reward": (10.0, 10.0, 1.0),
     "env.invalid_penalty": (0.1, 0.1, 0.01),
-    "optim.minibatch_rows": (256, 64, 512),
+    "optim.minibatch_samples": (256, 64, 512),
     "optim.lr": (1e-6, 1e-6, 1e-6),
     "optim.warmup_updates": (0, 0, 66),
     "run.updates": (150, 150, 662),
@@ -157,7 +157,7 @@ SETTINGS = {
     "gigpo_similarity": "advantage.similarity",
     "temperature": "rollout.temperature",
     "eval_temperature": "eval.temperature",
-    "minibatch": "optim.minibatch_rows",
+    "minibatch": "optim.minibatch_samples",
     "history": "env.history",
 }
 

@@ -55,7 +55,7 @@ def make_config(tmp_path, triplets, **changes):
         env=ENV.model_copy(update={"triplets": write(tmp_path / "triplets.jsonl", triplets)}),
         rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=32),
         wm={"enabled": False},
-        optim=OptimConfig(minibatch_rows=8, betas=(0.9, 0.99)),
+        optim=OptimConfig(minibatch_samples=8, betas=(0.9, 0.99)),
         rwml=RwmlConfig(sft_lr=1e-2, **changes),
     )
 

@@ -126,7 +126,7 @@ def tokens(samples, *, with_observation):
 
 
 @pytest.mark.parametrize("wm", [False, True], ids=["GRPO", "PaW"])
-@pytest.mark.parametrize("norm", ["token", "row", "group"])
+@pytest.mark.parametrize("norm", ["token", "sample", "group"])
 def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)

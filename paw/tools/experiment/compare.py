@@ -148,7 +148,7 @@ def measure(variant: str, seed: int, run: Run) -> dict[str, Any]:
         "takes_off_at": next((step for step, share in trained.items() if share > REACHED), None),
         "lambda_first10": run.first("wm/lambda", 10),
         "lambda_last10": run.last("wm/lambda", 10),
-        "live_frac": run.first("wm/live_frac", always),
+        "gradient_frac": run.first("optim/gradient_frac", always),
         "masked_frac": run.first("wm/masked_frac", always),
         **{key.replace("/", "_"): run.first(key, always) for key in run.metrics if key.endswith("/grad_norm")},
         "minutes": (run.info.get("warmup_s", 0.0) + run.info.get("wall_s", 0.0)) / 60,

@@ -16,7 +16,7 @@ CURVES = {
     "policy/kl": "KL to the start model (nats)",
     "wm/loss": "World-model loss",
     "wm/lambda": "lambda",
-    "wm/live_frac": "Tokens with a gradient (%)",
+    "optim/gradient_frac": "Tokens with a gradient (%)",
     "wm/masked_frac": "Observation tokens masked (%)",
     "optim/grad_norm": "Gradient norm",
 }
