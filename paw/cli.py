@@ -244,7 +244,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         from paw.train import train
 
         report = train(config, resume=resume, numbered=numbered)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and report.is_file():
         print(f"report: {report}")
     return 0
 

@@ -60,9 +60,9 @@ AGENTS: dict[str, str] = {
 }
 REWARDS: dict[str, str] = {}
 CALLBACKS: dict[str, str] = {
-    "live": "paw.tools.live:LiveView",
-    "samples": "paw.tools.samples:Samples",
-    "report": "paw.tools.report:Report",
+    "live": "paw.tools.callbacks:Progress",
+    "samples": "paw.tools.callbacks:Samples",
+    "report": "paw.tools.callbacks:Report",
     "tensorboard": "paw.tools.trackers:TensorBoard",
     "wandb": "paw.tools.trackers:Wandb",
     "trackio": "paw.tools.trackers:Trackio",

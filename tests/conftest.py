@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is n
 import torch
 
 from paw.cli import main
+from paw.plugins import CALLBACKS
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,7 @@ def paw_here(paw_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: py
         threads = torch.get_num_threads()
         with monkeypatch.context() as patch:
             patch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
+            patch.setitem(CALLBACKS, "report", "builtins:object")  # takes seconds; the runs of `paw` have theirs
             if cwd:
                 patch.chdir(cwd)
             capfd.readouterr()

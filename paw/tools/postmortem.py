@@ -13,7 +13,7 @@ from paw.errors import UserError, clean
 from paw.state.checkpoint import saved, verify
 from paw.state.claim import holder
 from paw.state.record import read_info
-from paw.tools.live import LINE
+from paw.tools.callbacks import LINE
 from paw.tools.rundir import Run, load_run
 
 FAILURES = ("health/env_failures", "health/groups_dropped")

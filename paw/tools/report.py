@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -20,9 +20,6 @@ from paw.errors import UserError, clean
 from paw.files import cause, write_file
 from paw.tools.episodes import TEXT_CHARS, clip, pick_episodes, shown_episode
 from paw.tools.rundir import Run, load_run
-
-if TYPE_CHECKING:
-    from paw.run import Run as LiveRun
 
 TAIL = 10
 """Updates averaged for the first and last columns of the table."""
@@ -96,14 +93,6 @@ LEADS = {
     "World model": "Predicting the next observation, on the turns where the policy was least certain.",
     "Cost": "Where the time went.",
 }
-
-
-class Report:
-    """A callback that writes the report of a run that ended in order, or was told to stop."""
-
-    def on_end(self, run: "LiveRun") -> None:
-        if run.ranks.first and not run.failed:
-            write_report(run.directory)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

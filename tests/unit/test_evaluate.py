@@ -1,17 +1,9 @@
-"""Success with its interval, overall and per kind of task, and the episodes shown in the report."""
-
-import json
+"""Success with its interval, overall and per kind of task."""
 
 import pytest
-from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.agents.results import kind_lines, kind_rows
-from paw.config import Config, ModelConfig, RolloutConfig
-from paw.envs.base import eval_tasks
-from paw.model.policy import Policy
-from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import kinds, success_metrics, wilson
-from paw.tools.samples import sample_episodes
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
@@ -101,66 +93,3 @@ def test_the_seven_sets_are_a_table_with_their_average():
 def test_other_kinds_are_rows_without_an_average():
     assert list(kind_rows(kinds(make_groups()))) == ["heat", "pick"]
     assert kind_lines(kind_rows([])) == []
-
-
-@pytest.fixture(scope="module")
-def played():
-    model, factory, chat = practised_model(), make_factory(), make_chat()
-    engine = make_engine(model)
-    tasks = eval_tasks(factory, "valid_unseen", 4, 0)
-    config = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
-    rollouts = Rollouts(factory, engine, chat, config)
-    groups, _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
-    return groups, Policy(model), engine, chat
-
-
-def test_samples_show_what_was_seen_and_expected(played):
-    groups, policy, engine, chat = played
-    samples = list(sample_episodes(groups, policy, engine, chat, count=2, max_tokens=16))
-    assert json.loads(json.dumps(samples)) == samples
-    assert [sample["task"] for sample in samples] == [group.task.id for group in groups[:2]]
-    for sample, group in zip(samples, groups, strict=False):
-        assert sample["length"] == len(group.trajectories[0].turns) == len(sample["turns"])
-        for shown, turn in zip(sample["turns"], group.trajectories[0].turns, strict=True):
-            assert (shown["prompt"], shown["observation"]) == (turn.prompt, turn.outcome.observation)
-            assert turn.outcome.observation.startswith("".join(shown["observation_tokens"]))
-            assert len(shown["observation_tokens"]) == len(shown["observation_token_p"]) <= 16
-            assert all(0 <= p <= 1 for p in shown["observation_token_p"])
-            assert isinstance(shown["predicted"], str)
-            assert shown["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
-    assert engine.pending == 0
-
-
-def test_predictions_are_the_most_likely_tokens(played):
-    """Where the greedy prediction begins with the real first token, no other token was more likely."""
-    groups, policy, engine, chat = played
-    (sample,) = sample_episodes(groups[:1], policy, engine, chat, count=1, max_tokens=1)
-    for shown in sample["turns"]:
-        if shown["observation_token_p"][0] > 0.5:
-            assert shown["predicted"] == shown["observation_tokens"][0]
-
-
-def test_a_context_beyond_the_engine_gets_no_prediction(played):
-    groups, policy, engine, chat = played
-    turn = groups[0].trajectories[0].turns[0]
-    long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
-    group = Group(groups[0].task, [Trajectory(groups[0].task, 0, [long])])
-    assert len(long.prompt_ids) > policy.lm.config.max_position_embeddings
-    (sample,) = sample_episodes([group], policy, engine, chat, count=1, max_tokens=4)
-    assert sample["turns"][0]["predicted"] is None
-    assert len(sample["turns"][0]["observation_token_p"]) == 4
-
-
-def test_an_empty_observation_has_nothing_to_predict(played):
-    groups, policy, engine, chat = played
-    turn = groups[0].trajectories[0].turns[0]
-    silent = Turn(**{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None})
-    group = Group(groups[0].task, [Trajectory(groups[0].task, 0, [silent])])
-    (sample,) = sample_episodes([group], policy, engine, chat, count=1, max_tokens=4)
-    shown = sample["turns"][0]
-    assert (shown["predicted"], shown["entropy"], shown["observation_token_p"], shown["observation_tokens"]) == (
-        None,
-        None,
-        [],
-        [],
-    )

@@ -1,0 +1,169 @@
+"""The callbacks of every run: a line of each update or a live view, episodes to read, and the report."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paw.errors import UserError
+from paw.rollout.engines.base import Request
+from paw.rollout.success import success_text
+from paw.types import Group, Trajectory
+from paw_kernels import token_stats
+
+if TYPE_CHECKING:
+    from paw.run import Run
+
+LINE = {
+    "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval": "eval {}",
+    "wm/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "wm/loss": "world {:.3g}",
+    "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
+    "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
+    "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
+}  # fmt: skip
+"""The line of an update: metric -> how it is written."""
+TROUBLE = {
+    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
+    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
+}  # fmt: skip
+"""Shown where it is not 0."""
+MAX_EPISODES, MAX_TURNS = 3, 20
+"""Of an evaluation, and of an episode: samples are for reading, the rest is for metrics."""
+
+
+class Progress:
+    """Progress on the first rank's terminal: a live view where it is one, else a line of each update."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=10)
+        self._view: Any = None
+
+    def on_start(self, run: "Run") -> None:
+        """The first update's time counts from here."""
+        self._step, self._last = run.step, time.monotonic()
+        if run.ranks.first and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            from paw.tools.live import LiveView
+
+            self._view = LiveView(run)
+
+    def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
+        """Show the update's metrics; a name that is absent, or null, is left out."""
+        if not run.ranks.first:
+            return
+        now, total = time.monotonic(), run.config.run.updates
+        if run.step > self._step:
+            self._seconds.append(now - self._last)
+        self._last, self._step = now, run.step
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        shown: dict[str, Any] = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if self._seconds:
+            left = sum(self._seconds) / len(self._seconds) * (total - run.step)
+            shown |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
+        if "eval/games" in metrics:
+            shown["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
+        if self._view:
+            self._view.update(shown)
+        else:
+            run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *texts(LINE, shown), *trouble(shown)]))
+
+    def on_end(self, run: "Run") -> None:
+        if self._view:
+            self._view.stop()
+
+
+def texts(forms: Mapping[str, str], metrics: Mapping[str, Any]) -> list[str]:
+    """The metrics that are there, each as its form writes it."""
+    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def trouble(metrics: Mapping[str, Any]) -> list[str]:
+    return texts(TROUBLE, {name: value for name, value in metrics.items() if value})
+
+
+class Samples:
+    """Writes a few episodes of each evaluation to samples.jsonl, with what the model thought would come next.
+
+    Of each turn the greedy prediction of the next observation, and the probability of each of its real tokens
+    (teacher-forced). All ranks compute them.
+    """
+
+    def on_evaluation(self, run: "Run", groups: list[Group], metrics: dict[str, Any]) -> None:
+        for group in groups[:MAX_EPISODES]:
+            sample = sample_episode(run, group.trajectories[0])
+            if run.log:
+                run.log.sample(run.step, sample)
+
+
+def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
+    """A JSON-able record of an episode."""
+    turns, chat = episode.turns[:MAX_TURNS], run.chat
+    contexts = [turn.prompt_ids + turn.response_ids + chat.separator_ids for turn in turns]
+    targets = [chat.observation_ids(turn.outcome.observation, run.config.wm.max_tokens) for turn in turns]
+    for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
+        if target:
+            with suppress(UserError):  # beyond the engine's length, which is made for prompt and response
+                run.engine.submit(Request(-1 - i, context, seed=0, temperature=0.0, max_tokens=len(target)))
+    predicted: dict[int, str] = {}
+    while run.engine.pending:
+        predicted |= {-1 - done.key: chat.decode(done.token_ids) for done in run.engine.step()}
+    return {
+        "task": episode.task.id,
+        "kind": episode.task.kind,
+        "won": episode.won,
+        "return": episode.episode_return,
+        "length": len(episode.turns),
+        "turns": [
+            {
+                "prompt": turn.prompt,
+                "response": turn.response,
+                "action": turn.outcome.action,
+                "valid": turn.outcome.valid,
+                "observation": turn.outcome.observation,
+                "predicted": predicted.get(i),
+                "entropy": sum(turn.entropy) / len(turn.entropy) if turn.entropy else None,
+                "observation_token_p": _probabilities(run, contexts[i], targets[i]),
+                "observation_tokens": [chat.decode([token]) for token in targets[i]],
+            }
+            for i, turn in enumerate(turns)
+        ],
+    }
+
+
+@torch.no_grad()
+def _probabilities(run: "Run", context: list[int], target: list[int]) -> list[float]:
+    """Of each token of `target` after what comes before it."""
+    policy = run.policy
+    ids = torch.tensor(context + target, device=policy.device)
+
+    def target_logp() -> torch.Tensor:
+        hidden = policy.hidden(ids, [len(ids)])[len(context) - 1 : len(ids) - 1]
+        labels = ids[len(context) :]
+        return token_stats(hidden, policy.head_weight, labels, **policy.head_options(1.0)).logp
+
+    return [round(p, 4) for p in policy(target_logp).exp().tolist()]
+
+
+class Report:
+    """Has a process of its own write the report of a run that ended in order, or was told to stop."""
+
+    def on_end(self, run: "Run") -> None:
+        if not run.ranks.first or run.failed:
+            return
+        command = [sys.executable, "-m", "paw", "report", str(run.directory)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        try:  # in a session of its own: Ctrl-C reaches this process alone
+            options: Any = {"capture_output": True, "text": True, "errors": "replace", "start_new_session": True}
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, env=env, **options)
+            why = done.stderr.strip().rpartition("\n")[2].removeprefix("paw: ") if done.returncode else ""
+        except OSError as error:
+            why = str(error)
+        if why:
+            run.say(f"warning: no report was written: {why}; paw report {run.directory} writes it")
