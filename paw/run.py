@@ -128,10 +128,14 @@ class Run(Parts):
 
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:
-        """The reference model on the device, where it is otherwise kept in host memory."""
-        visits = (
-            self.config.policy.offload_reference and self.ranks.world_size == 1 and self.reference is not self.policy
-        )
+        """The reference model: the policy without its LoRA adapters, or one that visits the device for the while."""
+        if self.config.lora.rank:
+            from paw.model.lora import adapters_off
+
+            with adapters_off(self.policy.lm):
+                yield
+            return
+        visits = self.config.policy.offload_reference and self.ranks.world_size == 1
         if visits:
             self.reference.to(self.policy.device)
         yield

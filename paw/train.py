@@ -26,7 +26,6 @@ from paw.algo.loss import TokenLossFunction
 from paw.algo.samples import micro_batches, to_samples
 from paw.algo.world_model import select
 from paw.config import Config
-from paw.model.lora import adapters_off
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.parallel import full_tensor
 from paw.rollout.episode import bind
@@ -178,7 +177,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
             entropy = fmean(-math.exp(value) * value for value in sample.sampled_logp)
         sample.entropy = entropy
     if config.policy.kl_coef > 0.0:
-        with adapters_off(run.reference.lm), run.reference_at_hand():
+        with run.reference_at_hand():
             reference = run.log_probs(run.reference, samples)
         for sample, (logp, _) in zip(samples, reference, strict=True):
             sample.ref_logp = logp

@@ -20,9 +20,6 @@ from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.parallel import full_tensor
 
-BASE, ADAPTER = ".base_layer.", ".lora_"
-"""Parts of peft's parameter names."""
-
 
 def import_peft() -> Any:
     try:
@@ -76,10 +73,10 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """`weight`, the whole parameter `name` of `model`, with its adapter added if it has one; a new tensor then."""
-    if not name.endswith(f"{BASE}weight"):
+    """`weight`, the whole parameter `name` of one of peft's layers, with its adapter added; a new tensor then."""
+    if name.endswith(".bias"):
         return weight
-    layer: Any = model.get_submodule(name.removesuffix(f"{BASE}weight"))
+    layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))
     (key,) = layer.scaling
     a, b = (full_tensor(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.float(), b, a, alpha=layer.scaling[key]).to(weight.dtype)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from paw.errors import UserError
-from paw.model.lora import ADAPTER, BASE, merged
 from paw.model.parallel import full_tensor
 from paw.rollout.engines.base import Engine
 
@@ -40,8 +39,14 @@ def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[s
     embedding's name does not reach.
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
-        if ADAPTER not in name:
-            yield name.replace(BASE, "."), merged(model, name, full_tensor(parameter.detach()))
+        if ".lora_" in name:
+            continue
+        weight = full_tensor(parameter.detach())
+        if ".base_layer." in name:
+            from paw.model.lora import merged
+
+            name, weight = name.replace(".base_layer.", "."), merged(model, name, weight)
+        yield name, weight
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:

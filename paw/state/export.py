@@ -16,7 +16,6 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.errors import UserError, to_stderr
 from paw.files import cause, fsync, fsync_tree
-from paw.model.lora import add_adapters
 from paw.model.policy import Policy, load_policy, load_tokenizer, weights_dtype
 from paw.recipe import dump, load
 from paw.rollout.sync import full_parameters
@@ -95,6 +94,8 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
     base = start_model(run, config)
     policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
     if config.lora.rank:
+        from paw.model.lora import add_adapters
+
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
 
     def read(path: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
