@@ -91,7 +91,7 @@ def clicks(environment: WebshopEnv, rng: random.Random) -> str:
     goal = environment.session.goal
     found = admissible_responses(environment)
     if not found or rng.random() < 0.1:
-        return environment.format_action(f"search[{rng.choice([goal.query, goal.name])}]")
+        return environment.format_action(f"search[{rng.choice([goal.product.query, goal.product.title])}]")
     return rng.choice(found)
 
 

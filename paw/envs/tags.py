@@ -1,23 +1,22 @@
-"""What the paper-style prompts of ALFWorld and WebShop share: how past turns are shown, and the tags of an answer.
+"""What the prompts of ALFWorld and WebShop share: how past turns are shown, and how an answer becomes an action.
 
-Source: verl-agent's `SimpleMemory.fetch`, `alfworld_projection` and `webshop_projection`.
+Source of the paper's: verl-agent's `SimpleMemory.fetch`, `alfworld_projection` and `webshop_projection`.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Sequence
 
 CJK = re.compile("[\u4e00-\u9fff]")
-P = TypeVar("P")
-C = TypeVar("C")
-
-
-def history_text(past: Sequence[tuple[str, str]], shown: int) -> str:
-    """The last `shown` of the (observation, action played on it) of every earlier turn, a line each."""
-    first = len(past) - shown
-    return "\n".join(
-        f"[Observation {i + 1}: '{past[i][0]}', Action {i + 1}: '{past[i][1]}']" for i in range(first, len(past))
-    )
+NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
+# The blank before the line break is the reference's.
+THINK = (
+    "You should first reason step-by-step about the current situation{advice}. "
+    "This reasoning process MUST be enclosed within <think> </think> tags. \n"
+    "Once you've finished your reasoning, you should choose an admissible action for current step "
+    "and present it within <action> </action> tags."
+)
+Past = Sequence[tuple[str, str]]
+"""(observation, action played on it) of every earlier turn, oldest first."""
 
 
 def tagged_action(response: str, *, think: bool, unparsed: int) -> tuple[str, bool]:
@@ -35,13 +34,24 @@ def tagged_action(response: str, *, think: bool, unparsed: int) -> tuple[str, bo
 
 
 class TaggedStyle:
-    """Answers in tags. Whether an action is admissible does not matter for validity."""
+    """The paper's prompts, answered in tags. Whether an action is admissible does not matter for validity."""
 
     unparsed: int
     """See `tagged_action`."""
+    advice = ""
+    """How to reason, at the end of a sentence."""
 
     def __init__(self, *, history: int = 2, think: bool = True) -> None:
         self.history, self.think = history, think
+
+    def fill(self, template: str, past: Past, **values: str) -> str:
+        """A template with `values` and what is said of the past and of the answer."""
+        taken = len(past)
+        shown = range(taken - min(self.history, taken), taken)
+        lines = [f"[Observation {i + 1}: '{past[i][0]}', Action {i + 1}: '{past[i][1]}']" for i in shown]
+        instruction = THINK.format(advice=self.advice) if self.think else NO_THINK
+        turns = {"taken": taken, "shown": len(shown), "step": taken + 1, "history": "\n".join(lines)}
+        return template.format(**values, **turns, instruction=instruction)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         """(action to play, whether the response is well-formed)."""
@@ -49,19 +59,28 @@ class TaggedStyle:
 
     def format_action(self, action: str) -> str:
         """A well-formed response that plays `action`."""
-        return tagged_answer(action, think=self.think)
+        thought = f"<think>I should {action}.</think>" if self.think else ""
+        return f"{thought}<action>{action}</action>"
 
 
-def tagged_answer(action: str, *, think: bool) -> str:
-    """A well-formed response that plays `action`."""
-    thought = f"<think>I should {action}.</think>" if think else ""
-    return f"{thought}<action>{action}</action>"
+class LineStyle:
+    """Short prompts for a tiny model whose vocabulary is whole phrases; the response is the bare action.
 
+    Actions and the observation fill whole lines, so that a tokenizer can make each action one token wherever it stands.
+    """
 
-def choose_style(style: str, paper: Callable[..., P], compact: Callable[..., C], *, history: int, think: bool) -> P | C:
-    """The style that `env.style` names, "paper" or "compact" (`think` is the paper style's). ValueError for another."""
-    if style == "paper":
-        return paper(history=history, think=think)
-    if style == "compact":
-        return compact(history=history)
-    raise ValueError(f"style must be 'paper' or 'compact', got {style!r}")
+    def __init__(self, *, history: int = 2, think: bool = False) -> None:
+        self.history = history
+
+    def fill(self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]) -> str:
+        shown = [action for _, action in past[max(0, len(past) - self.history) :]]
+        return "\n".join([*task, *(["did:", *shown] if shown else []), "see:", observation, "can:", *actions])
+
+    def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
+        """The whole response, stripped; valid only if it is one of the actions shown."""
+        action = response.strip()
+        return action, action in admissible
+
+    def format_action(self, action: str) -> str:
+        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        return f"\n{action}"

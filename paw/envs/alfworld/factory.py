@@ -14,7 +14,7 @@ from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
-from paw.envs.alfworld.prompt import View, make_style, task_text
+from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, Style, task_text
 from paw.envs.alfworld.tables import get_difficulty
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import Endless, Lazy, Tasks
@@ -133,7 +133,8 @@ class AlfworldEnv:
 
     def __init__(self, config: AlfworldConfig) -> None:
         self.config = config
-        self.style = make_style(config.style, history=config.history, think=config.think)
+        style = PaperStyle if config.style == "paper" else CompactStyle
+        self.style: Style = style(history=config.history, think=config.think)
         self._worker = Worker(TEXTWORLD, timeout_s=config.step_timeout_s) if config.backend == "textworld" else None
         self._household: Household | Worker | None = None
 
@@ -152,12 +153,12 @@ class AlfworldEnv:
             self._text = self._start(self._worker)
         self.task = task_text(self._text)
         self._past: list[tuple[str, str]] = []
-        self._admissible = self._household.admissible
+        self._admissible = self._playable()
         self._done = False
         return self._text
 
     def context(self) -> str:
-        return self.style.prompt(View(self.task, self._past, self._text, self._admissible))
+        return self.style.prompt(self.task, self._past, self._text, self._admissible)
 
     def anchor(self) -> str:
         return self._text
@@ -169,7 +170,7 @@ class AlfworldEnv:
         feedback = self._household.step(action)
         won = self._household.won
         self._past.append((self._text, action))
-        self._text, self._admissible = feedback, self._household.admissible
+        self._text, self._admissible = feedback, self._playable()
         self._done = won or len(self._past) >= self.config.max_turns
         return Outcome(
             observation=feedback,
@@ -189,7 +190,7 @@ class AlfworldEnv:
         return self.style.format_action(oracle(household))
 
     def admissible_actions(self) -> list[str]:
-        return [action for action in self._admissible if action != "help"]
+        return list(self._admissible)
 
     def format_action(self, action: str) -> str:
         return self.style.format_action(action)
@@ -197,6 +198,10 @@ class AlfworldEnv:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+    def _playable(self) -> list[str]:
+        assert self._household is not None
+        return [action for action in self._household.admissible if action != "help"]
 
     def _start(self, worker: Worker) -> str:
         if self._game.scene is None:

@@ -5,22 +5,23 @@ for evaluation, drawn with replacement as the reference code's independently see
 training. The warm-up visits other shops, generated, endlessly many.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paw.envs.base import Endless, Tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
-from paw.envs.webshop.buyer import next_action
-from paw.envs.webshop.prompt import make_style
-from paw.envs.webshop.session import Session
-from paw.envs.webshop.types import Goal
+from paw.envs.webshop.prompt import CompactStyle, PaperStyle, Style
+from paw.envs.webshop.reward import Goal, Product, options_met, reward
+from paw.envs.webshop.session import BACK, BUY, NEXT, PER_PAGE, PREVIOUS, Session
 from paw.errors import UserError
 from paw.types import Outcome, Task
 
 HELD_OUT = "test"
 WARMUP_VISITS = 64
 """To each shop of the warm-up."""
+LOST = 1_000
+"""Page of a product that a search does not find."""
 
 
 class Visit(NamedTuple):
@@ -50,10 +51,11 @@ class WebshopFactory:
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        made = catalogue.load(config.data.expanduser(), config) if config.data else catalogue.generated(config)
-        self.catalogue = made
-        tasks = [Task(f"goal/{i}", goal.category, Visit(0, goal)) for i, goal in enumerate(made.goals)]
-        self._test, self._train = tasks[: made.n_test], tasks[made.n_test :]
+        self.catalogue = catalogue.load(config.data.expanduser(), config) if config.data else self._generated(0)
+        tasks = [
+            Task(f"goal/{i}", goal.product.category, Visit(0, goal)) for i, goal in enumerate(self.catalogue.goals)
+        ]
+        self._test, self._train = tasks[: self.catalogue.n_test], tasks[self.catalogue.n_test :]
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError for a split other than train, test and warmup."""
@@ -66,23 +68,23 @@ class WebshopFactory:
         return self._test
 
     def make(self) -> "WebshopEnv":
-        return WebshopEnv(self.config, self._shop)
+        return WebshopEnv(self.config, lambda shop: self._generated(shop) if shop else self.catalogue)
 
     def fingerprint(self) -> str:
         """The catalogue's hash, and what goals and rewards are made with."""
         made, shop = self.catalogue, self.config
-        kind = shop.catalogue if self.config.data else "generated"
+        kind = shop.catalogue if shop.data else "generated"
         return f"webshop {kind}, {len(made.goals)} {shop.goals} goals, nouns {made.nouns}, {made.digest[:16]}"
 
     def _warmup_task(self, i: int, seed: int) -> Task:
         number, place = divmod(i, WARMUP_VISITS)
         shop = 1 + number + seed * 1_000_000
-        goals = self._shop(shop).goals
+        goals = self._generated(shop).goals
         goal = goals[place % len(goals)]
-        return Task(f"warmup/{shop}/{place}", goal.category, Visit(shop, goal))
+        return Task(f"warmup/{shop}/{place}", goal.product.category, Visit(shop, goal))
 
-    def _shop(self, number: int) -> catalogue.Catalogue:
-        return catalogue.generated(self.config, number) if number else self.catalogue
+    def _generated(self, seed: int) -> catalogue.Catalogue:
+        return catalogue.generated(self.config.products, self.config.goals, self.config.nouns, seed)
 
 
 class WebshopEnv:
@@ -92,7 +94,8 @@ class WebshopEnv:
 
     def __init__(self, config: WebshopConfig, shop: Callable[[int], catalogue.Catalogue]) -> None:
         self.config, self._shop = config, shop
-        self.style = make_style(config.style, history=config.history, think=config.think)
+        style = PaperStyle if config.style == "paper" else CompactStyle
+        self.style: Style = style(history=config.history, think=config.think)
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a Visit."""
@@ -146,3 +149,48 @@ class WebshopEnv:
 def _check_held_out(split: str) -> None:
     if split != HELD_OUT:
         raise UserError(f"env.eval_split = '{split}': WebShop's goals to evaluate on are '{HELD_OUT}'")
+
+
+# ---- a buyer by rules, which knows the product that a goal was made from
+
+
+def next_action(session: Session, queries: Sequence[str]) -> str:
+    """What it does now: search, page to that product, open it, choose the wanted options and buy.
+
+    Of `queries` it takes the first that finds the product on the earliest page. It also buys another product that earns
+    as much, where it finds it open.
+    """
+    goal, product = session.goal, session.product
+    if session.searching:
+        pages = [_page_of(goal.product, session.catalogue.search(query)) for query in queries]
+        return f"search[{queries[pages.index(min(pages))]}]"
+    if product is None:
+        page = _page_of(goal.product, session.hits)
+        if page == session.page:
+            return f"click[{goal.product.asin.lower()}]"
+        return f"click[{BACK if page == LOST else NEXT if page > session.page else PREVIOUS}]"
+    wanted = wanted_options(product, goal)
+    same = product.asin == goal.product.asin
+    if session.sub_page or not (same or reward(product, goal, wanted, session.catalogue.nouns) == 1):
+        return f"click[{PREVIOUS}]"
+    missing = [value for value in wanted.values() if value not in session.options.values()]
+    return f"click[{missing[0] if missing else BUY}]"
+
+
+def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
+    """The options of `product` that meet those of `goal`, as far as it has them."""
+    values = set(goal.options.values())
+    same = {name: value for name, offered in product.options.items() for value in offered if value in values}
+    if values <= set(same.values()):
+        return same
+    chosen: dict[str, str] = {}  # what people wrote may be near to a value only
+    for name, offered in product.options.items():
+        met = {value: options_met(goal, {**chosen, name: value}) for value in offered}
+        best = max(offered, key=lambda value: met[value], default="")
+        if best and met[best] > options_met(goal, chosen):
+            chosen[name] = best
+    return chosen
+
+
+def _page_of(wanted: Product, hits: Sequence[Product]) -> int:
+    return next((i // PER_PAGE + 1 for i, product in enumerate(hits) if product.asin == wanted.asin), LOST)

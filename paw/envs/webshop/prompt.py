@@ -6,21 +6,20 @@ vocabulary is whole phrases: it tells the goal in the catalogue's words, and off
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from string import ascii_lowercase as LETTERS
 
-from paw.envs.tags import TaggedStyle, choose_style, history_text
+from paw.envs.tags import LineStyle, Past, TaggedStyle
 from paw.envs.webshop.catalogue import Catalogue
-from paw.envs.webshop.pages import SEPARATOR
+from paw.envs.webshop.generator import WARES
+from paw.envs.webshop.reward import Goal, Product
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
-from paw.envs.webshop.types import Goal, Product
-from paw.envs.webshop.wares import WARES
 
 # The blanks at line ends are the reference's: after "environment." (first turn alone), "are:" and "tags.".
-FIRST_TURN = """
-You are an expert autonomous agent operating in the WebShop e\u2011commerce environment.\x20
-Your task is to: {task}.
-Your current observation is: {observation}.
+HEAD = "\nYou are an expert autonomous agent operating in the WebShop e\u2011commerce environment."
+TASK = "\nYour task is to: {task}.\n"
+ACTIONS = """\
+our current observation is: {observation}.
 Your admissible actions of the current situation are:\x20
 [
 {actions}
@@ -29,46 +28,23 @@ Your admissible actions of the current situation are:\x20
 Now it's your turn to take one action for the current step.
 {instruction}
 """
-
-LATER_TURN = """
-You are an expert autonomous agent operating in the WebShop e\u2011commerce environment.
-Your task is to: {task}.
-Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} observations and the \
-corresponding actions you took: {history}
-You are now at step {step} and your current observation is: {observation}.
-Your admissible actions of the current situation are:\x20
-[
-{actions}
-].
-
-Now it's your turn to take one action for the current step.
-{instruction}
-"""
-
-THINK = (
-    "You should first reason step-by-step about the current situation, then think carefully which admissible action "
-    "best advances the shopping goal. This reasoning process MUST be enclosed within <think> </think> tags. \n"
-    "Once you've finished your reasoning, you should choose an admissible action for current step and present it "
-    "within <action> </action> tags."
-)
-NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
-
+FIRST_TURN = f"{HEAD} {TASK}Y{ACTIONS}"
+LATER_TURN = f"""{HEAD}{TASK}\
+Prior to this step, you have already taken {{taken}} step(s). Below are the most recent {{shown}} observations and the \
+corresponding actions you took: {{history}}
+You are now at step {{step}} and y{ACTIONS}"""
 LONGEST = 13_000
 """Characters of a prompt above which the first turn's template, which has no history, takes its place."""
-
-Past = Sequence[tuple[str, str]]
-"""(observation, action played on it) of every earlier turn, oldest first."""
 
 
 class PaperStyle(TaggedStyle):
     """Figure 8 of the paper. Without `history`, or where it is too long, every turn has the template of the first."""
 
     unparsed = 20
+    advice = ", then think carefully which admissible action best advances the shopping goal"
 
     def observation(self, session: Session) -> str:
-        """The page, without the instruction."""
-        after = session.parts.index(session.goal.instruction.strip()) + 1
-        return SEPARATOR.join(f"'{part}'" for part in session.parts[after:])
+        return " [SEP] ".join(f"'{part}'" for part in session.parts)
 
     def actions(self, session: Session) -> dict[str, str]:
         """Name of each action that can be played now -> the session's own; searches in free words are not listed."""
@@ -80,31 +56,21 @@ class PaperStyle(TaggedStyle):
             "task": session.goal.instruction.strip(),
             "observation": self.observation(session),
             "actions": "\n".join(f"'{action}'," for action in session.available()),
-            "instruction": THINK if self.think else NO_THINK,
         }
-        taken = len(past)
-        shown = min(self.history, taken)
-        if shown:
-            history = history_text(past, shown)
-            text = LATER_TURN.format(**values, taken=taken, shown=shown, history=history, step=taken + 1)
-            if len(text) <= LONGEST:
-                return text
-        return FIRST_TURN.format(**values)
+        later = self.fill(LATER_TURN, past, **values)
+        return later if past and self.history and len(later) <= LONGEST else self.fill(FIRST_TURN, past, **values)
 
     def queries(self, session: Session) -> list[str]:
         """What a buyer who knows the goal searches for, the shortest first."""
-        goal = session.goal
-        return [goal.query, " ".join([goal.query, *goal.attributes, *goal.options.values()]), goal.name.lower()]
+        goal, product = session.goal, session.goal.product
+        long = " ".join([product.query, *goal.attributes, *goal.options.values()])
+        return [product.query, long, product.title.lower()]
 
 
-class CompactStyle:
-    """The goal as a list, the last actions, the page, the actions. Each action fills a line, so that a tokenizer can
-    make it one token wherever it stands, in the goal too. Names of several words are written as one ("easyAssemble").
-    The products of a page are lettered; each with its attributes and whether it is too expensive.
+class CompactStyle(LineStyle):
+    """The goal as a list, the last actions, the page, the actions. Names of several words are written as one
+    ("easyAssemble"). The products of a page are lettered; each with its attributes and whether it is too expensive.
     """
-
-    def __init__(self, *, history: int = 2) -> None:
-        self.history = history
 
     def observation(self, session: Session) -> str:
         product = session.product
@@ -130,41 +96,16 @@ class CompactStyle:
         return {name: f"click[{text}]" for name, text in named.items() if text in session.clickables}
 
     def prompt(self, session: Session, past: Past) -> str:
-        goal, shown = session.goal, min(self.history, len(past))
-        return "\n".join(
-            [
-                "task:",
-                f"search {_one_word(goal.query)}",
-                f"with {_words(goal.attributes)}",
-                *(f"pick {_one_word(value)}" for value in goal.options.values()),
-                *(["did:"] if shown else []),
-                *(action for _, action in past[len(past) - shown :]),
-                "see:",
-                self.observation(session),
-                "can:",
-                *self.actions(session),
-            ]
-        )
-
-    def parse_action(self, response: str, actions: Mapping[str, str]) -> tuple[str, bool]:
-        """The whole response, stripped; valid only if it is one of the actions shown."""
-        action = response.strip()
-        return action, action in actions
-
-    def format_action(self, action: str) -> str:
-        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
-        return f"\n{action}"
+        goal = session.goal
+        picks = [f"pick {_one_word(value)}" for value in goal.options.values()]
+        task = ["task:", f"search {_one_word(goal.product.query)}", f"with {_words(goal.attributes)}", *picks]
+        return self.fill(task, past, self.observation(session), self.actions(session))
 
     def queries(self, session: Session) -> list[str]:
-        return [_searches(session.catalogue)[_one_word(session.goal.query)]]
+        return [_searches(session.catalogue)[_one_word(session.goal.product.query)]]
 
 
 Style = PaperStyle | CompactStyle
-
-
-def make_style(style: str, *, history: int, think: bool) -> Style:
-    """The style named by `env.style`, see `tags.choose_style`."""
-    return choose_style(style, PaperStyle, CompactStyle, history=history, think=think)
 
 
 @functools.lru_cache(8)

@@ -7,15 +7,15 @@ what was wanted too where people wrote the goal. A synthetic goal's wanted optio
 such as "size large", unless the value is a base colour exactly: the reference hands over the pair, and scores have to
 compare. Hence a value such as "standard", which counts as "tan" once chosen, meets no synthetic goal there or here.
 
-Difference: nouns come from spaCy's model only where that is installed (see `nouns`).
+Difference: nouns come from spaCy's tagger, as there, only where its model is installed. As titles are capitalised, it
+takes most adjectives for names: numbers and function words are what it leaves out, and so does the filter in its place.
 """
 
 import functools
 import importlib.util
+import re
 from dataclasses import dataclass
 
-from paw.envs.webshop.nouns import nouns as title_nouns
-from paw.envs.webshop.types import Goal, Product
 from paw.errors import UserError
 
 MATCH = 85
@@ -35,22 +35,49 @@ _COLOURS = """
 """
 COLOURS = sorted(_COLOURS.split())
 """Base colours and patterns: the words that the reference's normalize.py knows, or scores would not compare."""
+MODEL = "en_core_web_sm"
+WORD = re.compile(r"\b\d*[^\W\d_]\w*")
+"""A word, with or without digits: "cord", "2pcs", "ht830v"."""
+_FUNCTION = """
+    a an the and or nor but of for with without in on at by to from as up out over under into onto per than via no not
+    all any every each both this that these those your our their its his her my you it we they i is are be was can will
+    has have s only very more most so
+"""
+FUNCTION = frozenset(_FUNCTION.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
-    """One purchase. 1.0 in all parts is success."""
+class Product:
+    asin: str
+    title: str
+    category: str
+    query: str
+    product_category: str
+    """Path, such as "Clothing › Men › Shirts"."""
+    description: str
+    bullets: tuple[str, ...]
+    attributes: tuple[str, ...]
+    options: dict[str, tuple[str, ...]]
+    """Lower-cased name -> lower-cased values, in the file's order."""
+    price_text: str
+    """As shown: "$12.0" or "$12.0 to $20.0"."""
+    price: float
+    """Drawn within the pricing; what a goal's limit is compared with."""
 
-    total: float
-    """r, in [0, 1]."""
-    type: float
-    """r_type: 1, 0.5, 0.1 or 0."""
-    attributes: float
-    """Share of the goal's attributes matched."""
-    options: float
-    """Share of the goal's options matched; 1 where it has none."""
-    price: bool
-    """Whether the price is within the limit."""
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a session has to buy."""
+
+    product: Product
+    """It was made from this one. Another that fits is as good."""
+    instruction: str
+    """As the session shows it, with the price limit where it has one."""
+    attributes: tuple[str, ...]
+    options: dict[str, str]
+    """Option name -> wanted value. Human goals know values only: there the names are "0", "1", ..."""
+    price_upper: float
+    """Largest price, US dollars; infinite without a limit."""
 
 
 def require_rapidfuzz() -> None:
@@ -59,35 +86,31 @@ def require_rapidfuzz() -> None:
         raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'")
 
 
-def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> Reward:
-    """The reward of buying `product` with the chosen `options` (name -> value) for `goal`.
+def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
+    """r in [0, 1] of buying `product` with the chosen `options` (name -> value); 1 is success.
 
-    Args:
-        nouns: "spacy" or "rules", the catalogue's `nouns`.
+    `nouns`, "spacy" or "rules", is the catalogue's.
     """
-    attributes = sum(_has(product, attribute) for attribute in goal.attributes)
+    matched = sum(_has(product, attribute) for attribute in goal.attributes) + options_met(goal, options)
+    within = product.price <= goal.price_upper
+    return type_reward(product, goal, nouns) * (matched + within) / (len(goal.attributes) + len(goal.options) + 1)
+
+
+def options_met(goal: Goal, options: dict[str, str]) -> int:
+    """How many of the goal's options the chosen ones match."""
     chosen = [base_colour(value) for value in options.values()]
-    wanted = [_wanted(*option) for option in goal.options.items()]
-    met = sum(any(_match(value, option) for value in chosen) for option in wanted)
-    price = product.price <= goal.price_upper
-    kind = type_reward(product, goal, nouns)
-    return Reward(
-        total=kind * (attributes + met + price) / (len(goal.attributes) + len(goal.options) + 1),
-        type=kind,
-        attributes=attributes / len(goal.attributes),
-        options=met / len(goal.options) if goal.options else 1.0,
-        price=price,
-    )
+    return sum(any(_match(value, _wanted(*option)) for value in chosen) for option in goal.options.items())
 
 
 def type_reward(product: Product, goal: Goal, nouns: str) -> float:
     """r_type: whether `product` is of the kind wanted, by query, category path and nouns of the title."""
-    wanted = title_nouns(goal.name, nouns)
+    wanted = title_nouns(goal.product.title, nouns)
     # Repeated nouns count in the denominator only, as in the reference.
     score = len(set(wanted) & set(title_nouns(product.title, nouns))) / len(wanted) if wanted else 0.2
     if score < 0.1:
         return 0.1 if score else 0.0
-    same = product.query == goal.query or len(_path(product.product_category) & _path(goal.product_category)) >= 2
+    shared = _path(product.product_category) & _path(goal.product.product_category)
+    same = product.query == goal.product.query or len(shared) >= 2
     return 1.0 if same or score > 0.2 else 0.5
 
 
@@ -123,3 +146,28 @@ def _match(a: str, b: str) -> bool:
 
 LATIN_1 = dict.fromkeys(range(128, 256))
 """Characters that thefuzz drops."""
+
+
+def choose_nouns(wanted: str) -> str:
+    """ "spacy" or "rules" for env.nouns. UserError where spaCy's model is wanted and not installed."""
+    installed = all(importlib.util.find_spec(name) for name in ("spacy", MODEL))
+    if wanted == "spacy" and not installed:
+        raise UserError(
+            f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, then python -m spacy download {MODEL}"
+        )
+    return "spacy" if wanted != "rules" and installed else "rules"
+
+
+@functools.lru_cache(1 << 16)
+def title_nouns(title: str, kind: str) -> tuple[str, ...]:
+    """Lower-cased nouns of `title` in order, repeats kept, as `kind` ("spacy" or "rules") finds them."""
+    if kind == "spacy":
+        return tuple(word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN"))
+    return tuple(word for word in WORD.findall(title.lower()) if word not in FUNCTION)
+
+
+@functools.cache
+def _spacy():
+    import spacy
+
+    return spacy.load(MODEL, disable=["parser", "ner", "lemmatizer"])

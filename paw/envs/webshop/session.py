@@ -1,30 +1,32 @@
-"""One visit to the shop: the state behind the pages, and what each action does to it.
+"""One visit to the shop: the pages, as text, and what each action does on them.
 
 Actions are `search[words]`, accepted on any page, and `click[text]`, whose lower-cased text must be clickable; anything
 else does nothing. Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
 `SimServer.receive`). Its search commands for debugging ("<r>", "<a>", ...) are ordinary words here.
+
+A page is the visible parts of the reference's HTML, in order (web_agent_site/templates and `convert_html_to_text`). An
+empty text leaves no part, as it leaves no node in the HTML; one of blanks alone leaves an empty part, unless it breaks
+the line.
 """
 
 import re
+from collections.abc import Iterable
 
-from paw.envs.webshop import pages
 from paw.envs.webshop.catalogue import Catalogue
-from paw.envs.webshop.reward import reward
-from paw.envs.webshop.types import Goal, Product
+from paw.envs.webshop.reward import Goal, Product, reward
 
 ACTION = re.compile(r"(.+)\[(.+)\]")
-SUB_PAGES = {name.lower(): name for name in pages.SUB_PAGES}
-BACK, PREVIOUS, NEXT, BUY = (text.lower() for text in (pages.BACK, pages.PREVIOUS, pages.NEXT, pages.BUY))
+PER_PAGE = 10
+BUTTONS = ("Back to Search", "< Prev", "Next >", "Buy Now")
+BACK, PREVIOUS, NEXT, BUY = (text.lower() for text in BUTTONS)
+SUB_PAGES = ("Description", "Features", "Reviews")
 
 
 class Session:
-    """A customer with a goal. The catalogue is only read: any number of sessions share it.
-
-    `show_attributes` adds the sub-page that lists a product's attributes (the reference's `show_attrs`, off there too).
-    """
+    """A customer with a goal. The catalogue is only read: any number of sessions share it."""
 
     parts: list[str]
-    """Visible texts of the page."""
+    """Visible texts of the page, without the instruction above it."""
     clickables: list[str]
     """Lower-cased texts that a click may name, in the reference's order; "search", though shown, does nothing."""
     hits: list[Product]
@@ -33,21 +35,16 @@ class Session:
     """Of the results, from 1."""
     product: Product | None
     """The one looked at."""
-    sub_page: str | None
-    """Lower-cased name of the product's sub-page that is open."""
+    sub_page: bool
+    """Whether a sub-page of the product is open."""
     options: dict[str, str]
     """Chosen for `product`."""
 
-    def __init__(self, catalogue: Catalogue, goal: Goal, *, show_attributes: bool = False) -> None:
+    def __init__(self, catalogue: Catalogue, goal: Goal) -> None:
         self.catalogue, self.goal = catalogue, goal
-        self._buttons = pages.SUB_PAGES if show_attributes else pages.SUB_PAGES[:3]
         self.reward: float | None = None
         """In [0, 1], once something is bought: the session is over."""
         self._open()
-
-    @property
-    def text(self) -> str:
-        return pages.SEPARATOR.join(self.parts)
 
     @property
     def searching(self) -> bool:
@@ -57,7 +54,7 @@ class Session:
     @property
     def listed(self) -> list[Product]:
         """The products of the current page of results."""
-        return self.hits[(self.page - 1) * pages.PER_PAGE : self.page * pages.PER_PAGE]
+        return self.hits[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def available(self) -> list[str]:
         """The actions as the reference code lists them for the agent."""
@@ -86,34 +83,43 @@ class Session:
             else:
                 self._item(self.catalogue.by_asin[text])
         elif text == BUY:
-            total = reward(product, self.goal, self.options, self.catalogue.nouns).total
-            self.reward, self.clickables = total, []
-            self.parts = pages.final_page(product, self.options, total)
+            self.reward, self.clickables = reward(product, self.goal, self.options, self.catalogue.nouns), []
         elif text == PREVIOUS:
             if self.sub_page:
                 self._item(product)
             else:
                 self._results(self.page)
-        elif text in SUB_PAGES:
-            self.sub_page, self.clickables = text, [BACK, PREVIOUS]
-            self.parts = pages.sub_page(self.goal.instruction, product, SUB_PAGES[text])
+        elif text.capitalize() in SUB_PAGES:
+            shown = {"description": _texts([product.description]), "features": [b.strip() for b in product.bullets]}
+            self.sub_page, self.clickables = True, [BACK, PREVIOUS]
+            self.parts = [*BUTTONS[:2], *shown.get(text, [])]  # the catalogue has no reviews
         else:  # of two options with that value the last one's counts
             name = [name for name, values in product.options.items() if text in values][-1]
             self.options[name] = text
 
     def _open(self) -> None:
-        self.hits, self.page, self.product, self.sub_page, self.options = [], 1, None, None, {}
-        self.parts, self.clickables = pages.search_page(self.goal.instruction), ["search"]
+        self.hits, self.page, self.product, self.sub_page, self.options = [], 1, None, False, {}
+        self.parts, self.clickables = ["Search"], ["search"]
 
     def _results(self, page: int) -> None:
-        self.page, self.product, self.sub_page, self.options = page, None, None, {}
-        self.parts = pages.results_page(self.goal.instruction, page, self.listed, len(self.hits))
-        links = [PREVIOUS, NEXT] if page > 1 else [NEXT]
-        self.clickables = [BACK, *links, *(product.asin.lower() for product in self.listed)]
+        self.page, self.product, self.sub_page, self.options = page, None, False, {}
+        links = BUTTONS[1 if page > 1 else 2 : 3]
+        items = [(product.asin, product.title, product.price_text) for product in self.listed]
+        self.parts = [BUTTONS[0], f"Page {page} (Total results: {len(self.hits)})", *links]
+        self.parts += [text for item in items for text in _texts(item)]
+        self.clickables = [text.lower() for text in (BUTTONS[0], *links, *(asin for asin, *_ in items))]
 
     def _item(self, product: Product) -> None:
-        self.product, self.sub_page = product, None
-        self.parts = pages.item_page(self.goal.instruction, product, self._buttons)
-        buttons = [BACK, PREVIOUS, *(name.lower() for name in self._buttons), BUY]
+        """Which of its options are chosen does not show."""
+        self.product, self.sub_page = product, False
+        options = [text for name, values in product.options.items() for text in _texts([name, *values])]
+        about = [*_texts([product.title]), f"Price: {product.price_text}".strip(), "Rating: N.A."]
+        self.parts = [*BUTTONS[:2], *options, *about, *SUB_PAGES, BUTTONS[3]]
         values = [value for values in product.options.values() for value in values]
+        buttons = [BACK, PREVIOUS, *(name.lower() for name in SUB_PAGES), BUY]
         self.clickables = list(dict.fromkeys([*buttons, *values]))
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    """The parts that these texts leave, each the whole content of an HTML element."""
+    return [text.strip() for text in texts if text.strip() or (text and "\n" not in text)]
