@@ -4,10 +4,7 @@ A record is one phase of one repeat of one variant. Times are medians over repea
 measured once for each variant and are the same in all its repeats.
 """
 
-import csv
-import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Column, Table
 
-from paw.files import write_file
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
 
 Record = dict[str, Any]
@@ -25,15 +21,6 @@ STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
 """Repeats that a 95 % interval of a median takes: even the range of n holds it with probability 1 - 2^(1 - n) only."""
-
-
-def write_csv(path: Path, records: list[Record]) -> None:
-    columns = dict.fromkeys(key for record in records for key in record)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
-    write_file(path, text.getvalue())
 
 
 def pick(records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:

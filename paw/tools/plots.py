@@ -96,7 +96,7 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
             axes.bar_label(drawn, texts, padding=2, fontsize=8, color=INK)
     axes.set(xlabel="Success rate (%)", xlim=(0, 106))
     axes.set_xticks(range(0, 101, 25))
-    _name_bars(axes, kinds)
+    name_bars(axes, list(map(printable, kinds)))
     legend(axes)
     return figure
 
@@ -152,7 +152,7 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
             left += width
         axes.set(xlabel="Time (s per update)")
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        _name_bars(axes, [run.name for run in runs])
+        name_bars(axes, [printable(run.name) for run in runs])
     legend(axes)
     return figure
 
@@ -200,9 +200,9 @@ def _window(series: Series) -> int:
     return max(1, min(20, len(series[0]) // 12))
 
 
-def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+def name_bars(axes: Axes, names: Sequence[str]) -> None:
     """Horizontal bars, the first at the top, with their names and a grid that fits them."""
-    axes.set_yticks(range(len(names)), [printable(name) for name in names])
+    axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", labelcolor=INK)
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")

@@ -30,8 +30,9 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import Run, open_run
 from paw.state.record import code_commit
+from paw.tools.experiment.results import write_csv
 from paw.tools.fit import changed
-from paw.tools.overhead import STAGES, Record, chart, pick, table, write_csv
+from paw.tools.overhead import STAGES, Record, chart, pick, table
 from paw.tools.recorded import random_groups, random_model, read_groups
 from paw.train import optimize, prepare
 from paw.types import Group

@@ -1,5 +1,6 @@
 """Experiments: statistics by hand, variants and plans, tables and figures, and one trained by the real command."""
 
+import argparse
 import csv
 import json
 import math
@@ -13,7 +14,7 @@ from paw.recipe import dump, load
 from paw.tools.experiment import dynamics, runs
 from paw.tools.experiment.compare import measure, summarise
 from paw.tools.experiment.results import area, interval, paired, student, verdict
-from paw.tools.experiment.variants import VARIANTS, parse_variants
+from paw.tools.experiment.runs import VARIANTS, parse_variants
 from paw.tools.rundir import load_run
 
 
@@ -25,8 +26,8 @@ def test_intervals_by_hand():
     assert interval([0.4]) == (0.4, 1, None, None, None)
     tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}
     assert {n: student(n) for n in tabled} == pytest.approx(tabled, abs=5e-5)
-    assert area([0, 40, 240], [0.2, 0.4, 0.6]) == pytest.approx((40 * 0.3 + 200 * 0.5) / 240)
-    assert area([0], [0.3]) == 0.3
+    assert area({0: 0.2, 40: 0.4, 240: 0.6}) == pytest.approx((40 * 0.3 + 200 * 0.5) / 240)
+    assert area({0: 0.3}) == 0.3
 
 
 def test_differences_are_paired_by_seed():
@@ -41,8 +42,10 @@ def test_differences_are_paired_by_seed():
 
 
 def test_every_named_variant_is_a_configuration():
-    for name, (keys, _) in VARIANTS.items():
-        assert load("quickstart", keys).wm.enabled == (name not in ("grpo", "rloo", "gigpo", "dr-grpo", "ppo"))
+    for name in VARIANTS:
+        assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (
+            name not in ("grpo", "rloo", "gigpo", "dr-grpo", "ppo")
+        )
     found = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
     assert found["loud"] == {"wm.scale": "10", "wm.loss": "mae"} and found["same"] == {}
 
@@ -76,7 +79,8 @@ def test_seeds():
 def make_plan(out: Path, *, variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
     chosen = parse_variants(variants, [])
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return runs.plan("quickstart", chosen, {name: list(seeds) for name in chosen}, keys, out=out, jobs=jobs)
+    options = argparse.Namespace(recipe="quickstart", out=out, jobs=jobs, gpus=1)
+    return runs.plan(options, chosen, {name: list(seeds) for name in chosen}, keys)
 
 
 def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):

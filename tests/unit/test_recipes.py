@@ -13,7 +13,7 @@ from paw.keys import keys_of
 from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
 from paw.state.changes import _flat
 from paw.tools.experiment.results import PAPER
-from paw.tools.experiment.variants import VARIANTS
+from paw.tools.experiment.runs import VARIANTS
 from paw.tools.fit import check_fits, get
 from paw.tools.shapes import shape_of
 

@@ -10,88 +10,66 @@ from typing import Any
 
 from paw.errors import UserError
 from paw.recipe import load
-from paw.tools.experiment import runs as experiment
-from paw.tools.experiment.results import (
-    PAPER,
-    Interval,
-    area,
-    interval,
-    markdown,
-    paired,
-    paper_columns,
-    percent,
-    points,
-    verdict,
-    write,
-)  # fmt: skip
-from paw.tools.experiment.runs import Runs
-from paw.tools.experiment.variants import Overrides, listing, parse_variants
+from paw.tools.experiment import results, runs
+from paw.tools.experiment.results import PAPER, Interval, Record, interval, markdown, paired, percent, points
+from paw.tools.experiment.runs import Overrides, Runs
 from paw.tools.rundir import Run
 
 REACHED = 0.1
 """Training success that counts as having taken off (Figure 4)."""
 SWEPT = {"alpha": "0.25,0.5,0.75,1", "rho": "0.1,0.2,0.4,1"}
+FACTS = ("commit", "paw", "torch", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, sparse: bool = False) -> None:
-    default = "grpo,paw" if sparse else "grpo,paw,ce,constant,unselected"
-    experiment.add_arguments(parser, seeds="5", out="sparse" if sparse else "compare")
+    add, default = parser.add_argument, "grpo,paw" if sparse else "grpo,paw,ce,constant,unselected"
+    runs.add_arguments(parser, seeds="5", out="sparse" if sparse else "compare")
     named = "see --list; the first is the baseline (default: %(default)s)"
-    parser.add_argument("--variants", "--arms", default=default, metavar="A,B", help=named)
+    add("--variants", "--arms", default=default, metavar="A,B", help=named)
     own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
-    parser.add_argument(
-        "--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own"
-    )
+    add("--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
     more = "seeds of the first two variants, if they are to have more"
-    parser.add_argument("--pair-seeds", type=experiment.parse_seeds, default=[], metavar="N", help=more)
-    parser.add_argument("--list", action="version", version=listing(), help="print the named variants")
+    add("--pair-seeds", type=runs.parse_seeds, default=[], metavar="N", help=more)
+    listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
+    add("--list", action="version", version=listing, help="print the named variants")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = False) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json (sparse.* for `sparse`). Returns 0."""
-    variants = parse_variants(options.variants, options.own)
-    seeds: dict[str, list[int]] = {
-        variant: sorted({*options.seeds, *(options.pair_seeds if place < 2 else [])})
-        for place, variant in enumerate(variants)
-    }
-    runs = experiment.conduct(options, variants, seeds, overrides)
+    variants = runs.parse_variants(options.variants, options.own)
+    seeds = dict.fromkeys(variants, options.seeds)
+    seeds |= dict.fromkeys(list(variants)[:2], sorted({*options.seeds, *options.pair_seeds}))
+    found = runs.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 
-    records = measure_all(runs)
+    records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
-    curves = figures.evaluations(records)
     if sparse:
-        curves = {v: figures.average(list(found.values()), "success/all", window=10) for v, found in runs.items()}
-    write(
+        name, title, label = "sparse", "Sparse reward", "Success in training"
+        curves = {v: figures.average(list(by_seed.values()), "success/all", 10) for v, by_seed in found.items()}
+        paper = {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
+    else:
+        name, title, label = "compare", "Comparison", "Success on unseen games"
+        curves, paper = figures.evaluations(records), results.paper_columns(load(options.recipe, overrides))
+    differences = {variant: of["difference"] for variant, of in summary.items() if of["difference"]}
+    results.write(
         options.out,
-        "sparse" if sparse else "compare",
-        text=report(
-            f"{'Sparse reward' if sparse else 'Comparison'}: {options.recipe}",
-            summary,
-            runs,
-            {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
-            if sparse
-            else paper_columns(load(options.recipe, overrides)),
-            sparse=sparse,
-        ),
+        name,
+        text=report(f"{title}: {options.recipe}", summary, found, paper, sparse=sparse),
         records=records,
-        figure=figures.comparison(
-            curves,
-            {variant: found["difference"] for variant, found in summary.items() if found["difference"]},
-            "Success in training" if sparse else "Success on unseen games",
-        ),
-        summary={
-            variant: {"overrides": variants[variant]}
-            | {key: value._asdict() if isinstance(value, Interval) else value for key, value in found.items()}
-            for variant, found in summary.items()
-        },
+        figure=figures.comparison(curves, differences, label),
+        summary={variant: {"overrides": variants[variant]} | _plain(of) for variant, of in summary.items()},
     )
     return 0
 
 
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value._asdict() if isinstance(value, Interval) else value for key, value in found.items()}
+
+
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    experiment.add_arguments(parser, seeds="3", out="sweep")
+    runs.add_arguments(parser, seeds="3", out="sweep")
     for key, what in {"alpha": "shares of turns that are targets", "rho": "highest p that is not masked"}.items():
         parser.add_argument(f"--{key}", default=SWEPT[key], metavar="X,Y", help=f"{what} (default: %(default)s)")
 
@@ -102,47 +80,38 @@ def sweep(options: argparse.Namespace, overrides: Overrides) -> int:
     own = {key: float(getattr(config.wm, key)) for key in SWEPT}
     base = {"wm.enabled": "true"} | {f"wm.{key}": f"{value:g}" for key, value in own.items()}
     variants, names = {"paw": base}, {key: {value: "paw"} for key, value in own.items()}
-    for key in SWEPT:
-        for value in _numbers(key, getattr(options, key)):
+    for key, text in ((key, getattr(options, key)) for key in SWEPT):
+        try:
+            values = [float(part) for part in text.split(",") if part.strip()]
+        except ValueError:
+            raise UserError(f"--{key} '{text}': give numbers, such as 0.25,0.5,1") from None
+        for value in values:
             if value != own[key]:
                 names[key][value] = f"{key}-{value:g}"
                 variants[names[key][value]] = base | {f"wm.{key}": f"{value:g}"}
     others = {key: value for key, value in overrides.items() if key not in ("wm.alpha", "wm.rho")}
-    runs = experiment.conduct(options, variants, {variant: options.seeds for variant in variants}, others)
+    found = runs.conduct(options, variants, dict.fromkeys(variants, options.seeds), others)
     from paw.tools.experiment import figures
 
-    records = measure_all(runs)
+    records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
     panels = {key: {v: summary[name]["after"] for v, name in names[key].items() if name in summary} for key in SWEPT}
-    text = report(f"Sweep: {options.recipe}", summary, runs, {})
-    write(options.out, "sweep", text=text, records=records, figure=figures.sweeps(panels, own))
+    text = report(f"Sweep: {options.recipe}", summary, found, {})
+    results.write(options.out, "sweep", text=text, records=records, figure=figures.sweeps(panels, own))
     return 0
 
 
-def _numbers(key: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(f"--{key} '{text}': give numbers, such as 0.25,0.5,1") from None
-
-
-def measure_all(runs: Runs) -> list[dict[str, Any]]:
-    return [measure(variant, seed, run) for variant, found in runs.items() for seed, run in found.items()]
-
-
-def measure(variant: str, seed: int, run: Run) -> dict[str, Any]:
+def measure(variant: str, seed: int, run: Run) -> Record:
     """A line of the CSV. Shares; `_last10` are means over the last ten updates, others over all updates."""
-    steps, values = run.series("eval/success")
-    trained, always = run.metrics.get("success/all", {}), run.updates + 1
-    record = {
+    evaluated, trained = (run.metrics.get(key, {}) for key in ("eval/success", "success/all"))
+    always = run.updates + 1
+    return {
         "variant": variant,
         "seed": seed,
         "before": run.first("eval/success"),
         "after": run.last("eval/success"),
-        "ci_low": run.last("eval/ci_low"),
-        "ci_high": run.last("eval/ci_high"),
-        "games": run.last("eval/games"),
-        "area": area(steps, values) if steps else None,
+        **{key: run.last(f"eval/{key}") for key in ("ci_low", "ci_high", "games")},
+        "area": results.area(evaluated) if evaluated else None,
         "train_last10": run.last("success/all", 10),
         "updates_with_success": fmean(share > 0 for share in trained.values()) if trained else None,
         "takes_off_at": next((step for step, share in trained.items() if share > REACHED), None),
@@ -152,40 +121,34 @@ def measure(variant: str, seed: int, run: Run) -> dict[str, Any]:
         "masked_frac": run.first("wm/masked_frac", always),
         **{key.replace("/", "_"): run.first(key, always) for key in run.metrics if key.endswith("/grad_norm")},
         "minutes": (run.info.get("warmup_s", 0.0) + run.info.get("wall_s", 0.0)) / 60,
-        **{key: run.info.get(key, "") for key in ("commit", "paw", "torch", "device")},
+        **{key: run.info.get(key, "") for key in FACTS},
+        **{f"eval_{step}": value for step, value in evaluated.items()},
     }
-    return record | {f"eval_{step}": value for step, value in zip(steps, values, strict=True)}
 
 
-def summarise(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
     """By variant: success before and after, area under the curve, paired differences to the first, as intervals."""
-
-    def column(variant: str, key: str) -> dict[int, float]:
-        return {row["seed"]: row[key] for row in records if row["variant"] == variant and row[key] is not None}
-
-    base = records[0]["variant"]
     summary: dict[str, dict[str, Any]] = {}
+    base: dict[str, dict[int, float]] = {}
     for variant in dict.fromkeys(row["variant"] for row in records):
-        columns = {key: column(variant, key) for key in ("before", "after", "area", "train_last10")}
-        took_off, shares = column(variant, "takes_off_at"), column(variant, "updates_with_success")
-        found: dict[str, Any] = {key: interval(list(values.values())) for key, values in columns.items() if values}
-        found |= {"seeds": list(columns["after"]), "difference": None, "area_difference": None}
-        if variant != base:
-            found["difference"] = paired(column(base, "after"), columns["after"])
-            found["area_difference"] = paired(column(base, "area"), columns["area"])
-            found["verdict"] = verdict(found["difference"])
-        found |= {"took_off": len(took_off), "takes_off_at": median(took_off.values()) if took_off else None}
-        summary[variant] = found | {"updates_with_success": fmean(shares.values()) if shares else None}
+        rows = [row for row in records if row["variant"] == variant]
+        keys = ("before", "after", "area", "train_last10", "takes_off_at", "updates_with_success")
+        column = {key: {row["seed"]: row[key] for row in rows if row[key] is not None} for key in keys}
+        found: dict[str, Any] = {key: interval(list(column[key].values())) for key in keys[:4] if column[key]}
+        found |= {"seeds": list(column["after"]), "difference": None, "area_difference": None}
+        if base:
+            found["difference"] = paired(base["after"], column["after"])
+            found["area_difference"] = paired(base["area"], column["area"])
+            found["verdict"] = results.verdict(found["difference"])
+        base = base or column
+        took_off, shares = column["takes_off_at"].values(), column["updates_with_success"].values()
+        found |= {"took_off": len(took_off), "takes_off_at": median(took_off) if took_off else None}
+        summary[variant] = found | {"updates_with_success": fmean(shares) if shares else None}
     return summary
 
 
 def report(
-    title: str,
-    summary: dict[str, dict[str, Any]],
-    runs: Runs,
-    paper: dict[str, dict[str, float]],
-    *,
-    sparse: bool = False,
+    title: str, summary: dict[str, dict[str, Any]], runs: Runs, paper: dict[str, dict[str, float]], sparse: bool = False
 ) -> str:
     """The markdown: the table, the paper's numbers (title -> variant -> per cent) beside ours, and how to read both."""
     base = next(iter(summary))
@@ -196,8 +159,8 @@ def report(
     for variant, found in summary.items():
         n = len(found["seeds"])
         row = [variant, n, points(found["before"]), points(found["after"]), percent(found["after"].sd)]
-        row += [points(found["area"]), points(found["difference"], sign=True)]
-        row += [points(found["area_difference"], sign=True), found.get("verdict", "baseline")]
+        row += [points(found["area"]), points(found["difference"], sign="+")]
+        row += [points(found["area_difference"], sign="+"), found.get("verdict", "baseline")]
         if sparse:
             row += [percent(found["updates_with_success"]), f"{found['took_off']} of {n}", found["takes_off_at"]]
         rows.append([*row, *(printed.get(variant) for printed in paper.values())])

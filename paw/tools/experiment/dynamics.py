@@ -23,12 +23,15 @@ CURVES = {
 """Metrics that make a panel where a run has them."""
 WINDOW = 10
 """Updates of the moving mean."""
+NOTE = f"""
+Means over runs of the first and the last {WINDOW} updates, of the first and the last evaluation. In the \
+plot moving means of {WINDOW} updates, bands: 95 % Student interval over runs. The counterpart of Figures 10 \
+and 11 of arXiv 2606.02388."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="run directories, or an experiment's folder (with runs/ in it)"
-    )
+    source = "run directories, or an experiment's folder (with runs/ in it)"
+    parser.add_argument("runs", nargs="+", type=Path, help=source)
     parser.add_argument("--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)")
     parser.set_defaults(overrides=False)
 
@@ -38,41 +41,32 @@ def run(options: argparse.Namespace, _: dict[str, str]) -> int:
     groups = read(options.runs)
     from paw.tools.experiment import figures
 
-    found = dict.fromkeys(key for group in groups.values() for run in group for key in run.metrics)
-    labels = {key: label for key, label in CURVES.items() if key in found}
-    if not labels:
-        raise UserError(f"{options.runs[0]}: none of its metrics is a training curve")
-    panels = {}
-    for key, label in labels.items():
-        having = {name: [run for run in group if key in run.metrics] for name, group in groups.items()}
-        window = 1 if key.startswith("eval/") else WINDOW
-        panels[label] = {
-            n: figures.average(group, key, window=window) if group else ([], []) for n, group in having.items()
-        }
-    rows = []
-    for key, label in labels.items():
-        factor = 100 if label.endswith("(%)") else 1
-        count = 1 if key.startswith("eval/") else WINDOW
-        row = [label]
-        for group in groups.values():
-            ends = [(run.first(key, count), run.last(key, count)) for run in group if key in run.metrics]
-            means = [factor * sum(end[i] or 0.0 for end in ends) / len(ends) for i in (0, 1)] if ends else None
-            row.append("{:.3g} -> {:.3g}".format(*means) if means else "-")
+    logged = {key for group in groups.values() for run in group for key in run.metrics}
+    panels, rows = {}, []
+    for key, label in CURVES.items():
+        if key not in logged:
+            continue
+        window, factor = 1 if key.startswith("eval/") else WINDOW, 100 if label.endswith("(%)") else 1
+        row, panel = [label], {}
+        for name, group in groups.items():
+            having = [run for run in group if key in run.metrics]
+            panel[name] = figures.average(having, key, window) if having else {}
+            sums = [sum(mean(key, window) or 0.0 for mean in means)
+                    for means in ([run.first for run in having], [run.last for run in having])]  # fmt: skip
+            row.append("{:.3g} -> {:.3g}".format(*(factor * total / len(having) for total in sums)) if having else "-")
+        panels[label] = panel
         rows.append(row)
+    if not panels:
+        raise UserError(f"{options.runs[0]}: none of its metrics is a training curve")
+    shown = [key for key in CURVES if key in logged]
     records = [
-        {"group": name, "run": run.name, "update": step} | {key: run.at(key, step) for key in labels}
+        {"group": name, "run": run.name, "update": step} | {key: run.at(key, step) for key in shown}
         for name, group in groups.items()
         for run in group
-        for step in sorted({step for key in labels for step in run.metrics.get(key, {})})
+        for step in sorted({step for key in shown for step in run.metrics.get(key, {})})
     ]
     header = ["", *(f"{name} ({len(group)})" for name, group in groups.items())]
-    text = "\n".join([
-        "# Training curves\n",
-        markdown(header, rows),
-        f"\nMeans over runs of the first and the last {WINDOW} updates, of the first and the last evaluation. In the "
-        f"plot moving means of {WINDOW} updates, bands: 95 % Student interval over runs. The counterpart of Figures 10 "
-        "and 11 of arXiv 2606.02388.",
-    ])  # fmt: skip
+    text = "\n".join(["# Training curves\n", markdown(header, rows), NOTE])
     write(options.out, "dynamics", text=text, records=records, figure=figures.curves(panels))
     return 0
 

@@ -9,35 +9,33 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paw.tools.experiment.results import Interval, interval
-from paw.tools.plots import BLUE, INK, MUTED, PALETTE, legend, look, moving_mean, printable, styled
+from paw.tools.experiment.results import Interval, Record, interval
+from paw.tools.plots import BLUE, INK, MUTED, PALETTE, legend, look, moving_mean, name_bars, printable, styled
 from paw.tools.rundir import Run
 
 PALE = "#b9c0c8"
-Curve = tuple[list[int], list[Interval]]
-"""Updates, and the mean over seeds with its interval at each."""
+Curve = dict[int, Interval]
+"""The mean over seeds with its interval, by update."""
 
 
-def average(runs: Sequence[Run], key: str, *, window: int = 1) -> Curve:
+def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
     """The curve over seeds, each seed's first smoothed by a moving mean; at the updates that all have."""
     smooth = []
     for run in runs:
         steps, values = run.series(key)
         smooth.append(dict(zip(steps, map(float, moving_mean(values, window)), strict=True)) if steps else {})
-    steps = [step for step in smooth[0] if all(step in one for one in smooth)]
-    return steps, [interval([one[step] for one in smooth]) for step in steps]
+    return {step: interval([one[step] for one in smooth]) for step in smooth[0] if all(step in one for one in smooth)}
 
 
-def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
     """The evaluation curve of each variant, from lines of compare.csv, or what is read back from it."""
     steps = sorted({int(key[5:]) for row in records for key in row if key.startswith("eval_")})
-    curves: dict[str, Curve] = {}
-    for variant in dict.fromkeys(row["variant"] for row in records):
-        found: dict[int, list[Any]] = {
-            step: [row.get(f"eval_{step}") for row in records if row["variant"] == variant] for step in steps
-        }
-        whole = {step: [float(v) for v in values] for step, values in found.items() if all(values) or 0.0 in values}
-        curves[variant] = list(whole), [interval(values) for values in whole.values()]
+    curves: dict[str, Curve] = {row["variant"]: {} for row in records}
+    for variant, curve in curves.items():
+        for step in steps:
+            values = [row.get(f"eval_{step}") for row in records if row["variant"] == variant]
+            if None not in values:
+                curve[step] = interval(values)
     return curves
 
 
@@ -56,24 +54,20 @@ def comparison(curves: Mapping[str, Curve], differences: Mapping[str, Interval],
     for index, variant in enumerate(named):
         _curve(left, curves[variant], index, variant, 100, band=len(named) <= 3)
     for index, variant in enumerate(variant for variant in others if variant not in named):
-        steps, means = curves[variant]
-        text = None if index else "others"
-        left.plot(steps, [100 * mean.mean for mean in means], color=PALE, linewidth=1.4, label=text, zorder=1.5)
+        means, text = [100 * mean.mean for mean in curves[variant].values()], None if index else "others"
+        left.plot(list(curves[variant]), means, color=PALE, linewidth=1.4, label=text, zorder=1.5)
     left.set(xlabel="Update", ylabel=f"{label} (%)", ylim=(0, None))
     legend(left)
     shown = [variant for variant in curves if variant in differences]
     for place, variant in enumerate(shown):
-        difference = differences[variant]
+        mean, _, _, low, high = differences[variant]
         colour = look(named.index(variant))[0] if variant in named else MUTED
-        if difference.low is not None and difference.high is not None:
-            right.plot([100 * difference.low, 100 * difference.high], [place, place], color=colour, linewidth=1.8)
-        right.plot(100 * difference.mean, place, "o", color=colour, markersize=6)
+        if low is not None and high is not None:
+            right.plot([100 * low, 100 * high], [place, place], color=colour, linewidth=1.8)
+        right.plot(100 * mean, place, "o", color=colour, markersize=6)
     right.axvline(0, color=MUTED, linewidth=1)
-    right.set_yticks(range(len(shown)), [f"{printable(v)} ({differences[v].n} seeds)" for v in shown])
+    name_bars(right, [f"{printable(v)} ({differences[v].n} seeds)" for v in shown])
     right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(shown) - 0.5, -0.5))
-    right.tick_params(axis="y", labelcolor=INK)
-    right.grid(axis="x")
-    right.grid(visible=False, axis="y")
     return figure
 
 
@@ -108,19 +102,19 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
         axes.remove()
     for axes in grid[max(0, len(panels) - 3) : len(panels)]:
         axes.set_xlabel("Update")
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=6)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
     return figure
 
 
 def _curve(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
     """A mean and its interval as a band, cut off where no value can lie: below 0 if no mean is, and beyond 100 %."""
-    (colour, dash), (steps, means) = look(index), curve
+    colour, dash = look(index)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    line: Any = {"color": colour, "linestyle": dash, "marker": "o" if len(steps) < 12 else "", "markersize": 3.5}
-    axes.plot(steps, [factor * mean.mean for mean in means], linewidth=1.8, label=printable(label), **line)
-    known = [(step, mean.low, mean.high) for step, mean in zip(steps, means, strict=True) if mean.low is not None]
+    line: Any = {"color": colour, "linestyle": dash, "marker": "o" if len(curve) < 12 else "", "markersize": 3.5}
+    means = [factor * mean.mean for mean in curve.values()]
+    axes.plot(list(curve), means, linewidth=1.8, label=printable(label), **line)
+    known = [(step, factor * of.low, factor * (of.high or 0)) for step, of in curve.items() if of.low is not None]
     if known and band:
-        at, low, high = np.array(known, dtype=float).T * [[1], [factor], [factor]]
-        least, most = 0 if min(mean.mean for mean in means) >= 0 else -np.inf, 100 if factor == 100 else np.inf
+        at, low, high = np.array(known).T
+        least, most = 0 if min(means) >= 0 else -np.inf, 100 if factor == 100 else np.inf
         axes.fill_between(at, low.clip(least), high.clip(max=most), color=colour, alpha=0.1, linewidth=0)

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paw.errors import UserError, to_stderr
-from paw.plugins import import_file
+from paw.plugins import load
 from paw.state.record import code_commit
 from paw.tools.experiment.results import markdown, percent, write
 
@@ -71,12 +71,13 @@ RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="run directory (its start model too) or model")
-    parser.add_argument("--recipe", help="environment and sampling (default: the run's own configuration)")
-    parser.add_argument("--tasks", type=int, default=16, help="training tasks to play in groups (default: %(default)s)")
-    parser.add_argument("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
-    parser.add_argument("--rule", help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)")
-    parser.add_argument("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL", help="run directory (its start model too) or model")
+    add("--recipe", help="environment and sampling (default: the run's own configuration)")
+    add("--tasks", type=int, default=16, help="training tasks to play in groups (default: %(default)s)")
+    add("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
+    add("--rule", help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)")
+    add("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -108,13 +109,9 @@ def find_rule(name: str) -> Rule:
     """A rule by environment, or the function of a file. Raises UserError where there is none."""
     if name in RULES:
         return RULES[name]
-    file, _, function = name.rpartition(":")
-    if not file.endswith(".py"):
+    if ".py:" not in name:
         raise UserError(f"no noise rule '{name}': there are {', '.join(RULES)}, or give --rule FILE.py:FUNCTION")
-    rule = getattr(import_file(file, f"--rule {name}"), function, None)
-    if rule is None:
-        raise UserError(f"--rule {name}: the file has no '{function}'")
-    return rule
+    return load("rules", name)
 
 
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
@@ -143,11 +140,11 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
         groups = read_episodes(rollouts, vocabulary=len(policy.head_weight))
 
     encode = partial(chat.observation_ids, max_tokens=limit)
-    rows = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
+    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
     noise: list[list[bool]] = []
-    for row, turn in zip(rows, turns, strict=True):
-        row.wm_weight, text = 1.0, turn.outcome.observation
+    for sample, turn in zip(samples, turns, strict=True):
+        sample.wm_weight, text = 1.0, turn.outcome.observation
         noise.append(noisy(chat.observation_spans(text, limit), rule(turn.prompt, turn.outcome.action, text)))
 
     def rated(batch: Any) -> list[tuple[float, float]]:
@@ -163,7 +160,7 @@ def measure(path: str, config: "Config", rule: Rule, tasks: int, rollouts: Path 
     sizes: Any = {"budget": config.optim.micro_batch_tokens, "quadratic": policy.quadratic, "device": policy.device}
     tokens = []
     with torch.no_grad():
-        for batch in micro_batches(rows, with_action=False, with_observation=True, **sizes):
+        for batch in micro_batches(samples, with_action=False, with_observation=True, **sizes):
             flags = [flag for i in batch.indices for flag in noise[i]]
             tokens += [Token(flag, *of) for flag, of in zip(flags, policy(partial(rated, batch)), strict=True)]
     return tokens
@@ -179,12 +176,14 @@ def table(tokens: list[Token], rho: float, q: float) -> list[dict[str, Any]]:
         facts = {"class": kind, "tokens": len(of), "token_share": len(of) / len(tokens)}
         facts |= {"mean_p": fmean(token.p for token in of), "live": fmean(token.p <= rho for token in of)}
         for loss, slope in SLOPES.items():
-
-            def total(of: list[Token], *, logits: bool, slope: Slope = slope) -> float:
-                return sum(slope(token.p, rho, q) * (token.spread if logits else 1.0) for token in of)
-
-            by = [total(of, logits=logits) / (total(tokens, logits=logits) or 1.0) for logits in (False, True)]
-            lines.append({**facts, "loss": loss, "by_logp": by[0], "by_logits": by[1]})
+            shares = {}
+            for key, logits in {"by_logp": False, "by_logits": True}.items():
+                total, own = (
+                    sum(slope(token.p, rho, q) * (token.spread if logits else 1.0) for token in part)
+                    for part in (tokens, of)
+                )
+                shares[key] = own / (total or 1.0)
+            lines.append({**facts, "loss": loss, **shares})
     return lines
 
 

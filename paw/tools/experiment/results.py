@@ -1,12 +1,14 @@
 """What several seeds show, and how it is written: intervals, paired differences, tables, files, the paper's numbers."""
 
+import csv
+import io
 import json
 import math
 import tomllib
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
 )
 """Success in per cent, of Tables 1 to 4 of arXiv 2606.02388: env.name -> start of the model's name -> variant."""
 TITLES = {"alfworld": "ALFWorld", "webshop": "WebShop", "search": "search QA"}
+Record = dict[str, Any]
+"""A line of a CSV."""
 
 
 class Interval(NamedTuple):
@@ -70,12 +74,12 @@ def verdict(difference: Interval | None) -> str:
     return "helps beyond the interval" if helps else "hurts beyond the interval" if hurts else "not shown"
 
 
-def area(steps: Sequence[int], values: Sequence[float]) -> float:
+def area(curve: Mapping[int, float]) -> float:
     """Mean height of the curve through the points (trapezoids): a share if the values are."""
-    if len(steps) < 2:
-        return fmean(values)
-    parts = [(steps[i + 1] - steps[i]) * (values[i + 1] + values[i]) / 2 for i in range(len(steps) - 1)]
-    return sum(parts) / (steps[-1] - steps[0])
+    if len(curve) < 2:
+        return fmean(curve.values())
+    parts = [(b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(curve)]
+    return sum(parts) / (max(curve) - min(curve))
 
 
 def paper_columns(config: Config) -> dict[str, dict[str, float]]:
@@ -85,11 +89,11 @@ def paper_columns(config: Config) -> dict[str, dict[str, float]]:
     >>> paper_columns(load("webshop-grpo-14b"))
     {'WebShop, Qwen2.5-14B': {'grpo': 74.7, 'paw': 77.1}}
     """
-    found = {(env, model): shares for env, models in PAPER.items() for model, shares in models.items()}
     name = config.model.path.rpartition("/")[2] + "-"
-    chosen = [(env, model) for env, model in found if env == config.env.name and name.startswith(f"{model}-")]
+    models = PAPER.get(config.env.name, {})
+    chosen = [(config.env.name, model) for model in models if name.startswith(f"{model}-")]
     chosen = chosen or [(env, next(iter(models))) for env, models in PAPER.items()]
-    return {f"{TITLES[env]}, {model}": found[env, model] for env, model in chosen}
+    return {f"{TITLES[env]}, {model}": PAPER[env][model] for env, model in chosen}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -102,19 +106,25 @@ def percent(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}"
 
 
-def points(shown: Interval | None, *, sign: bool = False) -> str | None:
+def points(shown: Interval | None, *, sign: str = "") -> str | None:
     """A share as "61.3 [55.0, 67.6]", without brackets where there is no interval."""
     if shown is None:
         return None
-    form = f"{{:{'+' if sign else ''}.1f}}"
-    low, high = (None if end is None else form.format(100 * end) for end in (shown.low, shown.high))
-    return form.format(100 * shown.mean) + ("" if low is None else f" [{low}, {high}]")
+    mean, low, high = (f"{100 * (value or 0):{sign}.1f}" for value in (shown.mean, shown.low, shown.high))
+    return mean if shown.low is None else f"{mean} [{low}, {high}]"
 
 
-def write(out: Path, name: str, *, text: str, records: list[dict[str, Any]], figure: Any, summary: Any = None) -> None:
+def write_csv(path: Path, records: Sequence[Record]) -> None:
+    columns = dict.fromkeys(key for record in records for key in record)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
+    write_file(path, text.getvalue())
+
+
+def write(out: Path, name: str, *, text: str, records: Sequence[Record], figure: Any, summary: Any = None) -> None:
     """NAME.md, NAME.csv and NAME.png, summary.json where there is one; prints the text and the names."""
-    from paw.tools.overhead import write_csv  # loads matplotlib
-
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_file(out / f"{name}.md", text)

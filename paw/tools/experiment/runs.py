@@ -6,7 +6,9 @@ its checkpoint.
 """
 
 import argparse
+import difflib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,32 +18,53 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.recipe import load
-from paw.tools.experiment.variants import Overrides
 from paw.tools.rundir import Run, load_run
 
+ESTIMATORS = {
+    "rloo": "advantage.type=rloo",
+    "gigpo": "advantage.type=gigpo",
+    "dr-grpo": "advantage.type=grpo advantage.norm_std=false",
+    "ppo": "advantage.type=ppo",
+}
+PAW = "advantage.type=grpo wm.enabled=true"
+VARIANTS = {
+    "grpo": ("advantage.type=grpo wm.enabled=false", "GRPO without a world model"),
+    "paw": (PAW, "GRPO + PaW, with the recipe's [wm] (the paper's where it says nothing else)"),
+    "ce": (f"{PAW} wm.loss=ce", "cross-entropy on observations, as in Table 4"),
+    "mae": (f"{PAW} wm.loss=mae", "MAE without the mask p <= rho"),
+    "gce": (f"{PAW} wm.loss=gce", "generalised cross-entropy"),
+    "constant": (f"{PAW} wm.weight=1.0", "lambda = 1 whatever the rewards, as in Table 4"),
+    "unselected": (f"{PAW} wm.alpha=1.0", "every turn a target, no selection by entropy"),
+    "echo": (f"{PAW} wm.loss=ce wm.weight=1.0 wm.alpha=1.0", "ECHO (arXiv 2605.24517)"),
+    "scaled": (f"{PAW} wm.scale=10", "PaW's term ten times as large"),
+    "dedup": (f"{PAW} wm.dedup=true", "identical turns predicted once"),
+    **{name: (f"{keys} wm.enabled=false", f"{name} without a world model") for name, keys in ESTIMATORS.items()},
+    **{f"{name}-paw": (f"{keys} wm.enabled=true", f"{name} + PaW") for name, keys in ESTIMATORS.items()},
+}
+"""Of a comparison: what it changes in the recipe, and a line on what it is."""
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
 """Keys that the experiment sets."""
 IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
 """Keys in which a finished run may differ: what was learnt is the same."""
+Overrides = dict[str, str]
+"""Dotted keys of the configuration and their values, as on the command line."""
 Runs = dict[str, dict[int, Run]]
 """Finished runs by variant and seed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the experiment."""
+    """One run of the experiment; `words` are those of `paw train`."""
 
     variant: str
     seed: int
     directory: Path
     updates: int
     words: tuple[str, ...]
-    """Of `paw train`."""
 
     @property
     def finished(self) -> bool:
@@ -55,14 +78,14 @@ class Job:
 
 def add_arguments(parser: argparse.ArgumentParser, *, seeds: str, out: str) -> None:
     """The options that every experiment has."""
-    parser.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-    parser.add_argument(
-        "--seeds", type=parse_seeds, default=seeds, metavar="N", help="how many, or which: 0-4,7 (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder to write (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
-    parser.add_argument("--report-only", action="store_true", help="train nothing, use what is finished")
+    add = parser.add_argument
+    add("recipe", help="name of a packaged recipe, or a .toml file")
+    help = "how many, or which: 0-4,7 (default: %(default)s)"
+    add("--seeds", type=parse_seeds, default=seeds, metavar="N", help=help)
+    add("--out", type=Path, default=Path(out), help="folder to write (default: %(default)s)")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
+    add("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
+    add("--report-only", action="store_true", help="train nothing, use what is finished")
     parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
 
 
@@ -80,6 +103,33 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
+def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
+    """Variants by name from "grpo,paw", then the user's own, each "name: wm.scale=10 wm.loss=mae".
+
+    Raises UserError for an unknown or repeated name and for an own variant of another form.
+    """
+    named = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in VARIANTS:
+            near = difflib.get_close_matches(name, VARIANTS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(VARIANTS)}"
+            raise UserError(f"--variants: unknown variant '{name}': {hint} (or give your own with --variant)")
+        named.append(f"{name}: {VARIANTS[name][0]}")
+    found: dict[str, Overrides] = {}
+    for text in [*named, *own]:
+        name, colon, rest = text.partition(":")
+        pairs = [word.partition("=") for word in shlex.split(rest)]
+        if not colon or not re.fullmatch(r"[\w.+=-]+", name) or not all(equals for _, equals, _ in pairs):
+            example = "'loud: wm.scale=10 wm.loss=mae'"
+            raise UserError(f"--variant '{text}': give a name and what it changes, such as {example}")
+        if name in found:
+            raise UserError(f"variant '{name}' is there twice")
+        found[name] = {key: value for key, _, value in pairs}
+    if not found:
+        raise UserError("--variants names no variant")
+    return found
+
+
 def conduct(
     options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> Runs:
@@ -87,7 +137,7 @@ def conduct(
 
     Raises UserError as `plan` and `train` do, and where the first variant, the baseline, has no finished run.
     """
-    jobs = plan(options.recipe, variants, seeds, overrides, out=options.out, jobs=options.jobs, gpus=options.gpus)
+    jobs = plan(options, variants, seeds, overrides)
     if not options.report_only:
         train(jobs, at_once=options.jobs)
     runs: Runs = {variant: {} for variant in variants}
@@ -99,54 +149,46 @@ def conduct(
 
 
 def plan(
-    recipe: str,
-    variants: dict[str, Overrides],
-    seeds: dict[str, list[int]],
-    overrides: Overrides,
-    *,
-    out: Path,
-    jobs: int = 1,
-    gpus: int = 1,
+    options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> list[Job]:
     """The runs, all variants of a seed in a row. Nothing is written.
 
     Raises UserError for a bad key or value, for one that a variant or the experiment sets itself, and for a run that is
     there with another configuration.
     """
-    if jobs < 1:
-        raise UserError(f"--jobs {jobs}: give 1 or more")
+    if options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: give 1 or more")
     for key in overrides:
         if key in OWN:
             raise UserError(f"--{key}: the experiment sets it; see --seeds and --out")
         if setter := next((variant for variant, keys in variants.items() if key in keys), None):
             advice = "leave it out, or write that variant yourself with --variant"
             raise UserError(f"--{key} is what variant '{setter}' sets; {advice}")
-    planned = []
-    common = {"run.threads": "1"} if jobs > 1 else {}
+    jobs = []
+    common = {"run.threads": "1"} if options.jobs > 1 else {}
     for seed in sorted({seed for chosen in seeds.values() for seed in chosen}):
         for variant in (variant for variant in variants if seed in seeds[variant]):
-            own = {"run.dir": str(out / "runs"), "run.name": f"{variant}-{seed}"}
-            own |= {"run.seed": str(seed), "warmup.seed": str(seed)}
+            directory = options.out / "runs" / f"{variant}-{seed}"
+            own = {"run.dir": str(directory.parent), "run.name": directory.name}
+            own |= dict.fromkeys(("run.seed", "warmup.seed"), str(seed))
             keys = common | overrides | variants[variant] | own
-            config = load(recipe, keys)
-            directory = config.run.dir / config.run.name
-            if (directory / "config.toml").is_file() and (found := difference(load(directory / "config.toml"), config)):
-                key, before, now = found
-                raise UserError(f"{directory} has {key} = {before!r}, not {now!r}: take another --out, or remove it")
-            words = ["train", recipe, "--gpus", str(gpus)]
-            words += [word for key, value in keys.items() for word in (f"--{key}", value)]
-            planned.append(Job(variant, seed, directory, config.run.updates, tuple(words)))
-    return planned
+            config = load(options.recipe, keys)
+            if (directory / "config.toml").is_file() and (found := difference(directory / "config.toml", config)):
+                raise UserError(f"{directory} has {found}: take another --out, or remove it")
+            words = [word for key, value in keys.items() for word in (f"--{key}", value)]
+            words = ["train", options.recipe, "--gpus", str(options.gpus), *words]
+            jobs.append(Job(variant, seed, directory, config.run.updates, tuple(words)))
+    return jobs
 
 
-def difference(before: Config, now: Config) -> tuple[str, Any, Any] | None:
+def difference(path: Path, now: Config) -> str:
     """The first key in which two configurations would learn differently, and both values."""
-    for section, table in before:
+    for section, table in load(path):
         for key, value in table:
             other = getattr(getattr(now, section), key)
             if value != other and f"{section}.{key}" not in IGNORED:
-                return f"{section}.{key}", value, other
-    return None
+                return f"{section}.{key} = {value!r}, not {other!r}"
+    return ""
 
 
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
@@ -196,11 +238,9 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     try:
         job.directory.parent.mkdir(parents=True, exist_ok=True)
         resume = ["--resume", "auto"] if metrics.is_file() and metrics.stat().st_size else []
+        command = [sys.executable, "-m", "paw", *job.words, *resume]
         with job.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches it once, through `train`.
-            return subprocess.Popen(
-                [sys.executable, "-m", "paw", *job.words, *resume],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     except OSError as error:
         raise UserError(f"cannot write {job.directory}: {error.strerror}; set --out") from None
