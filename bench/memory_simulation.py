@@ -35,8 +35,9 @@ from paw.algo.samples import collate
 from paw.config import Config
 from paw.model.attention import pick_attention
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks
+from paw.model.parallel import DistributedRanks
 from paw.model.policy import DTYPES, Policy, weights_dtype
+from paw.model.ranks import Ranks
 from paw.tools.plan import GIB
 from paw.tools.recorded import hf_config
 from paw.tools.shapes import Shape
@@ -116,13 +117,15 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-class FakeRanks(Ranks):
+class FakeRanks(DistributedRanks):
     """Rank 0 among `world` that are not there."""
 
     def __init__(self, world: int) -> None:
         self.rank, self.world_size, self._device = 0, world, torch.device("cpu")
-        if world > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
 
 def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "varlen") -> Peaks:
     """Peaks of rank 0 among `world` fake ranks."""
-    ranks = FakeRanks(world)
+    ranks = FakeRanks(world) if world > 1 else Ranks()
     policy = make_policy(config, shape, attention=attention)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_values():

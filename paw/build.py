@@ -21,8 +21,8 @@ from paw.envs.load import check_reward_max
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
+from paw.model.ranks import Ranks
 from paw.rollout.chat import Chat
 from paw.rollout.engines import make_engine
 from paw.rollout.engines.base import Engine

@@ -203,6 +203,7 @@ def _arguments(name: str, sub: argparse.ArgumentParser) -> Callable[[argparse.Na
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.hub import check_hub
+    from paw.model import launcher
     from paw.recipe import explain, load_named, warnings
     from paw.state import signals
     from paw.state.claim import check_claim, run_names
@@ -233,11 +234,9 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         raise UserError(f"model.path = '{config.model.path}': there is no config.json in it")
     if config.model.path != "quickstart" and not own:
         check_hub(config.model.path)
-    signals.die_with_launcher()
+    launcher.die_with_launcher()
     with signals.leaving_at_once():
         if options.gpus != 1:
-            from paw.model import launcher
-
             words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
             words += ["--resume", resume] if resume else []
             return launcher.launch(options.gpus, ["train", options.recipe, *words])

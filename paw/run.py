@@ -21,8 +21,8 @@ from paw.build import Parts, build, check_environment, check_extras, check_memor
 from paw.config import Config
 from paw.errors import LINE_CHARS, UserError, clean, to_stderr
 from paw.files import cause, write_file
-from paw.model.parallel import PeerLostError, Ranks, lost_peer
 from paw.model.policy import Policy, pick_device
+from paw.model.ranks import PeerLostError, Ranks, join_ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
@@ -31,7 +31,7 @@ from paw.rollout.sync import full_parameters
 from paw.state.changes import changes
 from paw.state.claim import claim
 from paw.state.export import export
-from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, out_of_memory, what_is_saved
+from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
@@ -264,7 +264,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     check_extras(config, device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    ranks = Ranks(device, tasks=config.rollout.tasks, peer_timeout_s=config.run.peer_timeout_s)
+    ranks = join_ranks(device, tasks=config.rollout.tasks, peer_timeout_s=config.run.peer_timeout_s)
     stack.callback(ranks.close)
     ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))

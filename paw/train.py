@@ -27,7 +27,7 @@ from paw.algo.samples import micro_batches, to_samples
 from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.optim import learning_rate, set_learning_rate
-from paw.model.parallel import full_tensor
+from paw.model.ranks import full_tensor
 from paw.rollout.episode import bind
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics

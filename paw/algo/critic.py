@@ -22,8 +22,8 @@ from paw.algo.advantages import gae, whiten
 from paw.algo.loss import Batch, micro_batches
 from paw.config import Config
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks, full_tensor
 from paw.model.policy import Policy, load_policy
+from paw.model.ranks import Ranks, full_tensor
 from paw.state.guards import TrainingStopped, UpdateGuard
 from paw.types import Sample
 

@@ -18,9 +18,9 @@ from transformers import GradientCheckpointingLayer, PreTrainedModel
 from paw.errors import UserError
 from paw.model.attention import token_mixers
 from paw.model.precision import running_in
+from paw.model.ranks import out_of_memory
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.transformers import TransformersEngine
-from paw.state.guards import out_of_memory
 from paw_kernels import best_backend, token_stats
 
 if TYPE_CHECKING:

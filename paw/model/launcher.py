@@ -1,5 +1,6 @@
-"""`paw train --gpus N`: one process per GPU of this machine, which end together."""
+"""`paw train --gpus N`: one process per GPU of this machine, which end together. No torch until it starts them."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -10,8 +11,9 @@ import time
 from contextlib import ExitStack, suppress
 
 from paw.errors import UserError, to_stderr
-from paw.state.signals import LAUNCHER
 
+LAUNCHER = "PAW_LAUNCHER"
+"""Variable of a rank: the process that started it."""
 GRACE_S = 3.0
 """Seconds for the others to say why they fail, once a rank has."""
 
@@ -102,3 +104,11 @@ def _stopped(process: subprocess.Popen[bytes]) -> str:
 def _killed(code: int | None, told: int) -> str:
     asked = (-signal.SIGINT, *([-signal.SIGTERM] if told else []))
     return f"killed by {signal.Signals(-code).name}" if code and code < 0 and code not in asked else ""
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank with its launcher, however that ends."""
+    if (launcher := os.environ.get(LAUNCHER)) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(launcher):  # it was quicker
+            os._exit(1)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from paw.config import LoraConfig
 from paw.errors import UserError
-from paw.model.parallel import full_tensor
+from paw.model.ranks import full_tensor
 
 
 def import_peft() -> Any:

@@ -22,8 +22,8 @@ from paw.hub import check_hub
 from paw.model.attention import ATTENTION, pack_rows, separate_rows
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
-from paw.model.parallel import distribute_like
 from paw.model.precision import run_in
+from paw.model.ranks import distribute_like
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view

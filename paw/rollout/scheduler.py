@@ -27,7 +27,7 @@ from paw.rollout.threads import Threads
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
-    from paw.model.parallel import Ranks
+    from paw.model.ranks import Ranks
 
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from paw.errors import UserError
-from paw.model.parallel import full_tensor
+from paw.model.ranks import full_tensor
 from paw.rollout.engines.base import Engine
 
 LIMIT, TOLERATED = 0.5, 0.05

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from paw.errors import UserError
 
 
@@ -66,13 +64,6 @@ KNOBS = {
     "eval": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
 }
 """What to turn when memory runs out, by phase."""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left; vLLM's allocator says so by a RuntimeError."""
-    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:

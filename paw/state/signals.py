@@ -1,28 +1,16 @@
-"""Signals: Ctrl-C at any time, a clean stop between updates, ranks that end with their launcher. No torch."""
+"""Signals: Ctrl-C at any time, a clean stop between updates. No torch."""
 
-import ctypes
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-LAUNCHER = "PAW_LAUNCHER"
-"""Variable of a rank that `paw train --gpus` started: the launcher's process."""
 GRACE_S = 5.0
 """Seconds for the main thread to stop at a second signal."""
-
-
-def die_with_launcher() -> None:
-    """Have the kernel end this rank with its launcher, however that ends."""
-    if (launcher := os.environ.get(LAUNCHER)) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(launcher):  # it was quicker
-            os._exit(1)
 
 
 @contextmanager

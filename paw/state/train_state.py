@@ -18,8 +18,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from paw.errors import describe
-from paw.model.parallel import Ranks, distribute_like, full_tensor
 from paw.model.policy import Policy
+from paw.model.ranks import Ranks, distribute_like, full_tensor
 from paw.state import checkpoint
 from paw.state.checkpoint import CheckpointError, Named
 from paw.state.guards import UpdateGuard

@@ -14,8 +14,9 @@ from paw.algo import loss
 from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.model.lora import add_adapters
-from paw.model.parallel import Ranks, exit_now, full_tensor
+from paw.model.parallel import exit_now
 from paw.model.policy import Policy
+from paw.model.ranks import Ranks, full_tensor, join_ranks
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 CPU = torch.device("cpu")
@@ -59,8 +60,7 @@ def make(kind, checkpointing):
 
 
 def check(kind, checkpointing, ranks):
-    single = copy.copy(ranks)
-    single.rank, single.world_size = 0, 1
+    single = Ranks()
     rows = make_rows(tiny_policy("qwen3", **SHARP), 40)
     alone, shared = make(kind, checkpointing), make(kind, checkpointing)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
@@ -79,7 +79,7 @@ def check(kind, checkpointing, ranks):
 
 
 def main():
-    ranks = Ranks(CPU, tasks=2)
+    ranks = join_ranks(CPU, tasks=2)
     for kind, checkpointing in (("tied", "none"), ("tied", "selective"), ("untied", "full"), ("lora", "full")):
         found = check(kind, checkpointing, ranks)
         if ranks.first:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paw.errors import UserError
 from paw.model.launcher import launch
-from paw.model.parallel import Ranks
+from paw.model.ranks import join_ranks
 from paw.state import checkpoint
 from paw.tools import quickstart
 
@@ -254,4 +254,4 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        Ranks(torch.device("cpu"), tasks=3)
+        join_ranks(torch.device("cpu"), tasks=3)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.state.guards import TrainingStopped, UpdateGuard, collapse_warning, out_of_memory
+from paw.model.ranks import out_of_memory
+from paw.state.guards import TrainingStopped, UpdateGuard, collapse_warning
 from paw.state.signals import StopSignal
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -115,7 +116,7 @@ def test_rows_without_the_metrics_do_not_count():
 
 LOOP = """
 import sys, time
-from paw.state.guards import out_of_memory
+from paw.model.ranks import out_of_memory
 from paw.state.signals import StopSignal
 with StopSignal() as stop:
     print("ready", flush=True)

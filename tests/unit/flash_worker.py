@@ -14,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from paw.config import OptimConfig
 from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
-from paw.model.parallel import Ranks, distribute_like, exit_now, full_tensor
+from paw.model.parallel import exit_now
+from paw.model.ranks import distribute_like, full_tensor, join_ranks
 from paw.recipe import validate
 from paw.state import checkpoint, train_state
 from paw.tools.plan import plan
@@ -140,7 +141,7 @@ def planned(_):
 
 def shards(folder):
     """Several ranks: the bits of one, and a checkpoint that any number can read."""
-    ranks = Ranks(torch.device("cpu"), tasks=8)
+    ranks = join_ranks(torch.device("cpu"), tasks=8)
     one, first = make()
     two = copy.deepcopy(one)
     for layer in two:

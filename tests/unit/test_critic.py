@@ -15,8 +15,8 @@ from test_update import make_config, run_updates, start  # noqa: F401
 from paw.algo.advantages import gae, whiten
 from paw.algo.critic import Critic, load_critic, value_loss
 from paw.errors import UserError
-from paw.model.parallel import Ranks
 from paw.model.policy import load_policy
+from paw.model.ranks import Ranks
 from paw.recipe import load
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
@@ -93,7 +93,7 @@ def critic(start, tmp_path):  # noqa: F811
 
 def make_critic(start, folder, **changes):  # noqa: F811
     options = {"advantage_type": "ppo", "critic_lr": 1e-2, **changes}
-    return Critic(load_critic(str(start)), make_config(start, folder, **options), Ranks(CPU, tasks=4))
+    return Critic(load_critic(str(start)), make_config(start, folder, **options), Ranks())
 
 
 def judged_rows(critic, rows=None, seed=0):

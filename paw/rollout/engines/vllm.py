@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from paw.errors import UserError, describe
-from paw.model.parallel import lost_peer
+from paw.model.ranks import lost_peer, out_of_memory
 from paw.rollout.engines.base import Completion, Request
-from paw.state.guards import out_of_memory
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference

@@ -1,0 +1,106 @@
+"""The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paw.errors import UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among its peers, of which there are none."""
+
+    rank, world_size, on_host = 0, 1, 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files and the terminal."""
+        return self.rank == 0
+
+    def gather(self, item: T, kind: Any = None) -> list[T]:
+        """Everybody's item, in the order of ranks; `kind` is its type where `type(item)` does not say all."""
+        return [item]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, in the order of ranks."""
+        return [data]
+
+    def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
+        """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
+        PeerLostError."""
+        return make()
+
+    def agree(self, settings: str) -> None:
+        """Raise UserError on all ranks where they were not started with the same settings."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What the watchdog of the other ranks may take to last."""
+        return nullcontext()
+
+    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False) -> None:
+        """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
+
+    def sync_gradients(self, policy: nn.Module, last: bool) -> None:
+        """Whether the next backward pass reduces gradients over ranks, or adds to whole ones kept in each."""
+
+    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""
+        for name, tensor in named:
+            tensor = full_tensor(tensor.detach())
+            yield name, tensor.cpu() if self.first else tensor
+
+    def close(self) -> None:
+        """Leave the others."""
+
+
+def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> Ranks:
+    """Meet the peers that torchrun's variables tell of. Raises UserError where these do not fit together or this
+    machine, and for ranks that would be left without one of the `tasks`."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    from paw.model.parallel import DistributedRanks, read_variables
+
+    variables = read_variables(tasks)
+    return DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s) if variables[1] > 1 else Ranks()
+
+
+class PeerLostError(UserError):
+    """Another rank has ended; why, it says itself."""
+
+    exit_code = 3
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective call failed because another rank is gone."""
+    words = str(error)
+    gone = isinstance(error, RuntimeError) and "gloo" in words and "by peer" in words
+    return gone or isinstance(error, torch.distributed.DistBackendError)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory left; vLLM's allocator says so by a RuntimeError."""
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard, a collective call; any other tensor as it is."""
+    whole = getattr(tensor, "full_tensor", None)
+    return whole() if whole else tensor
+
+
+def distribute_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a full tensor on `like`'s device, sharded as `like` is."""
+    tensor = tensor.to(like.device, copy=True)
+    if not hasattr(like, "placements"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements)  # type: ignore[attr-defined]
