@@ -282,11 +282,11 @@ def _rwml(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _doctor(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.tools import doctor, inspect_model, postmortem
+    from paw.tools import doctor, postmortem
 
     if options.run:
         return postmortem.run(options.run, as_json=options.json)
-    return inspect_model.run(options.model, as_json=options.json) if options.model else doctor.run()
+    return doctor.run_model(options.model, as_json=options.json) if options.model else doctor.run()
 
 
 def _serve(options: argparse.Namespace, overrides: Overrides) -> int:

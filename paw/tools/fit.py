@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -45,23 +44,12 @@ SHARE = "rollout.gpu_memory_utilization"
 SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
 
 
-@dataclass(frozen=True)
-class Fit:
-    tried: list[tuple[str, Plan]]
-    """What was changed last, and the plan with all changes so far; the first is the configuration itself."""
+def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> list[tuple[str, Plan]]:
+    """Add fallbacks until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ...
 
-    @property
-    def best(self) -> Plan:
-        """The last one tried, which fits if any does."""
-        return self.tried[-1][1]
-
-    @property
-    def fits(self) -> bool:
-        return not self.best.reasons()
-
-
-def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Fit:
-    """Add fallbacks until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
+    What was tried: what was changed last, and the plan with all changes so far. The first is the configuration itself,
+    the last fits if any does.
+    """
 
     def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
@@ -94,7 +82,7 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
                 best, applied = fewer, _without(applied, change)
     if best is not tried[-1][1]:
         tried.append(("only what is needed", best))
-    return Fit(tried)
+    return tried
 
 
 def _without(changes: list[Change], one: Change) -> list[Change]:
@@ -163,23 +151,22 @@ def check_fits(
     reasons = plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
-    found = fit(config, shape, **machine)
-    differing = [key for key in known_keys(found.best.config) if get(found.best.config, key) != get(config, key)]
-    words = " ".join(f"--{key} {str(get(found.best.config, key)).lower()}" for key in differing)
-    advice = f"what fits: {words}" if found.fits else "nothing tried fits; use more GPUs or a smaller model"
+    best = fit(config, shape, **machine)[-1][1]
+    differing = [key for key in known_keys(best.config) if get(best.config, key) != get(config, key)]
+    words = " ".join(f"--{key} {str(get(best.config, key)).lower()}" for key in differing)
+    advice = "nothing tried fits; use more GPUs or a smaller model" if best.reasons() else f"what fits: {words}"
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
-    parser.add_argument("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
-    parser.add_argument(
-        "--gpus", default="1x80GB", metavar="NxGB", help="cards and their memory (default: %(default)s)"
-    )
-    parser.add_argument("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
-    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the recipe that fits")
+    add = parser.add_argument
+    add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
+    add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
+    add("--gpus", default="1x80GB", metavar="NxGB", help="cards and their memory (default: %(default)s)")
+    add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
+    add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -196,16 +183,16 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if not options.recipe and "model.checkpointing" not in overrides:
         config = changed(config, {"model.checkpointing": "none"})
     machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib}
-    machine["hosts"] = options.hosts
-    found = fit(config, shape_of(config.model.path), pinned=overrides.keys(), **machine)
-    if options.out and found.fits:
-        _write(options.out, found.best)
+    tried = fit(config, shape_of(config.model.path), pinned=overrides.keys(), hosts=options.hosts, **machine)
+    best = tried[-1][1]
+    if options.out and not best.reasons():
+        _write(options.out, best)
     if options.json:
-        print(json.dumps(summary(found.best), indent=1))
+        print(json.dumps(summary(best), indent=1))
     else:
-        Console().print(*tables(found))
+        Console().print(*tables(tried))
         print(f"card by its memory; {MFU:.0%} of its peak in training, its bandwidth in decoding: a prediction")
-    return 0 if found.fits else 1
+    return 1 if best.reasons() else 0
 
 
 def summary(found: Plan) -> dict[str, Any]:
@@ -227,16 +214,16 @@ def summary(found: Plan) -> dict[str, Any]:
     }
 
 
-def tables(found: Fit) -> Iterator[Table]:
+def tables(tried: list[tuple[str, Plan]]) -> Iterator[Table]:
     """What was tried, and the components of the last attempt by phase."""
 
     def numbers(names: Iterable[str]) -> list[Column]:
         return [Column(name, justify="right") for name in names]
 
-    best = found.best
+    best = tried[-1][1]
     title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
     attempts = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
-    for label, one in found.tried:
+    for label, one in tried:
         verdict = "no" if one.reasons() else "yes"
         attempts.add_row(label, f"{one.peak:.1f}", f"{one.host_total:.1f}", f"{one.step_s:.0f}", verdict)
     yield attempts

@@ -48,15 +48,8 @@ def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, o
     out = out.absolute()  # an environment may change the current folder
     config, path = resolve(model, recipe, overrides)
     with open_player(config, path) as rollouts:
-        groups, stats = rollouts.play(
-            train_tasks(rollouts.factory, 0, tasks, config.run.seed),
-            group_size=config.rwml.episodes,
-            temperature=config.rollout.temperature,
-            seed=config.run.seed,
-            stream="triplets",
-            progress=progress,
-        )
-    tell(stats.failures)
+        games = train_tasks(rollouts.factory, 0, tasks, config.run.seed)
+        groups = _play(rollouts, games, config, config.rwml.episodes, "triplets")
     triplets = cut(groups, dedup=config.rwml.dedup)
     turns = sum(len(episode.turns) for group in groups for episode in group.trajectories)
     if not triplets:
@@ -92,30 +85,20 @@ def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str]
         fine_tune(policy, chat, [task for task in factory.training if task.id in learnt], config)
         push_weights(policy.lm, engine, version=1)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:
-            groups, stats = rollouts.play(
-                [task for task in factory.training if task.id not in learnt],
-                group_size=settings.attempts,
-                temperature=config.rollout.temperature,
-                seed=config.run.seed,
-                stream="easy",
-                progress=progress,
-            )
-    tell(stats.failures)
+            others = [task for task in factory.training if task.id not in learnt]
+            groups = _play(rollouts, others, config, settings.attempts, "easy")
     rates = [sum(e.won for e in group.trajectories) / len(group.trajectories) for group in groups]
     level = easy_level(rates, share=settings.easy_share, attempts=settings.attempts)
     rng = random.Random(config.run.seed)
-    easy = sum(rate >= level for rate in rates)
-    chosen = [
-        g.task for g, rate in zip(groups, rates, strict=True) if rate < level or rng.random() < settings.keep_easy
-    ]
+    easy = sum(rate >= level for rate in rates) / len(rates)
+    rated = zip(groups, rates, strict=True)
+    chosen = [group.task for group, rate in rated if rate < level or rng.random() < settings.keep_easy]
     if not chosen:
         raise UserError(f"nothing is left of {len(rates)} triplets, all of them easy; raise rwml.keep_easy")
     write_triplets(out, [task.payload for task in [*chosen, *factory.held_out]])
     _plot(rates, level, settings.attempts, out.with_suffix(".png"))
     print(f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each")
-    print(
-        f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy / len(rates):.1%}"
-    )
+    print(f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy:.1%}")
     print(f"kept {len(chosen)} to train on and {len(factory.held_out)} held out: {out}")
     print(f"two epochs of them: --run.updates {math.ceil(2 * len(chosen) / config.rollout.tasks)}")
     return 0
@@ -200,18 +183,19 @@ def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -
     return config, path, factory, sample
 
 
+def _play(rollouts: Rollouts, tasks: list[Task], config: Config, group_size: int, stream: str) -> list[Group]:
+    options: Any = {"temperature": config.rollout.temperature, "seed": config.run.seed, "stream": stream}
+    groups, stats = rollouts.play(tasks, group_size=group_size, progress=progress, **options)
+    tell(stats.failures)
+    return groups
+
+
 def _load(config: Config, path: str) -> Policy:
-    device, dtype = pick_device(config.model.device), config.model.dtype
-    return load_policy(
-        path,
-        device=device,
-        weights=weights_dtype(config),
-        dtype=dtype,
-        checkpointing=config.model.checkpointing,
-        offload_activations=config.model.offload_activations,
-        attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
-        head_backend=pick_backend(config.model.head_backend, device, dtype),
-    )
+    model, device = config.model, pick_device(config.model.device)
+    options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
+    options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
+    options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype)}
+    return load_policy(path, device=device, weights=weights_dtype(config), dtype=model.dtype, **options)
 
 
 def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> None:

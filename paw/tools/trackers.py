@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,38 +14,37 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 
-Opened = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
-
-
-class Tracker(ABC):
+class Tracker:
     """Sends the configuration, and the numbers of each update, of the first rank.
 
     Raises UserError with the install command where its package is not installed.
     """
 
     package = ""
+    log: Callable[[int, dict[str, float]], None] | None = None
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
             raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
-        self._opened: Opened | None = None
 
-    @abstractmethod
-    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
-        """Begin; what logs the numbers of an update, and what ends it."""
+    def open(self, run: "Run", config: dict[str, Any]) -> None:
+        """Begin: set `log`, which gets the numbers of an update, and `close`."""
+        raise NotImplementedError
 
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:
-            self._opened = self.open(run, run.config.model_dump(mode="json"))
+            self.open(run, run.config.model_dump(mode="json"))
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
-        if self._opened:
+        if self.log:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self._opened[0](run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            self.log(run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
     def on_end(self, run: "Run") -> None:
-        if self._opened:
-            self._opened[1]()
+        if self.log:
+            self.close()
+
+    close: Callable[[], None]
 
 
 class TensorBoard(Tracker):
@@ -54,11 +52,10 @@ class TensorBoard(Tracker):
 
     package = "tensorboard"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = run.step + 1 if run.step else 0
-        writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+        writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.step + 1 if run.step else 0)
         writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
 
         def log(step: int, numbers: dict[str, float]) -> None:
@@ -66,7 +63,7 @@ class TensorBoard(Tracker):
                 writer.add_scalar(name, value, step)
             writer.flush()
 
-        return log, writer.close
+        self.log, self.close = log, writer.close
 
 
 class Wandb(Tracker):
@@ -74,25 +71,23 @@ class Wandb(Tracker):
 
     package = "wandb"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # pyright: ignore[reportMissingImports]
 
         id_file, folder = run.directory / "wandb_id.txt", run.directory
-        quiet = wandb.Settings(
-            console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
-        )
+        off = dict.fromkeys(("disable_git", "disable_code", "x_disable_stats", "x_disable_meta"), True)
         known = id_file.read_text().strip() if id_file.exists() else None
-        options = {"id": known, "resume": "allow", "config": config, "settings": quiet}
+        options = {"id": known, "resume": "allow", "config": config, "settings": wandb.Settings(console="off", **off)}
         opened = wandb.init(project="paw", name=folder.name, dir=str(folder), **options)
         write_file(id_file, opened.id)
-        return lambda step, numbers: opened.log(numbers, step=step), opened.finish
+        self.log, self.close = lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 
 class Trackio(Tracker):
     package = "trackio"
 
-    def open(self, run: "Run", config: dict[str, Any]) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any]) -> None:
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         import trackio  # pyright: ignore[reportMissingImports]
@@ -100,4 +95,4 @@ class Trackio(Tracker):
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "allow" if run.step else "never"
         opened = trackio.init(project="paw", name=run.directory.name, config=config, resume=resume, **quiet)
-        return lambda step, numbers: opened.log(numbers, step=step), opened.finish
+        self.log, self.close = lambda step, numbers: opened.log(numbers, step=step), opened.finish

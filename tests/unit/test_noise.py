@@ -120,7 +120,6 @@ def test_a_rule_of_your_own(tmp_path):
     [
         (["m", "--tasks", "0"], "--tasks 0"),
         (["a", "b", "--rollouts", "file"], "give one MODEL"),
-        (["m", "--recipe", "quickstart", "--rule", "fridge"], "no noise rule 'fridge'"),
         (["m"], "m is not a run directory"),
     ],
 )

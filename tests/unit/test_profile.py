@@ -24,9 +24,8 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.tools import quickstart, shapes
-from paw.tools.overhead import STAGES, overhead, pick, table
 from paw.tools.player import rollout_model
-from paw.tools.profile import make_variants, measure, memory, one_pass, play, timed
+from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
 from paw.tools.recorded import random_groups, random_model, read_episodes, read_groups
 from paw.train import prepare, update
 
@@ -124,14 +123,7 @@ def test_memory_on_a_cpu_is_counted_to_the_byte(start, tmp_path):
     assert weights < found["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
 
 
-def test_overhead_of_known_times():
-    base, other = np.array([2.0, 1.0, 2.0, 9.0]), np.array([2.2, 1.1, 2.2, 9.9])
-    assert overhead(base, other) == pytest.approx([10, 10, 10])
-    point, low, high = overhead(np.ones(6), np.array([1.1, 1.2, 1.3, 1.4, 1.5, 1.7]))
-    assert point == pytest.approx(35) and 10 < low < 30 and 40 < high < 70
-
-
-@pytest.mark.parametrize(("repeats", "said"), [(2, "[range of 2]"), (5, "[range of 5]"), (6, "[95 % interval]")])
+@pytest.mark.parametrize(("repeats", "said"), [(5, "[range of 5]"), (6, "[95 % interval]")])
 def test_few_repeats_have_a_range_and_no_interval(repeats, said):
     """Of n values even the range holds the median with probability 1 - 2^(1 - n): 94 % of five, 97 % of six."""
     ratios = 1.0 + 0.01 * np.arange(1, repeats + 1) ** 2
@@ -148,6 +140,8 @@ def test_few_repeats_have_a_range_and_no_interval(repeats, said):
     out = io.StringIO()
     Console(file=out, width=120).print(table(records))
     head, _, first, *_ = out.getvalue().strip().splitlines()
+    low_ratio, high_ratio = 100 * ratios.min() - 100, 100 * ratios.max() - 100
+    assert low_ratio <= low < point < high <= high_ratio
     assert f"PaW adds {said}" in head and f"{point:+.1f} % [{low:+.1f}, {high:+.1f}]" in first
 
 
@@ -183,7 +177,6 @@ def test_random_episodes_keep_the_limits(start, tmp_path):
     [
         (["quickstart", "--repeats", "1"], "--repeats 1: a spread needs at least 2"),
         (["alfworld-grpo"], "alfworld-grpo: wm.enabled = false leaves nothing to compare; add --wm.enabled true"),
-        (["quickstrat"], "did you mean 'quickstart'"),
         (["quickstart", "--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
     ],
 )
@@ -230,8 +223,8 @@ def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch
     assert spans >= set(STAGES)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-0.6B"])
-def test_random_weights_have_the_shape_of_the_name(name, tmp_path, monkeypatch):
+def test_random_weights_have_the_shape_of_the_name(tmp_path, monkeypatch):
+    name = "Qwen3-0.6B"
     small = replace(shapes.SHAPES[name], vocabulary=300, hidden=32, intermediate=48, layers=1, heads=4, head_size=8)
     monkeypatch.setitem(shapes.SHAPES, name, replace(small, kv_heads=2))
     config = make_config(f"Qwen/{name}-Instruct", tmp_path)

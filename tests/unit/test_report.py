@@ -146,7 +146,6 @@ def test_truncated_log_still_gives_a_report(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        {"step": 0, "eval/success": 0.5},
         {"step": 2, "reward/mean": 0.0},
         {"step": 1, "policy/kl": None, "time/rollout": 1.0, "eval/success": 0.0, "eval/ci_low": None},
         {"step": 7, "wm/loss": math.nan, "success/all": 1, "eval/success_pick": 1.0},

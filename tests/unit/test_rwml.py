@@ -120,9 +120,7 @@ def test_the_question_shows_prompt_action_and_form():
         ("</think><next_state>It is open.</next_state>", None, "It is open."),
         ("<think>a</think><next_state>one</next_state><next_state>two</next_state>", None, None),
         ("<think>a</think>so <next_state>one</next_state>", None, None),
-        ("<think>a</think><next_state>cut off", None, None),
         ("<think>a</think><next_state>  </next_state>", None, None),
-        ("It is open.", None, None),
     ],
 )
 def test_what_an_answer_predicts(response, think, plain):
@@ -234,17 +232,11 @@ def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     assert all(e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories)
 
 
-def test_the_easy_level_comes_nearest_to_the_share():
-    rates = [n / 10 for n in (10, 10, 10, 9, 9, 8, 5, 5, 0, 0)]
-    assert [rwml.easy_level(rates, share=share, attempts=10) for share in (0.3, 0.45, 0.5, 0.0)] == [1.0, 0.9, 0.9, 1.0]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, r"t.jsonl': No such file"),
         ("", "it holds no triplet"),
-        ("{", "line 1 is no triplet"),
         (json.dumps(asdict(triplet())) + "\n\n[1]", "line 3 is no triplet"),
         ('{"task": "a"}', "line 1 is no triplet: missing .* 'kind'"),
         (json.dumps({**asdict(triplet()), "step": "0"}), "line 1 is no triplet: 'step' is '0'"),

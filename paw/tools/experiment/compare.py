@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, sparse: bool = False) -> N
 def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = False) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json (sparse.* for `sparse`). Returns 0."""
     variants = runs.parse_variants(options.variants, options.own)
-    seeds = dict.fromkeys(variants, options.seeds)
-    seeds |= dict.fromkeys(list(variants)[:2], sorted({*options.seeds, *options.pair_seeds}))
+    seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
+    seeds |= {variant: sorted({*options.seeds, *options.pair_seeds}) for variant in list(variants)[:2]}
     found = runs.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 
@@ -90,7 +90,7 @@ def sweep(options: argparse.Namespace, overrides: Overrides) -> int:
                 names[key][value] = f"{key}-{value:g}"
                 variants[names[key][value]] = base | {f"wm.{key}": f"{value:g}"}
     others = {key: value for key, value in overrides.items() if key not in ("wm.alpha", "wm.rho")}
-    found = runs.conduct(options, variants, dict.fromkeys(variants, options.seeds), others)
+    found = runs.conduct(options, variants, {variant: options.seeds for variant in variants}, others)
     from paw.tools.experiment import figures
 
     records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
@@ -159,8 +159,8 @@ def report(
     for variant, found in summary.items():
         n = len(found["seeds"])
         row = [variant, n, points(found["before"]), points(found["after"]), percent(found["after"].sd)]
-        row += [points(found["area"]), points(found["difference"], sign="+")]
-        row += [points(found["area_difference"], sign="+"), found.get("verdict", "baseline")]
+        row += [points(found["area"]), points(found["difference"], sign=True)]
+        row += [points(found["area_difference"], sign=True), found.get("verdict", "baseline")]
         if sparse:
             row += [percent(found["updates_with_success"]), f"{found['took_off']} of {n}", found["takes_off_at"]]
         rows.append([*row, *(printed.get(variant) for printed in paper.values())])

@@ -33,7 +33,7 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {row["variant"]: {} for row in records}
     for variant, curve in curves.items():
         for step in steps:
-            values = [row.get(f"eval_{step}") for row in records if row["variant"] == variant]
+            values: list[Any] = [row.get(f"eval_{step}") for row in records if row["variant"] == variant]
             if None not in values:
                 curve[step] = interval(values)
     return curves

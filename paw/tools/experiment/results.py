@@ -106,11 +106,12 @@ def percent(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}"
 
 
-def points(shown: Interval | None, *, sign: str = "") -> str | None:
+def points(shown: Interval | None, *, sign: bool = False) -> str | None:
     """A share as "61.3 [55.0, 67.6]", without brackets where there is no interval."""
     if shown is None:
         return None
-    mean, low, high = (f"{100 * (value or 0):{sign}.1f}" for value in (shown.mean, shown.low, shown.high))
+    form = "{:+.1f}" if sign else "{:.1f}"
+    mean, low, high = (form.format(100 * (value or 0)) for value in (shown.mean, shown.low, shown.high))
     return mean if shown.low is None else f"{mean} [{low}, {high}]"
 
 
