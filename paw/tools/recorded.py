@@ -17,7 +17,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.run import Run
 from paw.tools import quickstart
-from paw.tools.shapes import Shape, shape_of
+from paw.tools.shapes import KEYS, Shape, shape_of
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
@@ -118,17 +118,7 @@ def hf_config(shape: Shape) -> Any:
         kind |= {"num_experts_per_tok": shape.active, "moe_intermediate_size": shape.intermediate}
     else:
         kind = {"model_type": "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"}
-    return AutoConfig.for_model(
-        **kind,
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        tie_word_embeddings=shape.tied,
-    )
+    return AutoConfig.for_model(**kind, **{key: getattr(shape, name) for name, key in KEYS.items()})
 
 
 def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:

@@ -93,6 +93,12 @@ class Shape:
         return 2 * 2 * self.layers * self.keys
 
 
+KEYS = {
+    "vocabulary": "vocab_size", "hidden": "hidden_size", "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim", "tied": "tie_word_embeddings",
+}  # fmt: skip
+"""Their keys in config.json."""
 KINDS = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": True, "mixtral": True}
 """Model types, and whether they have experts."""
 SHAPES = {
@@ -150,19 +156,13 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
     experts = settings.get("num_experts") or settings.get("num_local_experts") or 0 if KINDS[kind] else 0
     try:
         heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-        return Shape(
-            vocabulary=settings["vocab_size"],
-            hidden=hidden,
-            intermediate=settings["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-            layers=settings["num_hidden_layers"],
-            heads=heads,
-            kv_heads=settings.get("num_key_value_heads") or heads,
-            head_size=settings.get("head_dim") or hidden // heads,
-            tied=bool(settings.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2",
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
-            experts=experts,
-            active=settings["num_experts_per_tok"] if experts else 1,
-        )
+        known = {"num_key_value_heads": heads, "head_dim": hidden // heads, "tie_word_embeddings": False}
+        known |= {key: value for key, value in settings.items() if value}
+        if kind == "qwen3_moe":
+            known["intermediate_size"] = settings["moe_intermediate_size"]
+        active = settings["num_experts_per_tok"] if experts else 1
+        sizes = {name: known[key] for name, key in KEYS.items()}
+        norm = kind in ("qwen3", "qwen3_moe")
+        return Shape(**sizes, qkv_bias=kind == "qwen2", qk_norm=norm, experts=experts, active=active)
     except KeyError as error:
         raise UserError(f"{origin}: {error} is missing") from None

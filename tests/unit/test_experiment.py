@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
 from paw.tools.experiment import dynamics, runs
-from paw.tools.experiment.compare import measure, summarise
 from paw.tools.experiment.results import area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
-from paw.tools.rundir import load_run
 
 
 def test_intervals_by_hand():
@@ -149,24 +146,6 @@ def finished(tmp_path):
             world = {} if job.variant == "grpo" else {"optim/gradient_frac": 0.3, "wm/lambda": 0.8}
             finish(job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world)
     return tmp_path
-
-
-def test_summary_by_hand(finished):
-    runs = [(path.name.split("-"), load_run(path)) for path in sorted((finished / "runs").iterdir())]
-    found = summarise(
-        [measure(variant, int(seed), run) for (variant, seed), run in sorted(runs, key=lambda r: r[0][0] != "grpo")]
-    )
-    assert list(found) == ["grpo", "ce", "paw"]
-    assert found["grpo"]["after"].mean == pytest.approx(0.5)
-    assert found["grpo"]["before"].mean == pytest.approx(0.2)
-    assert found["grpo"]["area"].mean == pytest.approx((0.25 + 0.4) / 2)
-    # differences .10, .09, .11: mean .1, sd .01, half t(2) .01 / sqrt 3 = .0248
-    assert found["paw"]["difference"].mean == pytest.approx(0.1)
-    assert found["paw"]["difference"].low == pytest.approx(0.1 - 4.302653 * 0.01 / math.sqrt(3))
-    assert found["paw"]["verdict"] == "helps beyond the interval"
-    assert found["ce"]["difference"].low is None
-    assert found["grpo"]["took_off"] == 0  # training success 0, .05, .10: never above 10 %
-    assert found["grpo"]["updates_with_success"] == pytest.approx(2 / 3)
 
 
 def command(capsys, *words) -> str:

@@ -10,7 +10,6 @@ from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
-from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.tools import quickstart
@@ -76,21 +75,6 @@ def test_the_saved_folder_gives_the_same_ids_and_logits(tmp_path):
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, make_model()(input_ids=ids).logits)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-
-
-def test_training_warm_up_and_evaluation_share_no_game():
-    factory = make_factory()
-    streams = {
-        "train": [task for step in range(20) for task in train_tasks(factory, step, 16, 0)],
-        "warm-up": warmup_tasks(factory, 0, 320, 0),
-        "warm-up check": warmup_tasks(factory, 10_000_000, 32, 0),
-        "evaluation": eval_tasks(factory, "valid_unseen", 128, 1000),
-    }
-    ids = {name: {task.id for task in tasks} for name, tasks in streams.items()}
-    texts = {name: {repr(task.payload.scene) for task in tasks} for name, tasks in streams.items()}
-    for what in (ids, texts):
-        assert all(len(what[name]) == len(tasks) for name, tasks in streams.items())
-        assert len(set().union(*what.values())) == sum(map(len, what.values()))
 
 
 def test_demonstrations_are_expert_play_with_random_actions():

@@ -143,20 +143,6 @@ def test_truncated_log_still_gives_a_report(tmp_path):
     assert "39.8%" in page
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"step": 2, "reward/mean": 0.0},
-        {"step": 1, "policy/kl": None, "time/rollout": 1.0, "eval/success": 0.0, "eval/ci_low": None},
-        {"step": 7, "wm/loss": math.nan, "success/all": 1, "eval/success_pick": 1.0},
-    ],
-)
-def test_missing_keys_leave_gaps(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n[1, 2]\n")
-    page = write_report(tmp_path).read_text()
-    assert self_contained(page) and "1 unreadable line left out" in page
-
-
 def test_two_runs_are_compared(tmp_path, capsys):
     runs = [make_run(tmp_path / "grpo", world=False, end=0.6), make_run(tmp_path / "paw", seed=1)]
     parser = argparse.ArgumentParser()

@@ -252,21 +252,14 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, text, message):
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("/absent/encoder", "env.embedding = '/absent/encoder': cannot be loaded"),
-        (".", "env.embedding = '.': there is no config.json in it"),
-    ],
-)
-def test_a_missing_encoder_ends_training_before_anything_is_loaded(capsys, tmp_path, monkeypatch, key, message):
+def test_a_missing_encoder_ends_training_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
     triplets = write(tmp_path / "t.jsonl", games(30))
-    words = ["train", "rwml-quickstart", "--env.triplets", str(triplets), "--env.embedding", key]
+    words = ["train", "rwml-quickstart", "--env.triplets", str(triplets), "--env.embedding", "."]
     assert cli.main(words) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert "env.embedding = '.': there is no config.json in it" in err and err.count("\n") == 1
 
 
 def test_other_mistakes_are_named(tmp_path):
