@@ -40,15 +40,18 @@ def examine(directory: Path) -> dict[str, Any]:
     how, why = (end.get("how"), end.get("why")) if isinstance(end, dict) else (None, None)
     state = "running" if by else how if how in list(ENDS) else "killed" if log else "not begun"
     checkpoints = {path.name: _problem(path) for path in saved(directory / "checkpoints")}
-    last = log.updates if log else None
-    resumed = info.get("resumed")
+    written, last, resumed = None, log.updates if log else None, info.get("resumed")
+    with suppress(OSError):
+        mtime = (directory / "metrics.jsonl").stat().st_mtime
+        written = datetime.fromtimestamp(mtime, UTC).isoformat(timespec="seconds")
+    logged = {step for values in log.metrics.values() for step in values} if log else {}
     found = {
         "directory": str(directory),
         "state": state,
         "why": clean(why or "") if not by else "",
         "process": by,
         "started": info.get("started"),
-        "last_written": _when(directory / "metrics.jsonl"),
+        "last_written": written,
         "resumed": resumed if isinstance(resumed, list) else [],
         "update": last,
         "updates": log.config.get("run.updates") if log else None,
@@ -57,7 +60,7 @@ def examine(directory: Path) -> dict[str, Any]:
         "failures": {key: sum(log.metrics.get(key, {}).values()) for key in FAILURES} if log else {},
         "skipped_steps": log.last("optim/skipped") if log else None,
         "unreadable_lines": log.unreadable if log else 0,
-        "missing_lines": _missing(log),
+        "missing_lines": log.updates + 1 - len(logged) if log else 0,
         "checkpoints": checkpoints,
         "resumes_from": next((name for name, problem in checkpoints.items() if problem is None), None),
         "free_gib": round(shutil.disk_usage(directory).free / 2**30, 2),
@@ -131,21 +134,10 @@ def _command(directory: Path, found: dict[str, Any], info: dict[str, Any]) -> st
     return shlex.join([*words, *([] if found["state"] == "not begun" else ["--resume", "auto"])])
 
 
-def _missing(log: Run | None) -> int:
-    """Updates up to the last without a line."""
-    return log.updates + 1 - len({step for values in log.metrics.values() for step in values}) if log else 0
-
-
 def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint; reads all of it."""
     try:
         verify(path)
     except UserError as error:
         return clean(str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": "))
-    return None
-
-
-def _when(path: Path) -> str | None:
-    with suppress(OSError):
-        return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
     return None

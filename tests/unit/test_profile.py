@@ -49,6 +49,12 @@ def make_config(start, folder, **wm):
     return validate(tree, origin="test")
 
 
+@pytest.fixture(scope="module")
+def live(start, tmp_path_factory):
+    with open_run(make_config(start, tmp_path_factory.mktemp("runs"), max_tokens=12)) as run:
+        yield run
+
+
 def turns(groups):
     return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
 
@@ -109,15 +115,14 @@ def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(sta
     assert not all(map(torch.equal, expected, paw))
 
 
-def test_memory_on_a_cpu_is_counted_to_the_byte(start, tmp_path):
-    with open_run(make_config(start, tmp_path)) as run:
-        weights = 2 * 4 * run.policy.lm.num_parameters()  # the reference has its own
-        found = {"update": {}}
-        with memory(run, found, "update"):
-            kept = torch.zeros(3000, 1000)
-            gone = torch.zeros(2000, 1000)
-            del gone
-            more = torch.zeros(1000, 1000)
+def test_memory_on_a_cpu_is_counted_to_the_byte(live):
+    weights = 2 * 4 * live.policy.lm.num_parameters()  # the reference has its own
+    found = {"update": {}}
+    with memory(live, found, "update"):
+        kept = torch.zeros(3000, 1000)
+        gone = torch.zeros(2000, 1000)
+        del gone
+        more = torch.zeros(1000, 1000)
     assert len(kept) + len(more) == 4000
     assert round(found["update"]["peak_gib"] * 2**30) == weights + 4 * 5_000_000
     assert weights < found["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
@@ -145,26 +150,22 @@ def test_few_repeats_have_a_range_and_no_interval(repeats, said):
     assert f"PaW adds {said}" in head and f"{point:+.1f} % [{low:+.1f}, {high:+.1f}]" in first
 
 
-def test_recorded_episodes_come_back_as_they_were_played(start, tmp_path):
-    config = make_config(start, tmp_path)
+def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     recipe, file = tmp_path / "recipe.toml", tmp_path / "episodes.jsonl"
-    recipe.write_text(dump(config))
+    recipe.write_text(dump(live.config))
     rollout_model(str(start), str(recipe), {}, tasks=3, out=str(file))
-    with open_run(config) as run:
-        expected, groups = play(run, {}), read_groups(file, run)
+    expected, groups = play(live, {}), read_groups(file, live)
     assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
         assert replace(ours, sampled_logp=[]) == replace(theirs, sampled_logp=[])
 
 
-def test_random_episodes_keep_the_limits(start, tmp_path):
-    config = make_config(start, tmp_path, max_tokens=12)
-    with open_run(config) as live:
-        run, groups = random_groups(live)
-        observations = [run.encode_observation(turn.outcome.observation) for turn in turns(groups)]
-        _, again = random_groups(live)
-        assert len(run.chat.separator_ids) == 4 and run.chat is not live.chat  # as ChatML's
+def test_random_episodes_keep_the_limits(live):
+    run, groups = random_groups(live)
+    observations = [run.encode_observation(turn.outcome.observation) for turn in turns(groups)]
+    _, again = random_groups(live)
+    assert len(run.chat.separator_ids) == 4 and run.chat is not live.chat  # as ChatML's
     assert groups == again and [len(group.trajectories) for group in groups] == [3, 3, 3]
     assert all(1 <= len(t.prompt_ids) <= 256 and 1 <= len(t.response_ids) <= 3 for t in turns(groups))
     assert all(9 <= len(ids) <= 12 for ids in observations)

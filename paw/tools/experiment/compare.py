@@ -53,19 +53,15 @@ def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = Fal
         name, title, label = "compare", "Comparison", "Success on unseen games"
         curves, paper = figures.evaluations(records), results.paper_columns(load(options.recipe, overrides))
     differences = {variant: of["difference"] for variant, of in summary.items() if of["difference"]}
-    results.write(
-        options.out,
-        name,
-        text=report(f"{title}: {options.recipe}", summary, found, paper, sparse=sparse),
-        records=records,
-        figure=figures.comparison(curves, differences, label),
-        summary={variant: {"overrides": variants[variant]} | _plain(of) for variant, of in summary.items()},
-    )
+    text = report(f"{title}: {options.recipe}", summary, found, paper, sparse=sparse)
+    figure = figures.comparison(curves, differences, label)
+    plain = {
+        variant: {key: value._asdict() if isinstance(value, Interval) else value for key, value in of.items()}
+        for variant, of in summary.items()
+    }
+    plain = {variant: {"overrides": variants[variant]} | of for variant, of in plain.items()}
+    results.write(options.out, name, text=text, records=records, figure=figure, summary=plain)
     return 0
-
-
-def _plain(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: value._asdict() if isinstance(value, Interval) else value for key, value in found.items()}
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
