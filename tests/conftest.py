@@ -3,9 +3,9 @@
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is n
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
 # stay: the children that tests start would inherit it.
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked import Child, Forks
 
 from paw.cli import main
 from paw.plugins import CALLBACKS
@@ -57,19 +60,36 @@ def paw_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`paw(*words, code=0, **options)` runs the command line to its end; a mapping among the words is overrides."""
+def forks(paw_env: dict[str, str]) -> Forks:
+    return Forks(paw_env)
 
-    def run(*words: Any, code: int | None = 0, timeout: float = 300, env: dict[str, str] | None = None, **options: Any):
-        done = subprocess.run(
-            command(*words),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-            env={**paw_env, **(env or {})},
-            **options,
-        )
+
+@pytest.fixture(scope="session")
+def paw(paw_env: dict[str, str], forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`paw(*words, code=0, **options)` runs the command line to its end; a mapping among the words is overrides.
+
+    Forked, and without the report that takes a process of its own. `alone`, or with `options` of subprocess.Popen: as
+    users start it, with the report.
+    """
+
+    def run(
+        *words: Any, code: int | None = 0, timeout: float = 300, env: dict[str, str] | None = None, cwd: Any = ".",
+        alone: bool = False, **options: Any,
+    ):  # fmt: skip
+        environment, cwd = {**paw_env, **(env or {})}, str(Path(cwd).absolute())
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            if alone or options or "PYTHONPATH" in (env or {}):
+                files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+                child = subprocess.Popen(command(*words), env=environment, cwd=cwd, **files, **options)
+            else:
+                files = {"out": out.fileno(), "err": err.fileno()}
+                child = forks.start(command(*words)[3:], env=environment, cwd=cwd, report=False, **files)
+            try:
+                returned = child.wait(timeout)
+            finally:
+                child.kill()
+            out.seek(0), err.seek(0)
+            done = subprocess.CompletedProcess(words, returned, out.read(), err.read())
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -98,30 +118,25 @@ def paw_here(paw_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 @pytest.fixture
-def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def paw_start(paw_env: dict[str, str], forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Child]]:
     """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Child] = []
 
-    def start(*words: Any) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            command(*words),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            cwd=tmp_path,
-            env=paw_env,
-            # In the background of a script Ctrl-C is ignored, and a child would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+    def start(*words: Any) -> Child:
+        ours, theirs = os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        files = {"out": nowhere, "err": theirs}
+        child = forks.start(command(*words)[3:], env=paw_env, cwd=str(tmp_path), report=True, **files)
+        os.close(theirs), os.close(nowhere)
+        child.stderr = os.fdopen(ours, errors="replace")
         started.append(child)
         return child
 
     yield start
     for child in started:
-        if child.poll() is None:
-            child.send_signal(signal.SIGKILL)
-        child.communicate()
+        child.kill()
+        child.wait(60)
+        child.stderr.close()
 
 
 def command(*words: Any) -> list[str]:
@@ -143,7 +158,7 @@ def quick() -> dict[str, Any]:
 def quick_run(paw: Callable[..., Any], quick: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished quickstart run of two updates; read only."""
     folder = tmp_path_factory.mktemp("runs")
-    paw("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"})
+    paw("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"}, alone=True)
     return folder / "first"
 
 
