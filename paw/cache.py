@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from paw.errors import UserError
-from paw.files import cause, fsync, fsync_tree
+from paw.files import fsync, fsync_tree, writing
 
 
 def cache_dir() -> Path:
@@ -28,15 +27,16 @@ def cached(name: str, fill: Callable[[Path], object]) -> Path:
     folder = cache_dir() / name
     if folder.is_dir():
         return folder
-    try:
+    with writing(folder, "; set PAW_CACHE"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
             fill(Path(made))
             fsync_tree(Path(made))
-            Path(made).rename(folder)
+            try:
+                Path(made).rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
             fsync(folder.parent)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was first
-            raise UserError(f"cannot write {folder}: {cause(error)}; set PAW_CACHE") from None
     return folder

@@ -13,19 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from paw.errors import UserError
 from paw.keys import keys_of, section_type
 from paw.tool_config import EndpointConfig, RwmlConfig, WarmupConfig
-from paw.values import (
-    Count,
-    Natural,
-    NonNegative,
-    Only,
-    PluginSection,
-    Positive,
-    Rate,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-)
+from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
 VLLM, FLASH = Only("rollout.engine", ("vllm",)), Only("optim.name", ("flash-adamw",))
@@ -41,8 +29,7 @@ class RunConfig(Section):
     updates: Count = 150
     """Updates (training steps) of the run."""
     threads: Natural = 0
-    """CPU threads of torch in each rank; 0 takes OMP_NUM_THREADS, or this machine's cores divided by the ranks that
-    `--gpus` starts. vLLM, in the same process, uses as many."""
+    """CPU threads of torch, and of vLLM, in each rank; 0 takes OMP_NUM_THREADS, or an equal share of the cores."""
     save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
@@ -52,10 +39,9 @@ class RunConfig(Section):
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
     """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Experiment trackers that get the metrics: one name or a list of tensorboard, wandb, trackio."""
+    """Experiment trackers that get the metrics: one name or a list."""
     callbacks: list[str] = []
-    """Callbacks of your own, "module:name" or "FILE.py:name": classes or objects with any of the hooks on_start,
-    on_update, on_evaluation, on_end (docs/python.md)."""
+    """Callbacks of your own, "module:name" or "FILE.py:name" (docs/python.md)."""
 
     @field_validator("trackers", "callbacks", mode="before")
     @classmethod
@@ -76,18 +62,15 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking = false}."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the forward pass: bfloat16 casts parameters for it, whatever the optimizer stores. Gradients are
-    accumulated in what the optimizer stores."""
+    """Precision of the forward pass. Gradients are accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU where there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: none; all but the outputs of attention and of every second matrix
-    product; everything but the inputs of layers."""
+    """Activations recomputed backwards: none, all but the outputs of attention and half the matrix products, all."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Attention over packed sequences: flash-attn, torch's varlen kernel, or sdpa over padded sequences; auto takes the
-    first that is installed and runs on the device. All give the same log-probs."""
+    """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give equal log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
     liger: bool = False
@@ -144,8 +127,7 @@ class RewardConfig(PluginSection):
 
     KIND, KEY, NONE = "rewards", "type", "env"
     type: str = "env"
-    """The environment's own rewards, or "FILE.py:name" or "module:name": a function over a trajectory, whose result
-    takes their place (docs/agents.md)."""
+    """The environment's own, or "FILE.py:name" or "module:name": a function over a trajectory (docs/agents.md)."""
 
 
 class RolloutConfig(Section):
@@ -204,15 +186,14 @@ class PolicyConfig(PluginSection):
     entropy_coef: NonNegative = 0.001
     """Weight of the entropy bonus."""
     loss_norm: Literal["token", "sample", "group", "verl"] = "token"
-    """Mean over the mini-batch's response tokens, over samples or groups of their token means ("group": PaW's Eq. (11)
-    to the letter), or as verl has it."""
+    """Mean over the mini-batch's response tokens, over token means of samples or groups (Eq. (11)), or as in verl."""
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
     """Samples of the micro-batches whose means are averaged (packing stays as it is)."""
     old_logp: Literal["trainer", "engine"] = "trainer"
     """engine takes the sampler's log-probs and saves the log-prob pass where nothing else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
-    """Truncated importance sampling. With old_logp = "trainer" each token's policy term is weighted by
-    min(pi_old / pi_sampler, cap); with "engine" min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
+    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap); with old_logp = "engine"
+    min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory but for its log-prob pass."""
 
@@ -226,8 +207,8 @@ class WorldConfig(PluginSection):
     alpha: Annotated[Rate, WM] = 0.75
     """Share of each group's transitions kept, those of highest action entropy."""
     loss: Annotated[str, WM] = "cmae"
-    """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, or the generalised
-    cross-entropy gce (1 - p^q) / q (arXiv 1805.07836), between ce (q near 0) and mae (q = 1); or a loss of your own."""
+    """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, gce (1 - p^q) / q (arXiv
+    1805.07836), or a loss of your own."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
     """Tokens of a higher probability are left out."""
     q: Annotated[Rate, WM, GCE] = 0.7
@@ -246,8 +227,7 @@ class WorldConfig(PluginSection):
 
 class OptimConfig(Section):
     name: Literal["adamw", "flash-adamw"] = "adamw"
-    """adamw: fp32 weights and moments, 16 bytes a parameter with the gradient. flash-adamw (flashoptim): bf16 weights,
-    their further bits and 8-bit moments in the optimizer, 8.1 bytes with the gradient (7.1 for 24 bits)."""
+    """adamw: fp32, 16 bytes a parameter with its gradient. flash-adamw: bf16 weights and 8-bit moments, 8.1 bytes."""
     master_bits: Annotated[Literal[24, 32], FLASH] = 32
     """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of 4e-7."""
     offload: Annotated[bool, FLASH] = False
@@ -320,36 +300,35 @@ class Config(Section):
             return section_type(base, table).model_validate(table)
         except UserError as error:
             name = table.get(base.KEY, base.model_fields[base.KEY].default)
-            problem = PydanticCustomError("plugin", "{why}", {"why": str(error).removeprefix(f"'{name}': ")})
-            detail = InitErrorDetails(type=problem, loc=(base.KEY,), input=name)
-            raise ValidationError.from_exception_data("plugin", [detail]) from None
+            raise _problem("plugin", str(error).removeprefix(f"'{name}': "), (base.KEY,), name) from None
 
     @model_validator(mode="before")
     @classmethod
     def _applies(cls, tree: Any) -> Any:
-        keys = keys_of(cls, tree) if isinstance(tree, dict) else {}
-        for dotted, key in keys.items():
+        for dotted, key in (keys_of(cls, tree) if isinstance(tree, dict) else {}).items():
             section, leaf = dotted.split(".", 1)
             table = tree.get(section)
             if key.needs and isinstance(table, dict) and leaf in table and table[leaf] != key.field.default:
-                problem = PydanticCustomError("only", "it needs {need}", {"need": str(key.needs)})
-                detail = InitErrorDetails(type=problem, loc=(section, leaf), input=table[leaf])
-                raise ValidationError.from_exception_data("key", [detail])
+                raise _problem("only", f"it needs {key.needs}", (section, leaf), table[leaf])
         return tree
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        kind = self.advantage.type
+        kind, flash = self.advantage.type, self.optim.name == "flash-adamw"
         if self.rollout.group_size == 1 and kind != "ppo":
-            raise ValueError(
-                f"rollout.group_size = 1 leaves {kind} without a baseline; use 2 or more, or advantage.type = 'ppo'"
-            )
+            instead = "use 2 or more, or advantage.type = 'ppo'"
+            raise ValueError(f"rollout.group_size = 1 leaves {kind} without a baseline; {instead}")
         if self.lora.rank and kind == "ppo":
             raise ValueError("lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0")
         if self.env.name == "next_state" and self.wm.enabled:
             raise ValueError("env.name = 'next_state' learns the world model by RL: set wm.enabled = false")
-        if self.optim.name == "flash-adamw" and self.lora.rank:
+        if flash and self.lora.rank:
             raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
-        if self.optim.name == "flash-adamw" and self.model.dtype != "bfloat16":
+        if flash and self.model.dtype != "bfloat16":
             raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
         return self
+
+
+def _problem(kind: str, why: str, where: tuple[str, ...], value: Any) -> ValidationError:
+    problem = PydanticCustomError(kind, "{why}", {"why": why})  # type: ignore[arg-type]
+    return ValidationError.from_exception_data(kind, [InitErrorDetails(type=problem, loc=where, input=value)])

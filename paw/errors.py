@@ -7,7 +7,7 @@ server wrote passes `clean` before it reaches a terminal or a log.
 import re
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 LINE_CHARS = 2000
@@ -80,3 +80,11 @@ def shown(value: object, limit: int = 100) -> str:
 
 def to_stderr(line: str) -> None:
     print(clean(line, LINE_CHARS), file=sys.stderr, flush=True)
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """ "did you mean 'X'?" of the known word that is most like `word`, or "" where none is like it."""
+    import difflib
+
+    near = difflib.get_close_matches(word[:255], list(known), n=1, cutoff=cutoff)
+    return f"did you mean '{near[0]}'?" if near else ""

@@ -5,10 +5,14 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from safetensors import SafetensorError
+
+from paw.errors import UserError
 
 HINTS = {
     errno.ENOSPC: ": free some space",
@@ -17,20 +21,32 @@ HINTS = {
 }
 
 
+@contextmanager
+def writing(what: object, advice: str = "") -> Iterator[None]:
+    """A disk that refuses is one line: UserError "cannot write WHAT", the cause, and `advice`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
+        raise UserError(f"cannot write {what}: {cause(error)}{advice}") from None
+
+
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Make `content` what `path` holds: all of it, or on any failure, power loss included, what was there before.
 
     Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or a pipe, which cannot
     be replaced, is written to directly. Raises OSError.
     """
+    data = content.encode() if isinstance(content, str) else content
+    fill: Any = data if callable(data) else lambda file: file.write(data)
     if path.exists() and not path.is_file() and not path.is_dir():
         with io.BufferedWriter(io.FileIO(path, "w", opener=_open)) as file:
-            return _fill(file, content)
+            fill(file)
+        return
     path = Path(os.path.realpath(path))  # a link stays one
     temp = path.with_name(f".tmp_{os.getpid()}_{path.name}")
     try:
         with temp.open("wb") as file:
-            _fill(file, content)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
@@ -41,7 +57,7 @@ def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) 
 
 
 def open_append(path: Path) -> io.FileIO:
-    """`path` to append to, without a buffer: what could not be written is not tried again. Raises OSError."""
+    """`path` to append to, without a buffer: what could not be written is not tried again."""
     return io.FileIO(path, "a", opener=_open)
 
 
@@ -50,13 +66,6 @@ def _open(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
-
-
-def _fill(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], object]) -> None:
-    if callable(content):
-        content(file)
-    else:
-        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def fsync(path: Path) -> None:

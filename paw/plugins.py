@@ -12,14 +12,13 @@ of `Section`; a function its keyword-only parameters.
 ['depth']
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
 import traceback
-from contextlib import chdir, suppress
+from contextlib import chdir
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,8 +28,8 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic.errors import PydanticUserError
 
-from paw.errors import UserError, clean, describe
-from paw.values import LONGEST_NAME, Section
+from paw.errors import UserError, clean, describe, nearest
+from paw.values import Section
 
 ENVS = {
     "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
@@ -44,22 +43,7 @@ SETTINGS = {
     for name, prefix in zip(ENVS, ("Alfworld", "Webshop", "Search", "Tau2", "NextState"), strict=True)
 }
 """Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""
-ADVANTAGES = {
-    "grpo": "paw.algo.advantages:grpo",
-    "rloo": "paw.algo.advantages:rloo",
-    "gigpo": "paw.algo.advantages:gigpo",
-    "ppo": "paw.algo.advantages:gae",  # one a token, from the critic's values
-}
-LOSSES = {name: f"paw.algo.loss:{name}" for name in ("ppo", "cmae", "mae", "ce", "gce")}
-AGENTS: dict[str, str] = {
-    "plain": "paw.rollout.episode:plain",
-    "react": "paw.agents.react:React",
-    "reflexion": "paw.agents.react:Reflexion",
-    "search-r1": "paw.agents.search_r1:search_r1",
-    "zerosearch": "paw.agents.search_r1:search_r1",
-}
-REWARDS: dict[str, str] = {}
-CALLBACKS: dict[str, str] = {
+CALLBACKS = {
     "live": "paw.tools.callbacks:Progress",
     "samples": "paw.tools.callbacks:Samples",
     "report": "paw.tools.callbacks:Report",
@@ -67,14 +51,19 @@ CALLBACKS: dict[str, str] = {
     "wandb": "paw.tools.trackers:Wandb",
     "trackio": "paw.tools.trackers:Trackio",
 }
-"""Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
-on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `run.failed`."""
-BUILT_IN = {
+BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
-    "advantages": ADVANTAGES,
-    "losses": LOSSES,
-    "agents": AGENTS,
-    "rewards": REWARDS,
+    "advantages": {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
+    | {"ppo": "paw.algo.advantages:gae"},  # one a token, from the critic's values
+    "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cmae", "mae", "ce", "gce")},
+    "agents": {
+        "plain": "paw.rollout.episode:plain",
+        "react": "paw.agents.react:React",
+        "reflexion": "paw.agents.react:Reflexion",
+        "search-r1": "paw.agents.search_r1:search_r1",
+        "zerosearch": "paw.agents.search_r1:search_r1",
+    },
+    "rewards": {},
     "callbacks": CALLBACKS,
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
@@ -108,17 +97,15 @@ def load(kind: str, name: str) -> Any:
         return _given[name]
     target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
     if target is None:
-        near = difflib.get_close_matches(name[:LONGEST_NAME], names(kind), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(names(kind))}"
+        hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind))}"
         raise UserError(f"there is no '{clean(name)}': {hint} (or give 'module:name' or 'FILE.py:name')")
     place, _, attributes = target.rpartition(":")
-    found = _unchanged_file(place, f"'{name}'") if place.endswith(".py") else _import_module(place, name)
+    found = import_file(place, f"'{name}'") if place.endswith(".py") else _import_module(place, name)
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            near = difflib.get_close_matches(attribute, [key for key in vars(found) if key[0] != "_"], n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            near = nearest(attribute, [key for key in vars(found) if key[0] != "_"])
             what = "file" if place.endswith(".py") else "module"
-            raise UserError(f"'{clean(name)}': the {what} has no '{clean(attribute)}'{hint}")
+            raise UserError(f"'{clean(name)}': the {what} has no '{clean(attribute)}'" + (near and f"; {near}"))
         found = getattr(found, attribute)
     return found
 
@@ -126,7 +113,6 @@ def load(kind: str, name: str) -> Any:
 @cache
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
     """The keys of a plug-in, beside those of `base`, as a section; `name` is the plug-in's in messages.
-
 
     Raises UserError for a `Config` that is no Section, or a keyword-only parameter without a type.
     """
@@ -136,29 +122,31 @@ def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Sect
             raise UserError(f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.Section")
         return own if issubclass(own, base) else base if own is Section else type(own.__name__, (own, base), {})
     try:
-        parameters = inspect.signature(plugin, eval_str=True).parameters.values()
         texts = dict(re.findall(r"^ +(\w+): (.+)$", plugin.__doc__ or "", re.MULTILINE))
-        fields: dict[str, Any] = {}
-        for given in parameters:
+        found: dict[str, Any] = {}
+        for key, given in inspect.signature(plugin, eval_str=True).parameters.items():
             if given.kind is given.KEYWORD_ONLY:
                 if given.annotation is given.empty:
-                    raise UserError(f"'{name}': the parameter '{given.name}' is a setting, and needs a type: "
-                                    f"{given.name}: float = 1.0")  # fmt: skip
+                    needs = f"needs a type: {key}: float = 1.0"
+                    raise UserError(f"'{name}': the parameter '{key}' is a setting, and {needs}")
                 default = ... if given.default is given.empty else given.default
-                fields[given.name] = (given.annotation, Field(default, description=texts.get(given.name)))
-        return create_model(base.__name__, __base__=base, **fields) if fields else base
+                found[key] = (given.annotation, Field(default, description=texts.get(key)))
+        return create_model(base.__name__, __base__=base, **found) if found else base
     except (TypeError, ValueError, NameError, PydanticUserError) as error:
         raise UserError(f"'{name}': its keyword-only parameters cannot be settings: {clean(error)}") from None
 
 
 def import_file(file: str, origin: str) -> ModuleType:
-    """The module of a Python file, made anew by each call.
+    """The module of a Python file, imported once for each state of the file.
 
     A UserError, beginning with `origin`, says that there is no such file, or what its code raises and where.
     """
-    path = _path(file)
+    path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")
+    state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
+    if state in _files:
+        return _files[state]
     spec = importlib.util.spec_from_file_location(f"paw_plugin_{path.stem}", path)
     assert spec and spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
@@ -171,22 +159,8 @@ def import_file(file: str, origin: str) -> ModuleType:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise UserError(f"{origin}: {where}: {describe(error)}") from error
+    _files[state] = module
     return module
-
-
-def _path(file: str) -> Path:
-    return Path(file).expanduser().absolute()
-
-
-def _unchanged_file(file: str, origin: str) -> ModuleType:
-    """`import_file`, once for each state of the file."""
-    with suppress(OSError):
-        status = _path(file).stat()
-        key = (str(_path(file)), status.st_mtime_ns, status.st_size)
-        if key not in _files:
-            _files[key] = import_file(file, origin)
-        return _files[key]
-    return import_file(file, origin)
 
 
 def _import_module(place: str, name: str) -> ModuleType:

@@ -7,7 +7,6 @@ another plug-in, or another value that keys depend on (`paw.values.Only`), drops
 unknown key is an error that says what was meant. No torch here.
 """
 
-import difflib
 import tomllib
 from collections.abc import Container
 from contextlib import suppress
@@ -20,8 +19,8 @@ from pydantic import ValidationError
 
 from paw import plugins
 from paw.config import Config
-from paw.errors import UserError, clean, shown, to_stderr
-from paw.keys import MOVED, Key, hint, keys_of, meaning, selectors_of
+from paw.errors import UserError, clean, nearest, shown
+from paw.keys import Key, keys_of
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -64,38 +63,21 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": Path(recipe).stem})})
 
 
-def load_played(recipe: str | None, overrides: dict[str, str], defaults: dict[str, str] | None = None) -> Config:
-    """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
-
-    An environment without such a recipe gets the defaults; `defaults` are overrides of keys that the
-    environment has. Raises UserError as `load` does, or if nothing is named.
-    """
-    name = overrides.get("env.name")
-    if recipe is None and name is None:
-        raise UserError("say what is played with --recipe NAME or --env NAME")
-    if recipe is None and f"{name}-grpo" in recipe_names():
-        recipe = f"{name}-grpo"
-        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
-    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
-    keys = keys_of(Config, _layered(tree, {"env": {"name": name}} if name else {}))
-    given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
-    if name == "search" and given.get("env.data", "").lower() == "none":
-        given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
-    return override(tree, given, origin=recipe or "command line", origins=origins)
-
-
 def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
     """The Config of a recipe's tables under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    overrides = {key: _named(value) for key, value in overrides.items()}
-    selectors: dict[str, Any] = {}
-    for key, text in overrides.items():  # what plug-ins are chosen decides which keys there are
-        if key in selectors_of(Config):
-            selectors.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = str(text)
-    keys = keys_of(Config, _layered(tree, selectors))
-    layer: dict[str, Any] = {}
-    for key, text in overrides.items():
-        _set(layer, key, text, keys, tree)
-    return validate(_layered(tree, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
+    given: dict[str, dict[str, Any]] = {}
+    for key, value in overrides.items():
+        section, _, leaf = key.partition(".")
+        given.setdefault(section, {})[leaf] = _named(value)
+        if not isinstance(tree.get(section, {}), dict):
+            found = f"{section} = {shown(tree[section])}"
+            raise UserError(f"command line: --{key} does not fit the recipe's {found}, which is no table")
+    chosen = _merge(tree, given, leaves=())  # what plug-ins are chosen decides which keys there are
+    keys, layer = keys_of(Config, chosen), dict[str, Any]()
+    for section, table in given.items():
+        for leaf, value in table.items():
+            _set(layer, f"{section}.{leaf}", value, keys, chosen)
+    return validate(layered(tree, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
 
 
 def _named(value: Any) -> Any:
@@ -103,6 +85,31 @@ def _named(value: Any) -> Any:
     if isinstance(value, list):
         return [_named(item) for item in value]
     return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
+
+
+def _set(layer: dict[str, Any], key: str, value: Any, keys: dict[str, Key], tree: dict[str, Any]) -> None:
+    """Put an override into the layer: a TOML value, or a bare word; `none` where a key may be left unset."""
+    tables = (known for known, found in keys.items() if get_origin(found.field.annotation) is dict)
+    inside = next((known for known in tables if key.startswith(f"{known}.")), None)
+    if key not in keys and inside is None:
+        from paw.hints import unknown_key
+
+        raise unknown_key(key.rstrip("."), value, tree, origin="command line", dashes="--")
+    kind = keys[inside or key].field.annotation
+    if isinstance(value, str):
+        text = value
+        value = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
+        with suppress(ValueError, RecursionError):
+            parsed = tomllib.loads(f"value = {text}")
+            value = parsed["value"] if len(parsed) == 1 else text
+        if text.lower() == "none" and type(None) in get_args(kind):
+            value = None
+        elif kind in (str, Path) and not isinstance(value, str):
+            value = text  # a name that looks like a number or a date
+    if inside:  # --model.chat_template_kwargs.enable_thinking false
+        before = get(layer, inside) or get(tree, inside)
+        value = {**(before if isinstance(before, dict) else {}), key.removeprefix(f"{inside}."): value}
+    put(layer, inside or key, value)
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
@@ -119,18 +126,23 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         return Config.model_validate(tree)
     except ValidationError as error:
         problems = error.errors()
-        key = _dotted(problems[0]["loc"])
-        if problems[0]["type"] in ("extra_forbidden", "only"):
-            if key in MOVED and isinstance(problems[0]["input"], dict) and problems[0]["input"]:
-                key += f".{next(iter(problems[0]['input']))}"  # of a section that moved, the first key
-            raise UserError(f"{where(key)}: unknown key '{clean(key)}'{_hint(key, tree)}") from None
-        if problems[0]["type"] == "missing" and isinstance(problems[0]["loc"][-1], str):
-            key = next((known for known in keys_of(Config, tree) if known.startswith(f"{key}.")), key)
-            raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE") from None
-        reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
-        message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
-        value = f"{clean(key, LONGEST_NAME)} = {shown(problems[0]['input'])}: " if key else ""
-        raise UserError(f"{where(key, message)}: {value}{message}") from None
+    kind, value, key = problems[0]["type"], problems[0]["input"], _dotted(problems[0]["loc"])
+    if kind in ("extra_forbidden", "only"):
+        from paw.hints import unknown_key
+
+        raise unknown_key(key, value, tree, origin=where(key))
+    if kind == "missing" and isinstance(problems[0]["loc"][-1], str):
+        key = next((known for known in keys_of(Config, tree) if known.startswith(f"{key}.")), key)
+        raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
+    reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
+    message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
+    found = f"{clean(key, LONGEST_NAME)} = {shown(value)}: " if key else ""
+    raise UserError(f"{where(key, message)}: {found}{message}")
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """Where an error is, without the tags pydantic adds for the alternatives of a union."""
+    return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
 
 
 def dump(config: Config) -> str:
@@ -142,8 +154,8 @@ def as_tree(config: Config) -> dict[str, Any]:
     """The keys that apply and are set, as nested dicts of plain values."""
     plain, tree = config.model_dump(mode="json", exclude_none=True), {}
     for dotted, key in known_keys(config).items():
-        if not key.needs and (value := _get(plain, dotted)) is not None:
-            _put(tree, dotted, value)
+        if not key.needs and (value := get(plain, dotted)) is not None:
+            put(tree, dotted, value)
     return tree
 
 
@@ -162,56 +174,15 @@ def known_keys(config: Config) -> dict[str, Key]:
     return keys_of(Config, {section: getattr(config, section) for section in Config.model_fields})
 
 
-def explain(config: Config) -> str:
-    """`dump` with the meaning and the default of each key, keys that are unset too."""
-    lines, section, tree = [], "", as_tree(config)
-    for dotted, key in known_keys(config).items():
-        if key.needs:
-            continue
-        table, _, leaf = dotted.rpartition(".")
-        if table != section:
-            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
-            section = table
-        value = _get(tree, dotted)
-        lines.append(f"# {meaning(key.field)}")
-        if isinstance(value, dict):  # a table within a line
-            lines.append(f"{leaf} = {{ {', '.join(tomli_w.dumps({key: value[key]}).rstrip() for key in value)} }}")
-        else:
-            lines.append(f"# {leaf} is not set" if value is None else tomli_w.dumps({leaf: value}).rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """Where an error is, without the tags pydantic adds for the alternatives of a union."""
-    return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
-
-
-def _hint(key: str, tree: dict[str, Any]) -> str:
-    return hint(key, keys_of(Config, tree), Config)
-
-
-def nearest(key: str) -> str:
-    """What was meant by a key that no configuration has, as the end of a line, or ""."""
-    return _hint(key, {})
-
-
-def layered(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The tree under changes by dotted key, without its keys that no longer apply."""
-    layer: dict[str, Any] = {}
-    for key, value in changes.items():
-        _put(layer, key, value)
-    return _layered(tree, layer)
-
-
-def _layered(tree: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+def layered(tree: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
     """The layer over the tree, without the keys of the tree that no longer apply."""
     before = keys_of(Config, tree)
     merged = _merge(tree, layer, leaves=before)
     after = keys_of(Config, merged)
     for dotted, key in before.items():
-        if not key.needs and (dotted not in after or after[dotted].needs) and _get(layer, dotted, _ABSENT) is _ABSENT:
+        if not key.needs and (dotted not in after or after[dotted].needs) and get(layer, dotted, _ABSENT) is _ABSENT:
             table, _, leaf = dotted.rpartition(".")
-            if isinstance(found := _get(merged, table), dict):
+            if isinstance(found := get(merged, table), dict):
                 found.pop(leaf, None)
     return merged
 
@@ -230,7 +201,8 @@ def _merge(old: dict[str, Any], new: dict[str, Any], *, leaves: Container[str], 
 _ABSENT: Any = object()
 
 
-def _get(tree: Any, dotted: str, default: Any = None) -> Any:
+def get(tree: Any, dotted: str, default: Any = None) -> Any:
+    """What nested dicts hold under a dotted key."""
     for part in dotted.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return default
@@ -238,41 +210,14 @@ def _get(tree: Any, dotted: str, default: Any = None) -> Any:
     return tree
 
 
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def put(tree: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """The tree itself, with a value under a dotted key."""
+    top = tree
     *tables, leaf = dotted.split(".")
     for part in tables:
         tree = tree.setdefault(part, {})
     tree[leaf] = value
-
-
-def _set(layer: dict[str, Any], key: str, text: Any, keys: dict[str, Key], tree: dict[str, Any]) -> None:
-    """Put an override into the layer: a TOML value, or a bare word; `none` where a key may be left unset."""
-    inside = next((known for known, found in keys.items() if key.startswith(f"{known}.") and _is_table(found)), None)
-    if key not in keys and inside is None:
-        raise UserError(f"command line: unknown key '--{clean(key.rstrip('.'))}'{hint(key, keys, Config)}")
-    if not isinstance(tree.get(key.partition(".")[0], {}), dict):
-        section = key.partition(".")[0]
-        found = f"{section} = {shown(tree[section])}"
-        raise UserError(f"command line: --{key} does not fit the recipe's {found}, which is no table")
-    kind = keys[inside or key].field.annotation
-    value = text
-    if isinstance(text, str):
-        value = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
-        with suppress(ValueError, RecursionError):
-            parsed = tomllib.loads(f"value = {text}")
-            value = parsed["value"] if len(parsed) == 1 else text
-        if text.lower() == "none" and type(None) in get_args(kind):
-            value = None
-        elif kind in (str, Path) and not isinstance(value, str):
-            value = text  # a name that looks like a number or a date
-    if inside:  # --model.chat_template_kwargs.enable_thinking false
-        before = _get(layer, inside) or _get(tree, inside)
-        value = {**(before if isinstance(before, dict) else {}), key.removeprefix(f"{inside}."): value}
-    _put(layer, inside or key, value)
-
-
-def _is_table(key: Key) -> bool:
-    return get_origin(key.field.annotation) is dict
+    return top
 
 
 def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -283,7 +228,7 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, tables in _lineage(recipe):
-        tree = _layered(tree, tables)
+        tree = layered(tree, tables)
         for section, table in tables.items():
             keys = [f"{section}.{leaf}" for leaf in table] if isinstance(table, dict) else [section]
             origins |= dict.fromkeys(keys, origin)
@@ -302,8 +247,7 @@ def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
                 raise UserError(f"{by}{clean(path)}: no such file")
             origin, key, tables, folder = str(path), str(path.resolve()), _tables(path), path.parent
         if tables is None:
-            near = difflib.get_close_matches(name[:LONGEST_NAME], [*recipe_names(), *base_names()], n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(recipe_names())}"
+            hint = nearest(name, [*recipe_names(), *base_names()]) or f"there are: {', '.join(recipe_names())}"
             raise UserError(f"{by}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
         if key in heirs:
             raise UserError(f"{by}'{name}' is itself built on this recipe")

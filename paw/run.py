@@ -20,7 +20,7 @@ from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory
 from paw.config import Config
 from paw.errors import LINE_CHARS, UserError, clean, to_stderr
-from paw.files import cause, write_file
+from paw.files import write_file, writing
 from paw.model.policy import Policy, pick_device
 from paw.model.ranks import PeerLostError, Ranks, join_ranks, lost_peer, out_of_memory
 from paw.plugins import load
@@ -28,7 +28,6 @@ from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.rollout.sync import full_parameters
-from paw.state.changes import changes
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
@@ -280,14 +279,14 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     run = Run(**vars(parts), **own)
     run.info = about(run) | {"started": now()}
     if resume:
+        from paw.state.restore import restore
+
         chosen = "" if resume == "auto" else resume
-        path = run.state.restore(directory / "checkpoints", ranks, warn=run.say, chosen=chosen)
+        path = restore(run.state, directory / "checkpoints", ranks, warn=run.say, chosen=chosen)
         run.say(f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over")
     if ranks.first:
-        try:
+        with writing(directory / "config.toml"):
             write_file(directory / "config.toml", dump(config))
-        except OSError as error:
-            raise UserError(f"cannot write {directory / 'config.toml'}: {cause(error)}") from None
         was = {"resumed_at": run.step, "notes": notes} if resume else {}
         run.record = stack.enter_context(RunRecord(directory, run.info, **was))
         cut = (run.step or STARTING_OVER) if resume else None
@@ -308,9 +307,11 @@ def say(text: str, ranks: Ranks) -> None:
 
 def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> tuple[str, list[str]]:
     """(The run's name, what to report about it)."""
-    name, held = claim(config, resume=bool(resume), numbered=numbered)
+    name, held = claim(config, resume=resume, numbered=numbered)
     stack.enter_context(held)
     if resume:
+        from paw.state.changes import changes
+
         return name, changes(config.run.dir / name, config)
     taken = f"{config.run.dir / config.run.name} is another run's: this one is {name}"
     return name, [taken] if name != config.run.name else []

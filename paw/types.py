@@ -15,7 +15,7 @@ class Task:
     id: str
     """Unique within the split, stable across runs (a game's path, or generator split and index)."""
     kind: str = "task"
-    """Task type, the key under which success is reported (ALFWorld: pick, look, clean, heat, cool, two)."""
+    """The key under which success is reported (ALFWorld: pick, look, clean, heat, cool, two)."""
     payload: Any = field(default=None, repr=False)
     """What the environment needs to start it; read-only, shared by the members of a group."""
 
@@ -60,11 +60,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One episode.
-
-    >>> Trajectory(Task("t", "pick"), member=0).episode_return
-    0.0
-    """
+    """One episode."""
 
     task: Task
     member: int

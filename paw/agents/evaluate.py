@@ -15,12 +15,12 @@ from typing import Any
 
 from paw.agents import results
 from paw.agents.endpoint import Endpoint, EndpointModel
+from paw.commands import load_played
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
-from paw.recipe import load_played
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Scheduler
 from paw.state.claim import lock

@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.hub import check_hub
 from paw.model.attention import ATTENTION, pack_rows, separate_rows
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
@@ -174,7 +173,10 @@ def pick_backend(wanted: str, device: torch.device, dtype: str) -> str:
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
     _check_folder(path)
-    check_hub(str(path))
+    if not Path(path).expanduser().exists():
+        from paw.hub import check_hub
+
+        check_hub(str(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever they meet first

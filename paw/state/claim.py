@@ -13,7 +13,7 @@ from typing import IO
 
 from paw.config import Config
 from paw.errors import UserError, clean
-from paw.files import cause, fsync
+from paw.files import cause, fsync, writing
 
 LOCK = ".lock"
 """Holds the id of the process that has the folder, or had it last; what counts is the kernel's lock on the file."""
@@ -28,29 +28,16 @@ class InUseError(UserError):
 def lock(folder: Path) -> IO[str]:
     """Take `folder`, which exists, until the file that is returned closes or this process ends.
 
-    Raises InUseError with the id of the process that has it, and UserError where no file can be made there. On a file
-    system that knows no locks nothing is held.
+    Raises InUseError with the id of the process that has it. On a file system that knows no locks nothing is held.
     """
-    path = folder / LOCK
-    try:
+    path, give_up = folder / LOCK, time.monotonic() + WAIT_S
+    with writing(folder):
         file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {cause(error)}") from None
-    give_up = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < give_up:
-                time.sleep(0.02)
-                continue
+    while not _locked(file, fcntl.LOCK_EX):
+        if time.monotonic() > give_up:
             file.close()
-            raise InUseError(f"{folder} is in use by process {_written(path)}; wait for it or stop it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise UserError(f"cannot lock {path}: {cause(error)}") from None
-            break
+            raise InUseError(f"{folder} is in use by process {_written(path)}; wait for it or stop it")
+        time.sleep(0.02)
     with suppress(OSError):  # a full disk: the lock holds all the same
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -62,14 +49,21 @@ def lock(folder: Path) -> IO[str]:
 def holder(folder: Path) -> str | None:
     """The id of the process that has `folder`, None where nobody has."""
     path = folder / LOCK
-    if not path.is_file():
-        return None
-    with suppress(OSError), path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _written(path)
+    if path.is_file():
+        with suppress(OSError), path.open() as file:
+            return None if _locked(file, fcntl.LOCK_SH) else _written(path)
     return None
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise UserError(f"cannot lock {file.name}: {cause(error)}") from None
+    return True
 
 
 def _written(path: Path) -> str:
@@ -77,20 +71,20 @@ def _written(path: Path) -> str:
     return text if text.isdecimal() else "?"
 
 
-def claim(config: Config, *, resume: bool, numbered: bool) -> tuple[str, IO[str]]:
+def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
     """Make and lock the directory of a new run, or lock that of the run to resume; (its name, the lock).
 
-    `numbered` takes the name as a stem: a new run gets NAME, NAME-2, ..., the first beyond those that are there, and
-    `resume` means the highest. Raises UserError where the directory holds another run, is in use, or none to resume.
+    `numbered` takes the name as a stem, see `run_names`. Raises UserError where the directory holds another run, is in
+    use, or has none to resume.
     """
     for name in run_names(config, resume=resume) if numbered else [config.run.name]:
         directory = config.run.dir / name
         try:
-            if not resume:
+            if resume:
+                _check_resumable(directory, resume)
+            else:
                 directory.mkdir(parents=True, exist_ok=True)
                 fsync(directory.parent)
-            elif not (directory / "metrics.jsonl").is_file():
-                raise UserError(f"--resume: there is no run in {directory}; start without --resume")
             held = lock(directory)
         except InUseError:
             if resume or not numbered:
@@ -106,27 +100,35 @@ def claim(config: Config, *, resume: bool, numbered: bool) -> tuple[str, IO[str]
             return name, held
         held.close()
         if not numbered:
-            raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+            raise _taken(directory)
     raise AssertionError("numbers do not end")
 
 
 def check_claim(config: Config, *, resume: str, numbered: bool) -> None:
-    """Raise what `claim` would, but for other processes' locks, and for a checkpoint to resume that is not there."""
-    name = next(run_names(config, resume=True)) if numbered else config.run.name
-    directory = config.run.dir / name
-    if not resume and not numbered and _begun(directory):
-        raise UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
-    if resume not in ("", "auto") and not re.fullmatch(r"step_\d+", resume):
+    """Raise what `claim` would, but for other processes' locks and folders that cannot be made."""
+    directory = config.run.dir / (next(run_names(config, resume=resume)) if numbered else config.run.name)
+    if resume:
+        _check_resumable(directory, resume)
+    elif _begun(directory):
+        raise _taken(directory)
+
+
+def _check_resumable(directory: Path, resume: str) -> None:
+    if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
         raise UserError(f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100")
-    if resume and not (directory / "metrics.jsonl").is_file():
+    if not (directory / "metrics.jsonl").is_file():
         raise UserError(f"--resume: there is no run in {directory}; start without --resume")
     there = sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
-    if resume not in ("", "auto", *there):
+    if resume not in ("auto", *there):
         found = f"there are: {', '.join(there)}" if there else "there is none"
         raise UserError(f"--resume {resume}: no such checkpoint in {directory / 'checkpoints'}; {found}")
 
 
-def run_names(config: Config, *, resume: bool) -> Iterator[str]:
+def _taken(directory: Path) -> UserError:
+    return UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+
+
+def run_names(config: Config, *, resume: str) -> Iterator[str]:
     """Names a run may take whose stem is run.name: of a new one without end, of one to resume the highest there is."""
     pattern = re.compile(rf"{re.escape(config.run.name)}(?:-(\d+))?")
     found = (pattern.fullmatch(path.parent.name) for path in config.run.dir.glob("*/metrics.jsonl"))

@@ -5,21 +5,20 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from paw import __version__
 from paw.config import Config
 from paw.envs import make_factory
 from paw.errors import UserError, to_stderr
-from paw.files import cause, fsync, fsync_tree
+from paw.files import fsync, fsync_tree, writing
 from paw.model.policy import Policy, load_policy, load_tokenizer, weights_dtype
 from paw.recipe import dump, load
 from paw.rollout.sync import full_parameters
-from paw.state import checkpoint
 from paw.state.record import read_info
 
 CARD = """---
@@ -53,20 +52,19 @@ def export(
     method = method or f"{config.advantage.type}, {world}"
     temp = folder.with_name(f".tmp_{folder.name}")
     try:
-        shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
-        temp.mkdir(parents=True)
-        policy.lm.save_pretrained(temp, state_dict=weights)
-        _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
-        card = CARD.format(config=config, version=__version__, updates=step, method=method)
-        (temp / "README.md").write_text(card, encoding="utf-8")
-        (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
-        fsync_tree(temp)
-        folder.mkdir(exist_ok=True)
-        for file in temp.iterdir():
-            file.replace(folder / file.name)
-        fsync(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the exported model to {folder}: {cause(error)}") from None
+        with writing(f"the exported model to {folder}"):
+            shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
+            temp.mkdir(parents=True)
+            policy.lm.save_pretrained(temp, state_dict=weights)
+            _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
+            card = CARD.format(config=config, version=__version__, updates=step, method=method)
+            (temp / "README.md").write_text(card, encoding="utf-8")
+            (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
+            fsync_tree(temp)
+            folder.mkdir(exist_ok=True)
+            for file in temp.iterdir():
+                file.replace(folder / file.name)
+            fsync(folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return folder
@@ -84,10 +82,12 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
 
 def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
     """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
+    from paw.state.restore import load as load_checkpoint
+    from paw.state.restore import newest
+
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no run directory (config.toml is missing)")
-    config = load(run / "config.toml")
-    folder = run / "checkpoints"
+    config, folder = load(run / "config.toml"), run / "checkpoints"
     chosen = folder / checkpoint_name if checkpoint_name else None
     if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
@@ -98,12 +98,10 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
 
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
 
-    def read(path: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
-        return checkpoint.load(path, like={"model": policy.named_parameters_once()})
-
-    found = (chosen, read(chosen)) if chosen else checkpoint.newest(folder, read)
+    read = partial(load_checkpoint, like={"model": policy.named_parameters_once()})
+    found = (chosen, read(chosen)) if chosen else newest(folder, read)
     assert found, "a checkpoint was there"
-    tensors, state = found[1]
+    _, (tensors, state) = found
     policy.load(tensors["model"])
     weights = dict(full_parameters(policy.lm, once=True))
     return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])

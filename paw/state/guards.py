@@ -16,18 +16,12 @@ class UpdateGuard:
 
     One NaN gradient makes every parameter NaN, through clipping and AdamW. Give it all-reduced values, so that every
     rank decides alike: a NaN on one rank is a NaN in the sum.
-
-    >>> guard = UpdateGuard(max_skipped=3)
-    >>> guard.allows(loss=0.1, grad_norm=2.0), guard.allows(loss=0.1, grad_norm=float("nan")), guard.skipped
-    (True, False, 1)
     """
 
     def __init__(self, max_skipped: int, *, lr: str = "optim.lr") -> None:
         """`lr` is the key that the message names."""
         self.max_skipped, self.lr = max_skipped, lr
-        self.skipped = 0
-        """Steps skipped in the whole run."""
-        self.in_a_row = 0
+        self.skipped = self.in_a_row = 0
 
     def allows(self, *, loss: float, grad_norm: float) -> bool:
         """True: step. False: drop these gradients. Raises TrainingStopped at the `max_skipped`-th refusal in a row."""
@@ -36,13 +30,13 @@ class UpdateGuard:
             return True
         self.skipped += 1
         self.in_a_row += 1
-        if self.in_a_row >= self.max_skipped:
-            raise TrainingStopped(
-                f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm "
-                f"({grad_norm}); the weights are those of the last good step: lower {self.lr}, or set "
-                'model.dtype = "float32" (run.max_skipped sets the patience)'
-            )
-        return False
+        if self.in_a_row < self.max_skipped:
+            return False
+        raise TrainingStopped(
+            f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm "
+            f"({grad_norm}); the weights are those of the last good step: lower {self.lr}, or set "
+            'model.dtype = "float32" (run.max_skipped sets the patience)'
+        )
 
     def state(self) -> dict[str, int]:
         """JSON for the checkpoint."""
@@ -52,18 +46,17 @@ class UpdateGuard:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
 
 
-COLLAPSE_WINDOW = 5
-
+VLLM = "--rollout.gpu_memory_utilization"
 KNOBS = {
-    "start": "--optim.name flash-adamw, --policy.offload_reference true, --rollout.gpu_memory_utilization or"
-    " more --gpus",
-    "rollout": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
+    "start": f"--optim.name flash-adamw, --policy.offload_reference true, {VLLM} or more --gpus",
+    "rollout": f"{VLLM} or --rollout.max_batch_tokens",
     "score": "--optim.micro_batch_tokens",
     "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
-    "sync": "--rollout.gpu_memory_utilization",
-    "eval": "--rollout.gpu_memory_utilization or --rollout.max_batch_tokens",
+    "sync": VLLM,
+    "eval": f"{VLLM} or --rollout.max_batch_tokens",
 }
 """What to turn when memory runs out, by phase."""
+COLLAPSE_WINDOW = 5
 
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
@@ -80,12 +73,11 @@ def what_is_saved(step: int) -> str:
 
 
 def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:
-    """A message at the update on which the collapse signature completes, else None.
+    """A message at the update on which the collapse signature completes, else None; `history` is oldest first.
 
-    `history` holds the metrics of the updates so far, oldest first. The signature, over the last 5 updates: every
-    action well-formed (`health/valid_actions` >= 0.98), next to no success (`success/all` <= 0.01) after there had been
-    some, entropy (`policy/entropy`) under a tenth of its highest. It comes of groups in which all fail: only the
-    invalid-action penalty varies, and the division by the standard deviation blows it up to full scale.
+    Over the last 5 updates: every action well-formed (>= 0.98), next to no success (<= 0.01) after there had been some,
+    entropy under a tenth of its highest. It comes of groups in which all fail: only the invalid-action penalty varies,
+    and the division by the standard deviation blows it up to full scale.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None

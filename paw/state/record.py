@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paw import __version__
 from paw.errors import UserError
-from paw.files import cause, json_object, text_of, write_file
+from paw.files import json_object, text_of, write_file, writing
 
 if TYPE_CHECKING:
     from paw.run import Run
@@ -39,10 +39,8 @@ class RunRecord:
     def write(self) -> None:
         """Raises UserError where it cannot be written."""
         wall_s = round(self._before_s + time.monotonic() - self._began, 1)
-        try:
+        with writing(self._path):
             write_file(self._path, json.dumps(self.about | {"wall_s": wall_s}, indent=1))
-        except OSError as error:
-            raise UserError(f"cannot write {self._path}: {cause(error)}") from None
 
     def end(self, how: str, why: str = "") -> None:
         """`how`: finished, stopped or failed."""
@@ -78,8 +76,8 @@ def about(run: "Run") -> dict[str, Any]:
     """Of run.json: versions, machine, model, games."""
     import torch  # what only reads a record does without
 
-    device = run.policy.device
-    cpu = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    device, threads = run.policy.device, torch.get_num_threads()
+    cpu = f"CPU ({platform.machine()}, {threads} threads)"
     return {
         "paw": __version__,
         "commit": code_commit(),
@@ -87,7 +85,7 @@ def about(run: "Run") -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "ranks": run.ranks.world_size,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "engine": run.config.rollout.engine,
         "model": run.config.model.path,
         "parameters": run.policy.lm.num_parameters(),

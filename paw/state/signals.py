@@ -37,9 +37,8 @@ def _leave(*_: object) -> None:
 class StopSignal:
     """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
 
-    The loop looks at `requested` after each update, saves and leaves with exit code 0. Ranks get the signal at
-    different moments: agree on the flag (all-reduce) before acting on it. Main thread only. Where that is inside a
-    call that does not return, such as a collective one, a thread sees to the second signal.
+    Ranks get the signal at different moments: they agree on the flag before they act on it. Main thread only. Where
+    that is inside a call that does not return, such as a collective one, a thread sees to the second signal.
     """
 
     def __init__(self) -> None:

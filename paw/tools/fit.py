@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import cause, write_file
-from paw.recipe import known_keys, layered, load, validate
+from paw.recipe import known_keys, layered, load, put, validate
 from paw.tools.plan import GIB, MFU, USABLE, Plan, plan
 from paw.tools.shapes import Shape, shape_of
 
@@ -111,8 +111,8 @@ def get(config: Config, key: str) -> Any:
 def changed(config: Config, *changes: Change) -> Config:
     """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    for change in changes:
-        tree = layered(tree, change)
+    for key, value in (pair for change in changes for pair in change.items()):
+        tree = layered(tree, put({}, key, value))
     return validate(tree, origin="paw plan")
 
 

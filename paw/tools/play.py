@@ -14,6 +14,7 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
+from paw.commands import load_played
 from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.factory import AlfworldFactory
@@ -23,7 +24,6 @@ from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
-from paw.recipe import load_played
 from paw.rollout.episode import shown
 from paw.rollout.guard import Guarded
 from paw.types import Outcome, Task

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paw.agents.results import kind_lines, kind_rows
+from paw.commands import load_played
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, to_stderr
 from paw.model.policy import load_policy, load_tokenizer, pick_device
-from paw.recipe import load, load_played
+from paw.recipe import load
 from paw.rollout.chat import Chat
 from paw.rollout.engines import make_engine
 from paw.rollout.scheduler import Rollouts

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError, clean
-from paw.state.checkpoint import saved, verify
+from paw.state.checkpoint import saved
 from paw.state.claim import holder
 from paw.state.record import read_info
+from paw.state.restore import verify
 from paw.tools.callbacks import LINE
 from paw.tools.rundir import Run, load_run
 

@@ -15,7 +15,7 @@ import tomli_w
 sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import ENV, start  # noqa: F401
 
-from paw.state import checkpoint
+from paw.state import restore
 
 pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named(start, tmp_path, lost):  # noqa: F811
         assert launcher.returncode in (1, 3)
         assert f"paw: rank {lost} was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
         assert "Traceback" not in errors
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert restore.newest(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize("lost", [0, 1])

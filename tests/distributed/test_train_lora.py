@@ -69,7 +69,7 @@ def test_resuming_is_exact(run, start, tmp_path):  # noqa: F811
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoints" / "step_000002")
     train(tmp_path, start, "one", *LORA, "--resume", "auto", **SHORT)
-    ours, theirs = (checkpoint._read_manifest(r / "checkpoints" / "step_000002")[0] for r in (again, run))
+    ours, theirs = (checkpoint.read_manifest(r / "checkpoints" / "step_000002")[0] for r in (again, run))
     assert ours == theirs
 
 

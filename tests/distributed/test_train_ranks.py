@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from paw.errors import UserError
 from paw.model.launcher import launch
 from paw.model.ranks import join_ranks
-from paw.state import checkpoint
+from paw.state import restore
 from paw.tools import quickstart
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -167,7 +167,7 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
     assert "out of memory in phase 'update' of update 2 on rank 1, peak " in line
     assert "--optim.micro_batch_tokens" in line and "the checkpoint of update 1 is intact (--resume auto)" in line
     assert "Traceback" not in failed.stderr
-    assert checkpoint.latest(tmp_path / "oom" / "checkpoints").name == "step_000001"
+    assert restore.newest(tmp_path / "oom" / "checkpoints")[0].name == "step_000001"
 
 
 NOT_A_NUMBER = """

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.state import checkpoint
+from paw.state import checkpoint, restore
 
 pytestmark = pytest.mark.slow
 STEP_METRICS = {
@@ -49,7 +49,7 @@ def test_a_run_leaves_everything_behind(quick_run):
     assert config["rollout"]["tasks"] == 4 and config["optim"]["grad_clip"] == 1.0
     info = json.loads((quick_run / "run.json").read_text())
     assert info["games"].startswith("generated tiny") and info["wall_s"] > 0 and info["parameters"] > 100_000
-    checkpoint.verify(quick_run / "checkpoints" / "step_000002")
+    restore.verify(quick_run / "checkpoints" / "step_000002")
     report = (quick_run / "report.html").read_text()
     assert "<svg" in report and "http-equiv" in report and any((quick_run / "plots").glob("*.png"))
 
@@ -161,7 +161,7 @@ def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_pa
         run / "checkpoints" / "step_000002" for run in (quick_run, tmp_path / "again", tmp_path / "other")
     )
     assert digests(first) == digests(again)
-    assert checkpoint._read_manifest(first)[0] == checkpoint._read_manifest(again)[0]
+    assert checkpoint.read_manifest(first)[0] == checkpoint.read_manifest(again)[0]
     assert read_metrics(quick_run) == read_metrics(tmp_path / "again")
     assert (quick_run / "samples.jsonl").read_bytes() == (tmp_path / "again" / "samples.jsonl").read_bytes()
     assert digests(first)["model.safetensors"] != digests(other)["model.safetensors"]

@@ -1,5 +1,6 @@
-"""Checkpoints: whole or absent, corruption found and named."""
+"""Checkpoints: whole or absent, corruption and malice found and named."""
 
+import hashlib
 import io
 import json
 import multiprocessing
@@ -10,13 +11,16 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paw.errors import UserError
-from paw.state import checkpoint
+from paw.state import checkpoint, restore
 from paw.state.checkpoint import CheckpointError
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
@@ -34,10 +38,23 @@ def tensors(seed: int, size: int = 64) -> checkpoint.Tensors:
     }
 
 
-def reseal(path: Path) -> None:
+def latest(folder: Path, warn: Callable[[str], Any] = pytest.fail) -> Path | None:
+    found = restore.newest(folder, warn=warn)
+    return found and found[0]
+
+
+def reseal(path: Path, order: int = 1) -> None:
     """A manifest that agrees with whatever files are there: what an attacker, or an editor, can always make."""
-    files = {f.name: checkpoint._describe(f) for f in path.iterdir() if f.name != "manifest.json"}
-    (path / "manifest.json").write_text(checkpoint._manifest(files, 1))
+    files = {f.name: checkpoint.digest(f) for f in path.iterdir() if f.name != "manifest.json"}
+    (path / "manifest.json").write_text(checkpoint.manifest_text(files, order))
+
+
+def refused(path: Path, name: str, read: Callable[[Path], Any] = restore.load) -> None:
+    """It is refused in one line that names the checkpoint and the file."""
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert name in message and str(path) in message and "\n" not in message and len(message) < 500
 
 
 def test_roundtrip_is_exact(tmp_path):
@@ -46,12 +63,16 @@ def test_roundtrip_is_exact(tmp_path):
     path = checkpoint.save(tmp_path / "checkpoints", 50, before, state)
     assert path == tmp_path / "checkpoints" / "step_000050"
     assert sorted(f.name for f in path.iterdir()) == FILES
-    after, read = checkpoint.load(path, like={"model": before["model"]})
+    after, read = restore.load(path, like={"model": before["model"]})
     assert read == {**state, "step": 50, "version": checkpoint.VERSION}
     for stem, named in before.items():
         assert after[stem].keys() == named.keys()
         for name, tensor in named.items():
             assert after[stem][name].dtype == tensor.dtype and torch.equal(after[stem][name], tensor)
+    with pytest.raises(ValueError, match="JSON"):
+        checkpoint.save(tmp_path, 1, {}, {"loss": float("nan")})
+    with pytest.raises(ValueError, match="stem"):
+        checkpoint.save(tmp_path, 1, {"../model": {}}, {})
 
 
 def test_what_exceeds_a_file_goes_on_in_the_next(tmp_path, monkeypatch):
@@ -60,85 +81,70 @@ def test_what_exceeds_a_file_goes_on_in_the_next(tmp_path, monkeypatch):
     named = {f"layer.{i}": torch.full((10,), float(i)) for i in range(5)}
     path = checkpoint.save(tmp_path, 1, {"model": iter(named.items()), "rng": {}}, {})
     assert sorted(f.stem for f in path.glob("*.safetensors")) == ["model", "model-2", "model-3", "rng"]
-    after, _ = checkpoint.load(path, like={"model": named})
+    after, _ = restore.load(path, like={"model": named})
     assert all(torch.equal(after["model"][name], tensor) for name, tensor in named.items())
     (path / "model-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-2\.safetensors"):
-        checkpoint.load(path)
+    refused(path, "model-2.safetensors")
 
 
-def test_same_content_has_the_same_manifest(tmp_path):
-    one, two, other = (checkpoint.save(tmp_path / str(i), 1, tensors(seed), {}) for i, seed in enumerate([1, 1, 2]))
-    files = [checkpoint._read_manifest(path)[0] for path in (one, two, other)]
-    assert files[0] == files[1] != files[2]
-
-
-def flip(file: Path, position: float) -> None:
+def flip(file: Path, position: float = 0.5) -> None:
     content = bytearray(file.read_bytes())
     content[int(position * (len(content) - 1))] ^= 1
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
+def replace(file: Path, make: Callable[[Path], Any]) -> None:
+    file.unlink()
+    make(file)
 
 
 DAMAGE = {
     "first byte flipped": lambda file: flip(file, 0.0),
-    "middle byte flipped": lambda file: flip(file, 0.5),
+    "middle byte flipped": flip,
     "last byte flipped": lambda file: flip(file, 1.0),
-    "truncated": truncate,
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
     "emptied": lambda file: os.truncate(file, 0),
     "deleted": lambda file: file.unlink(),
     "grown": lambda file: file.write_bytes(file.read_bytes() + b" "),
+    "a pipe": lambda file: replace(file, os.mkfifo),
+    "a device": lambda file: replace(file, lambda path: path.symlink_to("/dev/zero")),
+    "a folder": lambda file: replace(file, Path.mkdir),
+    "a link to nothing": lambda file: replace(file, lambda path: path.symlink_to("nowhere")),
 }
 
 
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_named_and_stepped_over(tmp_path, capsys, name, damage):
-    good = checkpoint.save(tmp_path, 1, tensors(1), {})
-    bad = checkpoint.save(tmp_path, 2, tensors(2), {})
-    DAMAGE[damage](bad / name)
-    for read in (checkpoint.verify, checkpoint.load):
-        with pytest.raises(CheckpointError) as caught:
-            read(bad)
-        assert name in str(caught.value) and str(bad) in str(caught.value) and "\n" not in str(caught.value)
-    assert checkpoint.latest(tmp_path) == good
-    said = capsys.readouterr().err
-    assert f"{bad} is damaged ({name})" in said and "using step_000001" in said
+def test_damage_is_found_named_and_stepped_over(tmp_path, damage):
+    for name in FILES:
+        folder = tmp_path / name
+        good, bad = (checkpoint.save(folder, step, tensors(step), {}) for step in (1, 2))
+        DAMAGE[damage](bad / name)
+        refused(bad, name, restore.verify)
+        refused(bad, name)
+        said: list[str] = []
+        assert latest(folder, said.append) == good
+        assert f"{bad} is damaged ({name})" in said[0] and "using step_000001" in said[0]
+    (good / "extra.safetensors").write_bytes(b"")
+    refused(good, "extra.safetensors")
+    with pytest.raises(CheckpointError, match="no other checkpoint in"):  # rather than starting over
+        latest(folder)
 
 
-def test_an_unexpected_file_is_found(tmp_path):
-    path = checkpoint.save(tmp_path, 1, tensors(1), {})
-    (path / "extra.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"extra\.safetensors"):
-        checkpoint.load(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"layer.bias": torch.zeros(65).bfloat16()}, "layer.bias"),
-        ({"layer.bias": torch.zeros(64)}, "layer.bias"),
-        ({"surplus": torch.zeros(1)}, "surplus"),
-        ({"layer.bias": None}, "layer.bias"),
-    ],
-    ids=["shape", "dtype", "extra key", "missing key"],
-)
-def test_tensors_of_another_model_are_refused(tmp_path, change, named):
+def test_tensors_of_another_model_are_refused(tmp_path):
     expected = tensors(1)["model"]
-    stored = {name: tensor for name, tensor in {**expected, **change}.items() if tensor is not None}
-    path = checkpoint.save(tmp_path, 1, {"model": stored}, {})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
-        checkpoint.load(path, like={"model": expected})
-    assert f"'{named}'" in str(caught.value)
-
-
-def test_a_whole_file_missing_from_like_is_named(tmp_path):
-    path = checkpoint.save(tmp_path, 1, {"model": tensors(1)["model"]}, {})
+    changes = (
+        {"layer.bias": torch.zeros(65).bfloat16()},
+        {"layer.bias": torch.zeros(64)},
+        {"surplus": torch.zeros(1)},
+        {"layer.bias": None},
+    )
+    for step, change in enumerate(changes):
+        stored = {name: tensor for name, tensor in {**expected, **change}.items() if tensor is not None}
+        path = checkpoint.save(tmp_path, step, {"model": stored}, {})
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: '{next(iter(change))}'"):
+            restore.load(path, like={"model": expected})
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
-        checkpoint.load(path, like={"optimizer": tensors(1)["optimizer"]})
+        restore.load(path, like={"optimizer": tensors(1)["optimizer"]})
 
 
 class Exploit:
@@ -149,85 +155,92 @@ class Exploit:
         return Path.touch, (self.target,)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "model.pt"])
-def test_a_pickle_never_runs(tmp_path, name):
+def test_a_pickle_never_runs(tmp_path):
     """Even under a manifest made to match it."""
     path = checkpoint.save(tmp_path / "c", 1, tensors(1), {})
-    proof = tmp_path / "proof"
-    buffer = io.BytesIO()
+    proof, buffer = tmp_path / "proof", io.BytesIO()
     torch.save(Exploit(proof), buffer)
     for payload in (pickle.dumps(Exploit(proof)), buffer.getvalue()):
-        (path / name).write_bytes(payload)
+        for name in ("model.pt", "state.json", "model.safetensors"):
+            before = (path / name).read_bytes() if (path / name).exists() else b""
+            (path / name).write_bytes(payload)
+            reseal(path)
+            if name == "model.pt":  # no code path reads it
+                assert "model" in restore.load(path)[0]
+            else:
+                refused(path, name)
+            (path / name).write_bytes(before)
+    assert not proof.exists()
+
+
+DEEP, LONG = "[" * 100_000, "1" * 5000
+MANIFESTS = [
+    {"files": ["model.safetensors"], "order": 2}, {"files": {"state.json": 3}, "order": 2},
+    {"files": {"state.json": {"sha256": "0"}}, "order": 2}, {"files": {}, "order": "2"}, {"files": {}, "order": -1},
+    {"files": {}, "order": 1e400}, {"files": {}}, [], 7,
+]  # fmt: skip
+
+
+def test_a_manifest_of_another_shape_is_stepped_over(tmp_path):
+    good, bad = (checkpoint.save(tmp_path, step, tensors(step), {}) for step in (1, 2))
+    for body in MANIFESTS:
+        own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        signed = {**body, "sha256": own} if isinstance(body, dict) else body
+        (bad / "manifest.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
+        said: list[str] = []
+        assert latest(tmp_path, said.append) == good
+        assert said == [f"checkpoint {bad} is damaged (manifest.json): not a manifest: using step_000001"]
+    checkpoint.prune(tmp_path, 1)
+    assert latest(tmp_path) == good and not bad.exists()
+
+
+STATES = [
+    "[]", DEEP, f'{{"version": 1, "step": {LONG}}}', '{"version": [1], "step": 2}', '{"version": 99, "step": 2}',
+    '{"version": 1}', '{"version": 1, "step": -1}', f'{{"version": 1, "step": 1{"0" * 300}}}',
+    '{"version": 1, "step": "2"}', "",
+]  # fmt: skip
+
+
+def test_a_state_of_another_shape_is_one_line(tmp_path):
+    path = checkpoint.save(tmp_path, 2, tensors(2), {})
+    for text in STATES:
+        (path / "state.json").write_text(text)
         reseal(path)
-        if name == "model.pt":  # no code path reads it
-            assert "model" in checkpoint.load(path)[0]
-        else:
-            with pytest.raises(CheckpointError, match=name):
-                checkpoint.load(path)
-        assert not proof.exists()
-
-
-def test_latest_of_nothing_and_of_only_damaged(tmp_path):
-    assert checkpoint.latest(tmp_path / "absent") is None
-    flip(checkpoint.save(tmp_path, 1, tensors(1), {}) / "model.safetensors", 0.5)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        checkpoint.latest(tmp_path)
-
-
-def test_another_version_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 1, tensors(1), {})
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**state, "version": 99}))
-    reseal(path)
-    with pytest.raises(CheckpointError, match="99"):
-        checkpoint.load(path)
+        refused(path, "state.json")
 
 
 def test_prune_keeps_the_last_saves_even_after_a_rewind(tmp_path):
     for step in (10, 20, 30):
         checkpoint.save(tmp_path, step, tensors(step), {})
-    flip(tmp_path / "step_000030" / "model.safetensors", 0.5)
-    kept = checkpoint.latest(tmp_path, warn=lambda message: None)
+    flip(tmp_path / "step_000030" / "model.safetensors")
+    kept = latest(tmp_path, warn=lambda message: None)
     assert kept is not None and kept.name == "step_000020"
     saved = checkpoint.save(tmp_path, 25, tensors(25), {})  # the run goes on from 20
     checkpoint.prune(tmp_path, keep=2)
-    assert saved.exists() and checkpoint.latest(tmp_path) == saved
+    assert saved.exists() and latest(tmp_path) == saved
     checkpoint.prune(tmp_path, keep=1)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000025"]
-    checkpoint.verify(saved)
+    restore.verify(saved)
 
 
-def test_a_step_can_be_saved_again(tmp_path):
-    flip(checkpoint.save(tmp_path, 1, tensors(1), {}) / "model.safetensors", 0.5)
-    again = checkpoint.save(tmp_path, 1, tensors(2), {"second": True})
-    assert checkpoint.load(again)[1]["second"] is True
-    assert [f.name for f in tmp_path.iterdir()] == ["step_000001"]
-
-
-def test_leftovers_of_killed_saves_go_with_the_next(tmp_path):
-    leftover = tmp_path / ".tmp_step_000009"
+def test_what_is_in_the_way_of_a_save_goes(tmp_path):
+    assert latest(tmp_path / "absent") is None
+    leftover = tmp_path / ".tmp_step_000009"  # of a save that was killed
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(tmp_path, 10, tensors(1), {})
-    assert [f.name for f in tmp_path.iterdir()] == ["step_000010"]
+    os.mkfifo(tmp_path / ".tmp_step_000001")
+    assert latest(tmp_path) is None
+    os.mkfifo(tmp_path / "step_000009")
+    good = checkpoint.save(tmp_path, 1, tensors(1), {})
+    assert latest(tmp_path, warn=lambda _: None) == good
+    checkpoint.save(tmp_path, 9, tensors(2), {})
+    flip(good / "model.safetensors")
+    again = checkpoint.save(tmp_path, 1, tensors(2), {"second": True})  # over a damaged one
+    assert restore.load(again)[1]["second"] is True
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000001", "step_000009"]
 
 
-def test_tied_weights_are_saved_once(tmp_path):
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
-    model["head"].weight = model["embed"].weight
-    path = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters())}, {})
-    assert list(checkpoint.load(path)[0]["model"]) == ["embed.weight"]
-
-
-def test_state_must_be_exact_json(tmp_path):
-    with pytest.raises(ValueError, match="JSON"):
-        checkpoint.save(tmp_path, 1, {}, {"loss": float("nan")})
-    with pytest.raises(ValueError, match="stem"):
-        checkpoint.save(tmp_path, 1, {"../model": {}}, {})
-
-
-# --- the disk refuses ----------------------------------------------------------------------------------------------
+# --- the disk refuses, the process is killed -------------------------------------------------------------------------
 
 
 def in_child(target, *args) -> multiprocessing.Process:
@@ -256,27 +269,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     message = (tmp_path / "report").read_text()
     assert "step_000002" in message and "File too large" in message and "\n" not in message
     assert [f.name for f in (tmp_path / "c").iterdir()] == [good.name]
-    checkpoint.verify(good)
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/checkpoints/step_000001: Not a directory") as caught:
-        checkpoint.save(tmp_path / "file" / "checkpoints", 1, tensors(1), {})
-    assert "\n" not in str(caught.value)
-
-
-def test_a_read_only_folder_is_one_line(tmp_path):
-    good = checkpoint.save(tmp_path / "c", 1, tensors(1), {})
-    (tmp_path / "c").chmod(0o500)
-    if os.access(tmp_path / "c", os.W_OK):
-        pytest.skip("this user (root) writes to read-only folders")
-    try:
-        with pytest.raises(UserError, match="Permission denied"):
-            checkpoint.save(tmp_path / "c", 2, tensors(2), {})
-        checkpoint.verify(good)
-    finally:
-        (tmp_path / "c").chmod(0o700)
+    restore.verify(good)
+    with pytest.raises(UserError, match=r"report/checkpoints/step_000001: Not a directory"):
+        checkpoint.save(tmp_path / "report" / "checkpoints", 1, tensors(1), {})
 
 
 def save_forever(folder: Path) -> None:
@@ -305,11 +300,92 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
         assert child.exitcode == -signal.SIGKILL
         interrupted += bool(list(folder.glob(".tmp_*")))
         for path in folder.glob("step_*"):  # not only the newest
-            loaded, state = checkpoint.load(path)
+            loaded, state = restore.load(path)
             assert state["expected"] == state["step"]
             assert torch.equal(loaded["model"]["layer.weight"], tensors(state["step"], 512)["model"]["layer.weight"])
-        newest = checkpoint.latest(folder, warn=pytest.fail)
-        assert newest is not None
+        assert latest(folder) is not None
         checkpoint.save(folder, 10**6, tensors(0), {})
         assert not list(folder.glob(".tmp_*"))
     assert interrupted, "no kill fell inside a save: the test shows nothing"
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def change_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    state = json.loads((path / "state.json").read_text())
+    change(state)
+    (path / "state.json").write_text(json.dumps(state))
+
+
+def change_tensors(path: Path, stem: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    found = {name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()}
+    change(found)
+    save_file(found, path / f"{stem}.safetensors")
+
+
+def first(found: dict[str, torch.Tensor], part: str) -> str:
+    return next(name for name in found if part in name)
+
+
+STATE_CHANGES = [  # no optimizer, one that is a list, of another kind, with a rate that is none; no guard; and so on
+    lambda state: state.pop("optimizer"),
+    lambda state: state.update(optimizer=[]),
+    lambda state: state["optimizer"].update({"class": "SGD"}),
+    lambda state: state["optimizer"].update(lr=["fast"]),
+    lambda state: state["optimizer"].update(lr=[float("nan")]),
+    lambda state: state["optimizer"].update(lr=[1e-3, 1e-3]),
+    lambda state: state.pop("guard"),
+    lambda state: state["guard"].update(skipped="none"),
+    lambda state: state.pop("rng"),
+    lambda state: state["rng"].update(python=[3]),
+]
+TENSOR_CHANGES = [  # random words of another length, none; moments of nothing, of another shape or dtype, left out
+    ("rng", lambda found: found.update(torch=found["torch"][:-1])),
+    ("rng", lambda found: found.pop("numpy")),
+    ("optimizer", lambda found: found.update(nothing=torch.zeros(1))),
+    ("optimizer", lambda found: found.update({first(found, "exp_avg"): torch.zeros(3)})),
+    ("optimizer", lambda found: found.update({k: v.double() for k, v in found.items() if "exp_avg_sq" in k})),
+    ("optimizer", lambda found: found.pop(first(found, "exp_avg_sq"))),
+    ("model", lambda found: found.pop("model.norm.weight")),
+]
+
+
+@pytest.mark.slow
+def test_a_run_falls_back_from_whatever_does_not_fit(paw_here, quick, quick_run, tmp_path, monkeypatch):
+    """One run whose newer checkpoints are each spoilt in its own way, under manifests that agree; then its last too."""
+    from paw.run import Run
+
+    class Loaded(Exception):
+        """Far enough."""
+
+    def stop(self, *_):
+        raise Loaded
+
+    monkeypatch.setattr(Run, "catch_up", stop)
+    shutil.copytree(quick_run, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    good = folder / "step_000002"
+    spoils = [lambda path, change=change: change_state(path, change) for change in STATE_CHANGES]
+    spoils += [
+        lambda path, stem=stem, change=change: change_tensors(path, stem, change) for stem, change in TENSOR_CHANGES
+    ]
+    for step, spoil in enumerate(spoils, 3):
+        bad = folder / f"step_{step:06d}"
+        shutil.copytree(good, bad)
+        change_state(bad, lambda state, step=step: state.update(step=step))
+        spoil(bad)
+        reseal(bad, order=step)
+    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto"]
+    said: list[str] = []
+    monkeypatch.setattr(Run, "say", lambda self, line: said.append(line))
+    with pytest.raises(Loaded):
+        paw_here(*words)
+    passed = [line for line in said if line.endswith(": using step_000002")]
+    assert len(passed) == len(spoils) == len({line.split(":")[0] for line in passed}) and f"resumed from {good}" in said
+    STATE_CHANGES[0](state := json.loads((good / "state.json").read_text()))
+    (good / "state.json").write_text(json.dumps(state))
+    reseal(good)
+    done = paw_here(*words, code=2)
+    assert done.stderr.startswith("paw: ") and done.stderr.count("\n") == 1
+    assert "no other checkpoint in" in done.stderr

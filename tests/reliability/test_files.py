@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from paw.cache import cached
-from paw.errors import UserError
 from paw.files import write_file
 from paw.recipe import load
 from paw.state.log import MetricsLog
@@ -19,50 +18,38 @@ from paw.state.log import MetricsLog
 @pytest.fixture
 def small_disk(tmp_path):
     """`small_disk(kib)` mounts a disk of that size; skipped where that is not allowed."""
-    mounted = []
+    folder = tmp_path / "disk"
+    folder.mkdir()
 
     def mount(kib: int) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
         words = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
         if os.geteuid() or subprocess.run(words, capture_output=True).returncode:
             pytest.skip("mounting a disk takes root")
-        mounted.append(folder)
         return folder
 
     yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def file_of(descriptor: int) -> Path:
-    return Path(f"/proc/self/fd/{descriptor}").readlink()
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path):
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     for content in ("ä", b"bytes", lambda file: file.write(b"from a function")):
         write_file(path, content)
     assert path.read_bytes() == b"from a function" and names(tmp_path) == ["run.json"]
 
-
-@pytest.mark.parametrize("call", ["fsync", "replace", "fill"])
-def test_whatever_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
-    path = tmp_path / "run.json"
-    write_file(path, "before")
-
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    if call != "fill":
-        monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
-    with pytest.raises(OSError):
-        write_file(path, fail if call == "fill" else "after")
-    assert path.read_text() == "before" and names(tmp_path) == ["run.json"]
+    for owner, call in ((os, "fsync"), (Path, "replace"), (None, "fill")):
+        with monkeypatch.context() as patch, pytest.raises(OSError):
+            if owner:
+                patch.setattr(owner, call, fail)
+            write_file(path, "after" if owner else fail)
+        assert path.read_bytes() == b"from a function" and names(tmp_path) == ["run.json"]
 
 
 def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
@@ -71,7 +58,7 @@ def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     fsync, replace = os.fsync, Path.replace
 
     def note_fsync(descriptor):
-        order.append(("fsync", file_of(descriptor).name))
+        order.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
         fsync(descriptor)
 
     def note_replace(self, target):
@@ -84,13 +71,9 @@ def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     temp = f".tmp_{os.getpid()}_run.json"
     assert order == [("fsync", temp), ("replace", "run.json"), ("fsync", tmp_path.name)]
     order.clear()
-    cached_folder(tmp_path, monkeypatch)
-    assert next(name for call, name in order if call == "fsync") == "weights"  # before the folder gets its name
-
-
-def cached_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path / "cache"))
-    return cached("model", lambda folder: (folder / "weights").write_bytes(b"x"))
+    cached("model", lambda folder: (folder / "weights").write_bytes(b"x"))
+    assert order[0] == ("fsync", "weights")  # before the folder gets its name
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path):
@@ -115,85 +98,47 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     assert Path("/dev/null").is_char_device()
 
 
-def test_lines_are_on_the_disk_with_the_checkpoint(tmp_path, monkeypatch):
-    synced = []
-    with MetricsLog(tmp_path) as log:
-        log.log(1, {"reward/mean": 0.5})
-        log.sample(1, {"prompt": "x"})
-        fsync = os.fsync
-        monkeypatch.setattr(
-            os,
-            "fsync",
-            lambda descriptor: synced.append(file_of(descriptor)) or fsync(descriptor),
-        )
-        log.sync()
-    assert synced == [tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (range(6), []),
-        ([0, 1, 2], ["metrics.jsonl lacks 3 of 6 lines (updates 3-5); the run goes on without them"]),
-        ([0, 2, 4, 5], ["metrics.jsonl lacks 2 of 6 lines (updates 1, 3); the run goes on without them"]),
-        ([], ["metrics.jsonl lacks 6 of 6 lines (updates 0-5); the run goes on without them"]),
-    ],
-)
-def test_lines_that_a_power_cut_took_are_told(tmp_path, lines, said):
-    text = "".join(json.dumps({"step": step, "eval/success": 0.5}) + "\n" for step in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with MetricsLog(tmp_path, resume_step=5) as log:
-        assert [line.removeprefix(f"{tmp_path}/") for line in log.lost] == said
-        assert [record["step"] for record in log.history] == list(lines)
+def test_lines_that_a_power_cut_took_are_told(tmp_path):
+    for lines, missing in (
+        (range(6), None),
+        ([0, 2, 4, 5], "2 of 6 lines (updates 1, 3)"),
+        ([], "6 of 6 lines (updates 0-5)"),
+    ):
+        text = "".join(json.dumps({"step": step, "eval/success": 0.5}) + "\n" for step in lines)
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with MetricsLog(tmp_path, resume_step=5) as log:
+            told = [f"{tmp_path}/metrics.jsonl lacks {missing}; the run goes on without them"] if missing else []
+            assert log.lost == told and [record["step"] for record in log.history] == list(lines)
 
 
 def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
     good = '{"step": 0, "eval/success": 0.5}\n', '{"step": 1, "eval/success": 0.5}\n'
-    bad = (
-        "[1]\n",
-        '{"reward/mean": 1}\n',
-        '{"step": "1"}\n',
-        "[" * 100_000 + "\n",
-        '{"step": ' + "9" * 5000 + "}\n",
-        "x\n",
-    )
-    (tmp_path / "metrics.jsonl").write_text(good[0] + "".join(bad) + good[1] + '{"step": 2, "rew')
+    bad = ["[1]", '{"reward/mean": 1}', '{"step": "1"}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}", "x", ""]
+    (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
     with MetricsLog(tmp_path, resume_step=1) as log:
         assert log.lost == [f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"]
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good)
 
 
-def test_a_line_that_found_no_room_fails_once(small_disk):
-    """Nothing is left in a buffer that would fail again when the log closes."""
-    disk = small_disk(8)
-    with pytest.raises(UserError, match=r"samples\.jsonl: No space left on device: free some space"):  # noqa: SIM117
-        with MetricsLog(disk / "run") as log:
-            log.log(0, {"eval/success": 0.5})
-            for _ in range(100):
-                log.sample(0, {"prompt": "x" * 1000})
-    with MetricsLog(disk / "run", resume_step=-1):
-        pass
-
-
 @pytest.mark.slow
-def test_a_disk_that_fills_up_during_an_update(paw, quick, quick_model, small_disk):
+def test_a_disk_that_fills_up_during_an_update(paw_here, quick, quick_model, small_disk):
     """The line of the update finds no room, nor does anything else until there is some."""
     disk = small_disk(40)
     where = {"run.dir": disk, "run.name": "run", "model.path": quick_model, "eval.games": 1}
     words = ["train", "quickstart", quick, where, {"run.updates": 40, "run.save_every": 50}]
-    done = paw(*words, code=2)
+    done = paw_here(*words, code=2)
     assert done.stderr.startswith("paw: cannot write ") and done.stderr.count("\n") == 1
     assert done.stderr.endswith("l: No space left on device: free some space\n")
     before = (disk / "run" / "config.toml").read_bytes()
     assert load(disk / "run" / "config.toml").run.updates == 40
-    done = paw(*words, "--resume", "auto", code=2)
+    done = paw_here(*words, "--resume", "auto", code=2)
     assert done.stderr.startswith("paw: cannot write ") and done.stderr.count("\n") == 1
     assert (disk / "run" / "config.toml").read_bytes() == before
     assert not list((disk / "run").glob(".tmp_*"))
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_a_resume_costs_nothing(paw, quick, quick_run, small_disk):
+def test_a_full_disk_at_a_resume_costs_nothing(paw_here, quick, quick_run, small_disk):
     disk = small_disk(8192)
     run = disk / "run"
     shutil.copytree(quick_run, run)
@@ -202,9 +147,9 @@ def test_a_full_disk_at_a_resume_costs_nothing(paw, quick, quick_run, small_disk
             file.write(bytes(4096))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     words = ["train", "quickstart", quick, {"run.dir": disk, "run.name": "run", "run.updates": 3}, "--resume", "auto"]
-    done = paw(*words, code=2)
+    done = paw_here(*words, code=2)
     assert done.stderr == f"paw: cannot write {run}/config.toml: No space left on device: free some space\n"
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     (disk / "ballast").unlink()
-    paw(*words)
+    paw_here(*words)
     assert (run / "checkpoints" / "step_000003").is_dir()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paw.state import checkpoint
+from paw.state import checkpoint, restore
 
 
 class PowerCut(BaseException):
@@ -96,8 +96,8 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
                 cut = True
             for descriptor in disk.open:
                 os.close(descriptor)
-        newest = checkpoint.latest(disk.target / "checkpoints", warn=lambda _: None)
-        tensors, state = checkpoint.load(newest)
+        newest, _ = restore.newest(disk.target / "checkpoints", warn=lambda _: None)
+        tensors, state = restore.load(newest)
         assert state["step"] in ((1, 2) if cut else (2,))
         assert tensors["model"]["weight"].tolist() == [float(state["step"])] * 8
         if not cut:

@@ -17,7 +17,7 @@ from paw.model.optim import make_optimizer
 from paw.model.parallel import exit_now
 from paw.model.ranks import distribute_like, full_tensor, join_ranks
 from paw.recipe import validate
-from paw.state import checkpoint, train_state
+from paw.state import checkpoint, restore, train_state
 from paw.tools.plan import plan
 from paw.tools.shapes import from_config
 
@@ -66,19 +66,19 @@ def resume(folder):
         assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
         for i in range(2, 4):
             step(straight, optimizer, i)
-        files, state = checkpoint.load(path)
+        files, state = restore.load(path)
         again, optimizer = make(offload=offloaded)
         with torch.no_grad():
             for name, p in again.named_parameters():
                 p.copy_(files["model"][name])
-        train_state.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
+        restore.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
         for i in range(2, 4):
             step(again, optimizer, i)
         assert same(again, straight)
         try:
             other = make(bits=24)[1]
             named = list(zip(dict(again.named_parameters()), other.param_groups[0]["params"], strict=True))
-            train_state.load_optimizer(other, named, files["optimizer"], state["optimizer"])
+            restore.load_optimizer(other, named, files["optimizer"], state["optimizer"])
         except checkpoint.CheckpointError as error:
             assert "optim.master_bits" in str(error)
         else:
@@ -151,16 +151,17 @@ def shards(folder):
         step(one, first, i)
         step(two, second, i)
     assert same(one, two)
-    tensors, info = train_state.optimizer_tensors(second, two.named_parameters())
+    gathered, info = train_state.optimizer_tensors(second, two.named_parameters(), ranks.gathered)
+    tensors = dict(gathered)
     expected, _ = train_state.optimizer_tensors(first, one.named_parameters())
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
         assert tensor.shape == expected[name].shape, name
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
     third = make(model=two)[1]
-    train_state.load_optimizer(third, two.named_parameters(), expected, info)
+    restore.load_optimizer(third, two.named_parameters(), expected, info)
     fewer, last = make(model=copy.deepcopy(one))
-    train_state.load_optimizer(last, fewer.named_parameters(), tensors, info)
+    restore.load_optimizer(last, fewer.named_parameters(), tensors, info)
     for model, optimizer in ((one, first), (two, third), (fewer, last)):
         step(model, optimizer, 2)
     assert same(one, two) and same(one, fewer)

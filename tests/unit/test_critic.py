@@ -194,7 +194,7 @@ def run_to(step, config, *, resume=""):
         push_weights(run.policy.lm, run.engine, version=run.step)
         while run.step < step:
             update(run, rollouts)
-    return checkpoint._read_manifest(run.directory / f"checkpoints/step_{step:06d}")[0]
+    return checkpoint.read_manifest(run.directory / f"checkpoints/step_{step:06d}")[0]
 
 
 @pytest.mark.slow

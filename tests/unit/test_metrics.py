@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from paw.errors import UserError
 from paw.state.log import MetricsLog
+
+NAMES = ["metrics.jsonl", "samples.jsonl"]
 
 
 def lines(path: Path) -> list[dict]:
@@ -22,50 +25,38 @@ def fill(log: MetricsLog, steps: range) -> None:
         log.sample(step, {"prompt": f"game {step}", "turns": [{"logp": [-0.5, math.nan]}]})
 
 
-def test_a_line_is_on_disk_once_logged(tmp_path):
-    log = MetricsLog(tmp_path / "run")
-    log.log(1, {"reward/mean": 0.5})
-    assert lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
-    log.close()
-
-
-def test_values_become_plain_json(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.log(
-            1,
-            {
-                "a": math.nan,
-                "b": -math.inf,
-                "c": np.float32(0.5),
-                "d": torch.tensor(float("inf")),
-                "e": torch.tensor(3),
-                "f": np.float64("nan"),
-                "g": 2,
-            },
-        )
+def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    with MetricsLog(tmp_path / "run") as log:
+        scalars = {"c": np.float32(0.5), "d": torch.tensor(float("inf")), "e": torch.tensor(3), "f": np.float64("nan")}
+        log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
         log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
-    record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
-    assert lines(tmp_path / "metrics.jsonl") == [record] == log.history
-    raw = (tmp_path / "samples.jsonl").read_bytes()
+        record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
+        assert lines(tmp_path / "run" / "metrics.jsonl") == [record] == log.history  # before it is closed
+        fsync, files = os.fsync, Path("/proc/self/fd")
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd))
+        log.sync()
+    assert synced == NAMES
+    raw = (tmp_path / "run" / "samples.jsonl").read_bytes()
     assert raw.count(b"\n") == 1
     assert json.loads(raw) == {"step": 1, "text": "λ \ud800 \u2028 x", "nested": {"values": [1.0, None]}}
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 8, "rew', b'{"step": 5}', b"\xff\xfe\n"])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 8, "rew', b"\xff\xfe\n"])
 def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, torn):
     with MetricsLog(tmp_path / "whole") as log:
         fill(log, range(1, 11))
     with MetricsLog(tmp_path / "cut") as log:
         fill(log, range(1, 8))
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in NAMES:
         with (tmp_path / "cut" / name).open("ab") as file:
             file.write(torn)
     with MetricsLog(tmp_path / "cut", resume_step=5) as log:
         assert [record["step"] for record in log.history] == [1, 2, 3, 4, 5]
         fill(log, range(6, 11))
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in NAMES:
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == NAMES
 
 
 def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
@@ -95,17 +86,13 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
     with MetricsLog(tmp_path, resume_step=-1) as log:
         assert log.history == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
-def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/run: Not a directory"):
-        MetricsLog(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match=r"metrics.jsonl/run: Not a directory"):
+        MetricsLog(tmp_path / "metrics.jsonl" / "run")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+    full = pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device: free some space")
+    with MetricsLog(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
         log.log(1, {"reward/mean": 0.5})

@@ -45,13 +45,6 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-def problem(*arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        plugins.load(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_each_kind_of_name(folder, monkeypatch):
     from paw.algo.advantages import gigpo
 
@@ -74,25 +67,27 @@ def test_a_file_is_read_again_where_it_has_changed(folder):
     assert plugins.load("envs", "mine.py:Maze") == 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "message"),
-    [
-        ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
-        ("envs", "zzz", "there is no 'zzz': there are: alfworld, next_state, search, tau2, webshop (or give"),
-        ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
-        ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),
-        ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
-        ("envs", "mime:Maze", "'mime:Maze': there is no module 'mime'"),
-        ("envs", "mine.maze:Maze", "'mine.maze:Maze': there is no module 'mine.maze'"),
-        ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
-        ("envs", "needs:Maze", "'needs:Maze': ModuleNotFoundError: No module named 'nonesuch'"),
-        ("envs", ":Maze", "':Maze': the module cannot be imported: ValueError: Empty module name"),
-    ],
-)
-def test_a_wrong_name_says_what_is_wrong(folder, kind, name, message):
+WRONG = [
+    ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
+    ("envs", "zzz", "there is no 'zzz': there are: alfworld, next_state, search, tau2, webshop (or give"),
+    ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+    ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),
+    ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
+    ("envs", "mine.maze:Maze", "'mine.maze:Maze': there is no module 'mine.maze'"),
+    ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
+    ("envs", "needs:Maze", "'needs:Maze': ModuleNotFoundError: No module named 'nonesuch'"),
+    ("envs", ":Maze", "':Maze': the module cannot be imported: ValueError: Empty module name"),
+    ("envs", "given:gone", "'given:gone' was handed over by a program; run that again, or name a 'FILE"),
+]
+
+
+def test_a_wrong_name_says_what_is_wrong(folder):
     (folder / "broken.py").write_text("x = 0\n1 / x\n")
     (folder / "needs.py").write_text("import nonesuch\n")
-    assert message in problem(kind, name)
+    for kind, name, message in WRONG:
+        with pytest.raises(UserError) as caught:
+            plugins.load(kind, name)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_settings_are_those_of_a_class_or_of_a_function(folder):
@@ -108,18 +103,15 @@ def test_settings_are_those_of_a_class_or_of_a_function(folder):
     assert plugins.settings(len, "len") is Section
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_what_cannot_be_settings(folder):
+    for name, message in (
         ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
         ("untyped", "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0"),
         ("odd", "'odd': its keyword-only parameters cannot be settings: name 'Nonesuch' is not defined"),
-    ],
-)
-def test_what_cannot_be_settings(folder, name, message):
-    with pytest.raises(UserError) as caught:
-        plugins.settings(plugins.load("envs", f"mine.py:{name}"), name)
-    assert str(caught.value) == message
+    ):
+        with pytest.raises(UserError) as caught:
+            plugins.settings(plugins.load("envs", f"mine.py:{name}"), name)
+        assert str(caught.value) == message
 
 
 def test_nothing_is_imported_that_was_not_asked_for():
@@ -136,5 +128,3 @@ def test_a_program_hands_over_what_it_made():
     config = recipe.load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
     assert plugins.load("advantages", config.advantage.type) is ours and config.advantage.settings() == {"depth": 5}
     assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
-    with pytest.raises(UserError, match="'given:gone' was handed over by a program; run that again, or name a 'FILE"):
-        plugins.load("advantages", "given:gone")

@@ -11,7 +11,7 @@ import pytest
 from paw.config import Config
 from paw.keys import keys_of
 from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
-from paw.state.changes import _flat
+from paw.state.changes import flat
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
 from paw.tools.fit import check_fits, get
@@ -25,7 +25,6 @@ SIZES = {
     "-llama-3b": "Llama-3.2-3B-Instruct",
     "-qwen3": "Qwen3-1.7B",
 }
-every_recipe = pytest.mark.parametrize("name", recipe_names())
 
 
 @cache
@@ -45,14 +44,34 @@ def test_the_page_has_a_row_for_each_recipe():
     assert sorted(page()) == recipe_names()
 
 
-@every_recipe
-def test_a_recipe_resolves_and_is_dumped_as_it_is(name):
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(name):
+    what, gpus, gib = page()[name]
     config = load(name)
     assert validate(tomllib.loads(dump(config)), origin="text") == config
     path = RECIPES / f"{name}.toml"
     if path.is_file():
         first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
         assert first.startswith("# ") and second.startswith("# ") and not third.startswith("#")
+    model = config.model.path
+    if gpus:
+        if model.startswith("runs/"):  # what another recipe has trained
+            model = load(model.split("/")[1]).model.path
+        check_fits(config, shape_of(model), gpus=gpus, gpu_gib=gib, host_gib=None)
+    else:
+        assert model == "quickstart"
+    baseline = name.replace("-paw", "")
+    if baseline != name and baseline in recipe_names():
+        without = load(baseline)
+        assert config.wm.enabled and not without.wm.enabled
+        assert config.model_copy(update={"wm": without.wm}) == without
+    if what.startswith("Table"):
+        assert model.rpartition("/")[2] in what and config.env.name in name
+        for suffix, size in SIZES.items():
+            assert name.endswith(suffix) == (size in what)
+        label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[config.advantage.type]
+        assert re.search(rf"\b{label}\b", what)
+        assert config.wm.enabled == ("PaW" in what.partition(":")[2].partition(" baseline of")[0]) == ("paw" in name)
 
 
 def test_each_base_says_what_it_sets():
@@ -61,71 +80,20 @@ def test_each_base_says_what_it_sets():
         assert tree and keys_of(Config, tree)
 
 
-@every_recipe
-def test_a_recipe_fits_the_gpus_it_names(name):
-    _, gpus, gib = page()[name]
-    config = load(name)
-    if gpus:
-        path = config.model.path
-        if path.startswith("runs/"):  # what another recipe has trained
-            path = load(path.split("/")[1]).model.path
-        check_fits(config, shape_of(path), gpus=gpus, gpu_gib=gib, host_gib=None)
-    else:
-        assert config.model.path == "quickstart"
-
-
-@every_recipe
-def test_a_recipe_is_the_model_and_the_estimator_of_its_name(name):
-    what, config = page()[name][0], load(name)
-    if not what.startswith("Table"):
-        return
-    assert config.model.path.rpartition("/")[2] in what
-    for suffix, model in SIZES.items():
-        assert name.endswith(suffix) == (model in what)
-    label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[config.advantage.type]
-    assert re.search(rf"\b{label}\b", what)
-    assert config.wm.enabled == ("PaW" in what.partition(":")[2].partition(" baseline of")[0]) == ("paw" in name)
-    assert config.env.name in name
-
-
-@every_recipe
-def test_a_recipe_with_paw_differs_from_its_baseline_in_the_world_model_alone(name):
-    baseline = name.replace("-paw", "")
-    if baseline == name or baseline not in recipe_names():
-        return
-    with_paw, without = load(name), load(baseline)
-    assert with_paw.wm.enabled and not without.wm.enabled
-    assert with_paw.model_copy(update={"wm": without.wm}) == without
-
-
 BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
-    "rollout.tasks": (16, 16, 256),
-    "rollout.group_size": (8, 8, 5),
-    "rollout.max_prompt_tokens": (2048, 4096, 4096),
-    "rollout.max_response_tokens": (512, 512, 512),
-    "env.max_turns": (50, 15, 4),
-    "env.reward": (10.0, 10.0, 1.0),
-    "env.invalid_penalty": (0.1, 0.1, 0.01),
-    "optim.minibatch_samples": (256, 64, 512),
-    "optim.lr": (1e-6, 1e-6, 1e-6),
-    "optim.warmup_updates": (0, 0, 66),
-    "run.updates": (150, 150, 662),
-    "policy.kl_coef": (0.01, 0.01, 0.001),
-    "policy.entropy_coef": (0.001, 0.001, 0.0),
-    "eval.temperature": (0.4, 0.4, 0.0),
-    "wm.alpha": (0.75, 0.75, 0.75),
-    "wm.rho": (0.2, 0.2, 0.2),
-    "wm.loss": ("cmae", "cmae", "cmae"),
-    "wm.weight": ("adaptive", "adaptive", "adaptive"),
-    "advantage.similarity": (None, None, 0.9),
-    "advantage.norm_std": (True, True, True),
-}
+    "rollout.tasks": (16, 16, 256), "rollout.group_size": (8, 8, 5), "rollout.max_prompt_tokens": (2048, 4096, 4096),
+    "rollout.max_response_tokens": (512, 512, 512), "env.max_turns": (50, 15, 4), "env.reward": (10.0, 10.0, 1.0),
+    "env.invalid_penalty": (0.1, 0.1, 0.01), "optim.minibatch_samples": (256, 64, 512), "optim.lr": (1e-6, 1e-6, 1e-6),
+    "optim.warmup_updates": (0, 0, 66), "run.updates": (150, 150, 662), "policy.kl_coef": (0.01, 0.01, 0.001),
+    "policy.entropy_coef": (0.001, 0.001, 0.0), "eval.temperature": (0.4, 0.4, 0.0), "wm.alpha": (0.75, 0.75, 0.75),
+    "wm.rho": (0.2, 0.2, 0.2), "wm.loss": ("cmae", "cmae", "cmae"), "wm.weight": ("adaptive", "adaptive", "adaptive"),
+    "advantage.similarity": (None, None, 0.9), "advantage.norm_std": (True, True, True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "env"), enumerate(["alfworld", "webshop", "search"]))
-@pytest.mark.parametrize("size", ["", "-7b"])
-def test_the_papers_settings(column, env, size):
-    config = load(f"{env}-gigpo-paw{size}")
+def test_the_papers_settings(column, env):
+    config = load(f"{env}-gigpo-paw")
     wanted = {key: values[column] for key, values in BY_BENCHMARK.items()}
     assert {key: get(config, key) for key in BY_BENCHMARK} == wanted
 
@@ -140,26 +108,14 @@ ABLATIONS |= {"cross-entropy in place of CMAE": "paw-ce"}
 OTHERS = ("search-r1", "search-zerosearch")
 """Recipes of other papers' methods, which have those papers' settings."""
 SETTINGS = {
-    "max_prompt": "rollout.max_prompt_tokens",
-    "max_response": "rollout.max_response_tokens",
-    "max_turns": "env.max_turns",
-    "lr": "optim.lr",
-    "critic_lr": "critic.lr",
-    "reward": "env.reward",
-    "reward_max": "env.reward",
-    "invalid_penalty": "env.invalid_penalty",
-    "groups": "rollout.tasks",
-    "train_batch": "rollout.tasks",
-    "group_size": "rollout.group_size",
-    "gigpo_omega": "advantage.omega",
-    "gigpo_gamma": "advantage.gamma",
-    "gigpo_norm": "advantage.norm_std",
-    "gigpo_similarity": "advantage.similarity",
-    "temperature": "rollout.temperature",
-    "eval_temperature": "eval.temperature",
-    "minibatch": "optim.minibatch_samples",
-    "history": "env.history",
-}
+    "max_prompt": "rollout.max_prompt_tokens", "max_response": "rollout.max_response_tokens",
+    "max_turns": "env.max_turns", "lr": "optim.lr", "critic_lr": "critic.lr", "reward": "env.reward",
+    "reward_max": "env.reward", "invalid_penalty": "env.invalid_penalty", "groups": "rollout.tasks",
+    "train_batch": "rollout.tasks", "group_size": "rollout.group_size", "gigpo_omega": "advantage.omega",
+    "gigpo_gamma": "advantage.gamma", "gigpo_norm": "advantage.norm_std", "gigpo_similarity": "advantage.similarity",
+    "temperature": "rollout.temperature", "eval_temperature": "eval.temperature",
+    "minibatch": "optim.minibatch_samples", "history": "env.history",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -227,14 +183,11 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
         name = model.removesuffix("-Instruct").replace("Llama3", "Llama-3")
         assert found.setdefault((env, name), {}).setdefault(arm, value) == value
 
-    for table, columns in (
-        ("table1", {"alfworld": "all", "webshop": "webshop_success"}),
-        ("table2", {"search": "avg"}),
-    ):
+    columns = (("table1", "alfworld", "all"), ("table1", "webshop", "webshop_success"), ("table2", "search", "avg"))
+    for table, env, column in columns:
         for row in printed[table]:
-            for env, column in columns.items():
-                if arm := METHODS.get(row["method"], "").replace("grpo-paw", "paw"):
-                    put(env, row["base"], arm, row[column])
+            if arm := METHODS.get(row["method"], "").replace("grpo-paw", "paw"):
+                put(env, row["base"], arm, row[column])
     for row in printed["table3"]["rows"]:
         arm = row["rl"].lower()
         put("webshop", row["model"], arm, row["vanilla"])
@@ -253,26 +206,19 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
 def test_what_the_variants_change():
     def differences(name: str, other: str) -> dict:
         one, two = load(name), load(other)
-        trees = [_flat(as_tree(config)) for config in (one, two)]
+        trees = [flat(as_tree(config)) for config in (one, two)]
         return {key: trees[0].get(key) for key in {**trees[0], **trees[1]} if trees[0].get(key) != trees[1].get(key)}
 
-    paw = "alfworld-grpo-paw"
+    paw, shop = "alfworld-grpo-paw", "webshop-grpo-paw"
     gigpo = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
-    assert differences("alfworld-paw-ce", paw) == {"wm.loss": "ce", "wm.rho": None}
-    assert differences("alfworld-paw-constant", paw) == {"wm.weight": 1.0}
-    assert differences("alfworld-echo", paw) == {"wm.loss": "ce", "wm.rho": None, "wm.weight": 0.05, "wm.alpha": 1.0}
+    ce, constant = {"wm.loss": "ce", "wm.rho": None}, {"wm.weight": 1.0}
+    assert differences("alfworld-paw-ce", paw) == differences("webshop-paw-ce", shop) == ce
+    assert differences("alfworld-paw-constant", paw) == differences("webshop-paw-constant", shop) == constant
+    assert differences("alfworld-echo", paw) == {**ce, "wm.weight": 0.05, "wm.alpha": 1.0}
     assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
     assert differences("alfworld-gigpo-paw", paw) == gigpo
-    shop = "webshop-grpo-paw"
-    assert differences("webshop-paw-ce", shop) == {"wm.loss": "ce", "wm.rho": None}
-    assert differences("webshop-paw-constant", shop) == {"wm.weight": 1.0}
-    assert differences("webshop-rloo-paw", shop) == {
-        "advantage.type": "rloo",
-        "advantage.norm_std": None,
-        "advantage.eps": None,
-    }
-    ppo = {"advantage.type": "ppo", "rollout.tasks": 128, "rollout.group_size": 1}
+    rloo = {"advantage.type": "rloo", "advantage.norm_std": None, "advantage.eps": None}
+    assert differences("webshop-rloo-paw", shop) == rloo
     found = differences("webshop-ppo-paw", shop)
-    assert {key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))} | {
-        "advantage.type": found["advantage.type"]
-    } == ppo
+    others = {key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))}
+    assert found["advantage.type"] == "ppo" and others == {"rollout.tasks": 128, "rollout.group_size": 1}

@@ -9,32 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(p for folder in ("paw", "kernels") for p in (ROOT / folder).rglob("*.py") if "build" not in p.parts)
-NAMES = [str(path.relative_to(ROOT)) for path in SOURCES]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SOURCES}
 LAZY = {  # library -> extra that installs it
-    "vllm": "vllm",
-    "alfworld": "alfworld",
-    "textworld": "alfworld",
-    "peft": "lora",
-    "liger_kernel": "liger",
-    "rapidfuzz": "webshop",
-    "bm25s": "search",
-    "faiss": "search",
-    "fastapi": "search",
-    "uvicorn": "search",
-    "httpx": "search",
-    "pyarrow": "search",
-    "openai": "agents",
-}
-
-every_file = pytest.mark.parametrize("name", NAMES)
-
-
-def text_of(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
+    "vllm": "vllm", "alfworld": "alfworld", "textworld": "alfworld", "peft": "lora", "liger_kernel": "liger",
+    "rapidfuzz": "webshop", "bm25s": "search", "faiss": "search", "fastapi": "search", "uvicorn": "search",
+    "httpx": "search", "pyarrow": "search", "openai": "agents",
+}  # fmt: skip
 
 
 def calls(text: str) -> list[ast.Call]:
@@ -52,28 +34,22 @@ def trusting(text: str) -> list[int]:
     return found
 
 
-@every_file
-def test_no_model_folder_runs_code(name):
-    assert trusting(text_of(name)) == []
+def test_no_model_folder_runs_code():
+    assert trusting("f(trust_remote_code=True)") == trusting("AutoModel.from_pretrained(path)") == [1]
+    assert {name: lines for name, text in TEXTS.items() if (lines := trusting(text))} == {}
 
 
-@pytest.mark.parametrize("code", ["f(trust_remote_code=True)", "AutoModel.from_pretrained(path)"])
-def test_trust_is_seen(code):
-    assert trusting(code) == [1]
-
-
-@every_file
-def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing(name):
-    text = text_of(name)
+def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
     libraries = "|".join(LAZY)
-    assert not re.search(rf"^(?:from|import) (?:{libraries})\b", text, re.M)
-    for library in set(re.findall(rf"^ +(?:from|import) ({libraries})\b", text, re.M)):
-        assert f"paw-trainer[{LAZY[library]}]" in text, f"a UserError must name 'paw-trainer[{LAZY[library]}]'"
+    for name, text in TEXTS.items():
+        assert not re.search(rf"^(?:from|import) (?:{libraries})\b", text, re.M), name
+        for library in set(re.findall(rf"^ +(?:from|import) ({libraries})\b", text, re.M)):
+            assert f"paw-trainer[{LAZY[library]}]" in text, f"{name}: a UserError must name the extra of {library}"
 
 
-@every_file
-def test_files_are_short(name):
-    assert len(text_of(name).splitlines()) <= (300 if name == "paw/train.py" else 400)
+def test_files_are_short():
+    lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
+    assert lines["paw/train.py"] <= 300 and max(lines.values()) <= 400
 
 
 def test_the_kernels_folder_is_no_package():
@@ -94,7 +70,7 @@ def test_the_command_line_starts_without_torch():
 
 
 def test_environments_start_without_torch():
-    modules = [n.removesuffix(".py").replace("/", ".") for n in NAMES if n.startswith("paw/envs/")]
+    modules = [n.removesuffix(".py").replace("/", ".") for n in TEXTS if n.startswith("paw/envs/")]
     modules = [m.removesuffix(".__init__") for m in modules if not m.endswith((".embedding", ".retrieval.dense"))]
     assert loaded_after(modules).isdisjoint({"torch", "transformers", *LAZY})
 
@@ -103,8 +79,9 @@ IN_PLACE = {"paw/files.py", "paw/state/checkpoint.py", "paw/state/export.py"}
 """`write_file` itself, and those that fill a folder which is renamed as a whole."""
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("paw/run", "paw/state/", "paw/model/"))])
-def test_a_runs_files_are_written_whole(name):
+def test_a_runs_files_are_written_whole():
     """By paw.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
-    called = {call.func.attr for call in calls(text_of(name)) if isinstance(call.func, ast.Attribute)}
-    assert name in IN_PLACE or not {"write_text", "write_bytes", "savefig"} & called
+    for name in TEXTS.keys() - IN_PLACE:
+        if name.startswith(("paw/run", "paw/state/", "paw/model/")):
+            called = {call.func.attr for call in calls(TEXTS[name]) if isinstance(call.func, ast.Attribute)}
+            assert not {"write_text", "write_bytes", "savefig"} & called, name

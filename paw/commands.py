@@ -1,0 +1,170 @@
+"""The commands beside `train`: what each takes, and what runs it."""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paw.cli import OVERRIDES, SHORT, Overrides
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.keys import keys_of
+from paw.recipe import layered, load, override, read_recipe, recipe_names
+
+Command = Callable[[argparse.Namespace, Overrides], int]
+MODULES = {
+    "plan": "paw.tools.fit",
+    "experiment": "paw.tools.experiment.command",
+    "play": "paw.tools.play",
+    "report": "paw.tools.report",
+    "env": "paw.tools.env_check",
+    "data": "paw.tools.data",
+}
+"""Commands whose module has its own `add_arguments(parser)` and `run(options, overrides)`."""
+NO_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
+
+
+def add_arguments(name: str, sub: argparse.ArgumentParser) -> Command:
+    """Add a command's arguments to its parser; returns what runs it."""
+    add = sub.add_argument
+    if name in NO_OVERRIDES:
+        sub.epilog = None
+        sub.set_defaults(overrides=False)
+    if name in ("eval", "rollout"):
+        # an endpoint may play in place of a model
+        add("model", nargs="?" if name == "eval" else None, help="run directory, model folder or Hugging Face name")
+        add("--recipe", help="environment and sampling (default: the run's own configuration)")
+    match name:
+        case "eval":
+            agents = "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for"
+            sub.epilog = f"{agents} {' '.join(f'--{key}' for key in SHORT.values())}); {OVERRIDES}"
+            add("--json", action="store_true", dest="as_json", help="print one JSON object")
+            add("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
+            return _calling("paw.agents.evaluate", "evaluate")
+        case "rollout":
+            add("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
+            add("--out", default="-", help="file for the episodes (default: standard output)")
+            return _calling("paw.tools.player", "rollout_model")
+        case "profile":
+            add("recipe", help="name of a packaged recipe, or a .toml file")
+            add("--repeats", type=int, default=10, metavar="N", help="passes of each variant (default: %(default)s)")
+            add("--out", type=Path, default=Path("profile"), help="folder to write (default: %(default)s)")
+            add("--trace", action="store_true", help="write profiler traces (on a GPU: memory snapshots too)")
+            either = sub.add_mutually_exclusive_group().add_argument
+            either("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
+            either("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
+            return _calling("paw.tools.profile", "profile")
+        case "rwml":
+            add("stage", choices=["collect", "filter", "sft"])
+            add("source", help="collect: the model that plays; filter, sft: the triplets")
+            add("--recipe", required=True, help="collect: the games; filter, sft: a next-state recipe")
+            add("--model", help="filter, sft: the model that learns")
+            add("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
+            add("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
+            add("--out", type=Path, required=True, help="file (sft: folder) to write")
+            return _rwml
+        case "serve":
+            add("what", choices=["retriever"])
+            add("--corpus", metavar="FILE", help="JSON lines {id, contents} (default: the generated world)")
+            add("--retriever", default="bm25", help="bm25 or dense (default: %(default)s)")
+            add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+            add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+            return _serve
+        case "export":
+            add("run", type=Path, help="run directory")
+            add(
+                "--checkpoint",
+                dest="checkpoint_name",
+                metavar="NAME",
+                help="folder name, such as step_000050 (default: the newest that verifies)",
+            )
+            add("--out", type=Path, help="folder to write (default: RUN/hf)")
+            return _calling("paw.state.export", "export_run")
+        case "warmup":
+            add("recipe", nargs="?", default="quickstart")
+            return _warmup
+        case "keys":
+            return _calling("paw.tools.reference", "page")
+        case "doctor":
+            add("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
+            add("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
+            add("--json", action="store_true", help="with --model or --run: as JSON")
+            return _doctor
+    module = importlib.import_module(MODULES[name])
+    module.add_arguments(sub)
+    return (lambda options, _: module.run(options)) if name in NO_OVERRIDES else module.run
+
+
+def load_played(recipe: str | None, overrides: Overrides, defaults: Overrides | None = None) -> Config:
+    """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
+
+    `defaults` are overrides of keys that the environment has. Raises UserError as `load` does, or if nothing is named.
+    """
+    name = overrides.get("env.name")
+    if recipe is None and name is None:
+        raise UserError("say what is played with --recipe NAME or --env NAME")
+    if recipe is None and f"{name}-grpo" in recipe_names():
+        recipe = f"{name}-grpo"
+        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
+    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
+    keys = keys_of(Config, layered(tree, {"env": {"name": name}} if name else {}))
+    given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
+    if name == "search" and given.get("env.data", "").lower() == "none":
+        given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
+    return override(tree, given, origin=recipe or "command line", origins=origins)
+
+
+def _calling(module: str, function: str) -> Command:
+    """Calls `function` with the options by name; what it returns is the exit code, or printed."""
+
+    def run(options: argparse.Namespace, overrides: Overrides) -> int:
+        given = {key: value for key, value in vars(options).items() if key not in ("name", "command", "overrides")}
+        given |= {} if options.name in NO_OVERRIDES else {"overrides": overrides}
+        result = getattr(importlib.import_module(module), function)(**given)
+        if not isinstance(result, int):
+            print(result)
+            return 0
+        return result
+
+    return run
+
+
+def _rwml(given: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.tools import rwml
+
+    if given.stage == "collect":
+        return rwml.collect(given.source, given.recipe, overrides, tasks=given.tasks, out=given.out)
+    if given.model is None:
+        raise UserError(f"paw rwml {given.stage}: say which model learns with --model")
+    start = (Path(given.source), given.model, given.recipe, overrides)
+    if given.stage == "filter":
+        return rwml.filter_easy(*start, out=given.out)
+    return rwml.supervise(*start, share=given.share, out=given.out)
+
+
+def _serve(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.envs.search.retrieval.server import serve
+
+    given = {"env.data": "none", "env.retriever": options.retriever}
+    given |= {"env.corpus": options.corpus} if options.corpus else {}
+    config: Any = load("search-grpo", given | overrides)
+    return serve(config.env, host=options.host, port=options.port)
+
+
+def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.envs import make_factory
+
+    config = load(options.recipe, overrides)
+    from paw.tools.warmup import ensure_warm_model
+
+    print(ensure_warm_model(config, make_factory(config), to_stderr))
+    return 0
+
+
+def _doctor(options: argparse.Namespace, _: Overrides) -> int:
+    from paw.tools import doctor, postmortem
+
+    if options.run:
+        return postmortem.run(options.run, as_json=options.json)
+    return doctor.run_model(options.model, as_json=options.json) if options.model else doctor.run()

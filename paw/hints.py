@@ -1,0 +1,85 @@
+"""What was meant by a key that no configuration has. Imported when there is one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from paw.config import Config
+from paw.errors import UserError, clean, nearest
+from paw.keys import built_in, keys_of, own_fields
+
+SYNONYMS = {
+    "optim.lr": "actor_lr learning_rate", "optim.betas": "adam_beta1 adam_beta2",
+    "optim.grad_clip": "max_grad_norm clip_grad", "optim.schedule": "lr_scheduler_type",
+    "optim.warmup_updates": "lr_warmup_steps warmup_steps", "optim.epochs": "ppo_epochs num_iterations",
+    "run.updates": "num_train_epochs total_epochs max_steps total_training_steps steps",
+    "optim.minibatch_samples": "ppo_mini_batch_size mini_batch_size gradient_accumulation_steps",
+    "optim.micro_batch_tokens": "per_device_train_batch_size ppo_max_token_len_per_gpu",
+    "optim.name": "optim optimizer", "rollout.group_size": "num_generations n", "rollout.tasks": "train_batch_size",
+    "rollout.max_response_tokens": "max_completion_length max_response_length max_new_tokens response_length",
+    "rollout.max_prompt_tokens": "max_prompt_length prompt_length", "rollout.engine": "use_vllm",
+    "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization", "run.dir": "output_dir default_local_dir",
+    "run.name": "run_name experiment_name", "run.trackers": "report_to logger",
+    "run.save_every": "save_steps save_freq", "run.keep": "save_total_limit", "eval.every": "eval_steps test_freq",
+    "policy.kl_coef": "beta kl_loss_coef", "policy.entropy_coef": "entropy_coeff",
+    "policy.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low",
+    "policy.clip_high": "epsilon_high clip_ratio_high", "policy.dual_clip": "clip_ratio_c delta",
+    "policy.loss_norm": "loss_type loss_agg_mode", "advantage.type": "adv_estimator",
+    "advantage.norm_std": "scale_rewards norm_adv_by_std_in_grpo", "critic.value_clip": "cliprange_value",
+    "model.path": "model_name_or_path model_name model_id",
+    "model.checkpointing": "gradient_checkpointing enable_gradient_checkpointing", "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha", "lora.targets": "lora_target_modules target_modules", "env.name": "env_name",
+}  # fmt: skip
+"""Our key -> its names in TRL (GRPOConfig) and verl."""
+MOVED = {
+    "advantage.estimator": "advantage.type", "optim.minibatch_rows": "optim.minibatch_samples",
+    "policy.verl_rows": "policy.verl_samples", "agent.kind": "agent.type", "advantage.gigpo_norm": "advantage.norm_std",
+    "critic.gamma": "advantage.gamma", "critic.lam": "advantage.lam",
+    "rwml.triplets": "env.triplets", "rwml.embedding": "env.embedding", "rwml.threshold": "env.threshold",
+    "webshop": "env", "search": "env", "tau2": "env", "simulator": "env.simulator",
+}  # fmt: skip
+"""Keys and sections of older versions -> where they are now."""
+NO_HELP = "it did not help where it was measured (docs/experiments.md)"
+LEFT = {
+    "wm.balance": NO_HELP, "wm.ratio": NO_HELP, "wm.horizon": NO_HELP, "optim.clip": NO_HELP,
+    "wm.grad_norms": "it cost a second backward pass",
+}  # fmt: skip
+"""Keys of older versions that were removed, and why."""
+
+
+def unknown_key(key: str, value: Any, tree: dict[str, Any], *, origin: str, dashes: str = "") -> UserError:
+    """The error of a key of the tables `tree` that is unknown, or does not apply."""
+    if key in MOVED and isinstance(value, dict) and value:
+        key += f".{next(iter(value))}"  # of a section that moved, the first key
+    return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, tree)}")
+
+
+def hint(key: str, tree: dict[str, Any]) -> str:
+    """What was meant, as the end of a line, or "": where it went, which choice has it, the nearest.
+
+    A right name in the wrong section comes before a similar one.
+    """
+    if key in LEFT:
+        return f"; {key} was removed: {LEFT[key]}"
+    section, _, rest = key.partition(".")
+    if moved := MOVED.get(key) or (section in MOVED and f"{MOVED[section]}.{rest}".rstrip(".")):
+        return f"; it is '{moved}' now"
+    keys, leaf = keys_of(Config, tree), key.rpartition(".")[2]
+    if (found := keys.get(key)) and found.needs:
+        return f"; it needs {found.needs}"
+    if others := [choice for choice, own in plugin_keys() if key in own]:
+        return f"; {' and '.join(others)} has it"
+    for ours, theirs in SYNONYMS.items():
+        if leaf in theirs.split():
+            return f"; it is '{ours}' here"
+    namesakes = [known for known in keys if known.rpartition(".")[2] == leaf]
+    applying = [known for known, found in keys.items() if not found.needs]
+    near = nearest(key, namesakes or applying, cutoff=0.0 if namesakes else 0.5)
+    return f"; {near}" if near else ""
+
+
+def plugin_keys() -> Iterator[tuple[str, set[str]]]:
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
+    for section, field in Config.model_fields.items():
+        base: Any = field.annotation
+        for name in built_in(base):
+            yield f"{section}.{base.KEY} = '{name}'", {key for key, _, _ in own_fields(section, base, name)}

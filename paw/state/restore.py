@@ -1,0 +1,282 @@
+"""Reading checkpoints: checked against their manifest and against the run, put back bit for bit.
+
+Rank 0 reads the files; the others are sent their shares.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from paw.errors import describe, shown, to_stderr
+from paw.files import cause, json_object
+from paw.model.ranks import Ranks, distribute_like
+from paw.state.checkpoint import (
+    MANIFEST,
+    STATE,
+    VERSION,
+    CheckpointError,
+    Named,
+    Tensors,
+    damaged,
+    digest,
+    read_manifest,
+    rng_name,
+    saved,
+)
+
+if TYPE_CHECKING:
+    from paw.state.train_state import TrainState
+
+T = TypeVar("T")
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
+
+    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {path}")
+    files, _ = read_manifest(path)
+    found = {file.name for file in path.iterdir()} - {MANIFEST}
+    for name in sorted(files.keys() | found):
+        if name not in found:
+            raise damaged(path, name, "the file is missing")
+        if name not in files:
+            raise damaged(path, name, "not a file of this checkpoint")
+        try:
+            now = digest(path / name)
+        except OSError as error:
+            raise damaged(path, name, cause(error)) from None
+        for what in ("bytes", "sha256"):
+            if now[what] != files[name][what]:
+                raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
+    state = json_object((path / STATE).read_bytes()) if STATE in files else None
+    if state is None:
+        raise damaged(path, STATE, "not a JSON object")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {shown(state.get('version'))}, not {VERSION}")
+    if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
+        raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
+    return state
+
+
+def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> tuple[Tensors, dict[str, Any]]:
+    """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
+
+    Raises CheckpointError for damage, another version, or, of the stems in `like`, other names, shapes or dtypes.
+    """
+    state = verify(path)
+    tensors: Tensors = defaultdict(dict)
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            tensors[file.stem.partition("-")[0]].update(load_file(file))
+        except Exception as error:  # of whatever kind: the manifest says nothing about the sense of the bytes
+            raise damaged(path, file.name, cause(error)) from None
+    for stem, expected in (like or {}).items():
+        _check_fit(tensors.get(stem, {}), expected, origin=f"{path / stem}.safetensors")
+    return tensors, state
+
+
+def newest(
+    folder: Path, read: Callable[[Path], T] = verify, warn: Callable[[str], None] = to_stderr
+) -> tuple[Path, T] | None:
+    """The checkpoint saved last that `read` takes, and what it makes of it; None where there is none at all.
+
+    `read` refuses with CheckpointError; `warn` hears of each one passed over. Saved last, not highest step: after a
+    rewind the new branch counts. Raises CheckpointError where there are only damaged ones, rather than starting over.
+    """
+    refused: list[CheckpointError] = []
+    for path in saved(folder):
+        try:
+            made = read(path)
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        for error in refused:
+            warn(f"{error}: using {path.name}")
+        return path, made
+    if refused:
+        raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name")
+    return None
+
+
+def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:
+    for name in sorted(found.keys() | expected.keys()):
+        has, wants = (
+            f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "missing"
+            for tensors in (found, expected)
+        )
+        if has != wants:
+            raise CheckpointError(f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?")
+
+
+# --- into a run ------------------------------------------------------------------------------------------------------
+
+
+class _Optimizer(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    name: str = Field(alias="class")
+    lr: list[float]
+
+
+class _Guard(BaseModel):
+    model_config = ConfigDict(strict=True)
+    skipped: Annotated[int, Field(ge=0)]
+    in_a_row: Annotated[int, Field(ge=0)]
+
+
+def restore(
+    run: "TrainState", folder: Path, ranks: Ranks, *, warn: Callable[[str], None], chosen: str = ""
+) -> str | None:
+    """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from `chosen`, the name of another
+    one: its path, None without any. Raises CheckpointError where none fits; on the other ranks PeerLostError then.
+    """
+    tensors: Tensors = {}
+
+    def check(path: Path) -> tuple[Tensors, dict[str, Any]]:
+        return _read(run, path, ranks.world_size)
+
+    def read() -> dict[str, Any] | None:
+        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn)
+        if found is None:
+            return None
+        path, (files, state) = found
+        tensors.update(files)
+        shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in files.items()}
+        return {"path": str(path), "state": state, "shapes": shapes}
+
+    sent = ranks.broadcast_from_rank0(read, dict[str, Any] | None)
+    if sent is None:
+        return None
+    # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
+    small = {f"{stem}/{k}": v for stem, named in tensors.items() for k, v in named.items() if _small(stem, v.ndim)}
+    small = from_bytes(ranks.gather_bytes(to_bytes(small))[0])
+    if not ranks.first:
+        for stem, named in sent["shapes"].items():
+            tensors[stem] = {
+                name: small[f"{stem}/{name}"]
+                if _small(stem, len(shape))
+                else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                for name, (dtype, shape) in named.items()
+            }
+    state = sent["state"]
+    for learner in run.learners:
+        prefix, named = learner.prefix, learner.parameters.items()
+        learner.model.load(tensors[f"{prefix}model"])
+        load_optimizer(learner.optimizer, named, tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"])
+        learner.guard.load_state(state[f"{prefix}guard"])
+    mine = rng_name(ranks.rank) if rng_name(ranks.rank) in state else rng_name(0)  # fewer ranks saved it
+    load_rng(tensors[mine], state[mine])
+    run.step = run.saved = state["step"]
+    return sent["path"]
+
+
+def _read(run: "TrainState", path: Path, world: int) -> tuple[Tensors, dict[str, Any]]:
+    found, state = load(path, like={f"{of.prefix}model": of.parameters for of in run.learners})
+    try:
+        for learner in run.learners:
+            prefix, named = learner.prefix, learner.parameters.items()
+            about: Any = state.get(f"{prefix}optimizer")
+            _Optimizer.model_validate(about)
+            _Guard.model_validate(state.get(f"{prefix}guard"))
+            check_optimizer(learner.optimizer, named, found[f"{prefix}optimizer"], about)
+        for rank in filter(lambda rank: not rank or rng_name(rank) in state, range(world)):
+            load_rng(found[rng_name(rank)], state.get(rng_name(rank), {}), trial=True)
+    except ValidationError as error:
+        what = f"{error.title}: {error.errors()[0]['msg']}"
+        raise damaged(path, STATE, what) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from None
+    return found, state
+
+
+def _small(stem: str, dimensions: int) -> bool:
+    return dimensions == 0 or stem.startswith(rng_name(0))
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
+) -> None:
+    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
+
+    Learning rates are restored too; betas, weight decay and the like stay as the optimizer was built. Raises
+    CheckpointError where a compressed state does not fit; for others, see `check_optimizer`.
+    """
+    by_name = dict(parameters)
+    restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    for full_name, tensor in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        restored[by_name[name]][key] = tensor
+    optimizer.state.clear()
+    for group, lr in zip(optimizer.param_groups, info["lr"], strict=True):
+        group["lr"] = lr
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in (each for each in group["params"] if each in restored):
+            values = restored[parameter]
+            if hasattr(optimizer, "load_tensors"):
+                try:
+                    optimizer.load_tensors(parameter, values)  # type: ignore[attr-defined]
+                except (KeyError, RuntimeError) as error:
+                    why = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+                    raise CheckpointError(f"optimizer.safetensors: {why}; was optim.master_bits another?") from None
+                continue
+            step = {"step": values.pop("step").to(parameter.device if on_device else "cpu", copy=True)}
+            placed = {key: distribute_like(parameter, value) for key, value in values.items()}
+            optimizer.state[parameter] = step | placed  # Optimizer.load_state_dict casts to the parameter's dtype
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError where `load_optimizer` could not put these back; a compressed state's are seen there."""
+    origin, groups = "optimizer.safetensors", optimizer.param_groups
+    if (info["class"], len(info["lr"])) != (type(optimizer).__name__, len(groups)):
+        wrote = f"written by {info['class']} with {len(info['lr'])} parameter groups"
+        raise CheckpointError(f"{origin}: {wrote}, this run has {type(optimizer).__name__} with {len(groups)}")
+    trained = {parameter for group in groups for parameter in group["params"]}
+    by_name = {name: parameter for name, parameter in parameters if parameter in trained}
+    keys: dict[str, set[str]] = defaultdict(set)
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        keys[name].add(key)
+        if (parameter := by_name.get(name)) is None:
+            raise CheckpointError(f"{origin}: '{full_name}' belongs to no parameter of this run")
+        shape = [] if key == "step" else list(parameter.shape)
+        fits = list(tensor.shape) == shape and tensor.dtype in (torch.float32, parameter.dtype)
+        if not fits and not hasattr(optimizer, "state_tensors"):
+            has = f"is {tensor.dtype} {list(tensor.shape)}, the parameter {parameter.dtype} {list(parameter.shape)}"
+            raise CheckpointError(f"{origin}: '{full_name}' {has}")
+    for name, found in keys.items() if isinstance(optimizer, torch.optim.AdamW) else ():
+        if missing := {"step", "exp_avg", "exp_avg_sq"} - found:
+            raise CheckpointError(f"{origin}: '{name}' lacks {', '.join(sorted(missing))}")
+
+
+def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False) -> None:
+    """Put `rng_tensors` back, on a trial into generators that nobody uses. Raises CheckpointError for what is no state.
+
+    A CUDA state is left aside on a machine without CUDA.
+    """
+    used = torch.default_generator, random, np.random
+    generator, python, numpy = (torch.Generator(), random.Random(), np.random.RandomState()) if trial else used
+    try:
+        version, gauss = info["python"]
+        kind, position, has_gauss, cached = info["numpy"]
+        generator.set_state(tensors["torch"].clone())
+        python.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        numpy.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+        if "cuda" in tensors and torch.cuda.is_available():
+            set_state = torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
+            set_state(tensors["cuda"].clone())
+    except Exception as error:  # each library has its own for a state that is none
+        raise CheckpointError(f"no random state: {describe(error)}") from None
