@@ -26,7 +26,7 @@ Metrics = Mapping[str, Any]
 OLDER = {"wm/live_frac": "optim/gradient_frac"}
 
 
-class MetricsLog(AbstractContextManager[Any]):
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
 
     Lines reach the system as they are written, and the disk with `sync`: log an update, and sync, before saving its
