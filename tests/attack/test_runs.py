@@ -33,31 +33,23 @@ def recipe(tmp_path):
     return path
 
 
-def test_the_pauses_outlast_two_minutes():
-    assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
-
-
 def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+    """One that lasts ends the run saved, with one line."""
+    assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
     paw_here("train", recipe, settings, {"run.name": "calm"})
+    calm = read_metrics(tmp_path / "calm")
     monkeypatch.setattr(train, "PAUSES_S", (1, 1, 1, 1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
     said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
     assert "environment failed: train/0/2: ConnectionError: connection refused" in said
     assert 1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
-    calm, outage = read_metrics(tmp_path / "calm"), read_metrics(tmp_path / "outage")
-    assert outage[2]["health/env_failures"] % 4 == 0 < outage[2]["health/env_failures"]
-    assert outage[2]["health/groups_dropped"] == outage[2]["health/env_failures"] / 2
-    apart = ("health/env_failures", "health/groups_dropped")
-    assert [{k: v for k, v in line.items() if k not in apart} for line in outage] == [
-        {k: v for k, v in line.items() if k not in apart} for line in calm
-    ]
+    outage, apart = read_metrics(tmp_path / "outage"), ("health/env_failures", "health/groups_dropped")
+    failures, dropped = (outage[2][key] for key in apart)
+    assert failures % 4 == 0 < failures and dropped == failures / 2
+    assert [line | dict.fromkeys(apart, 0) for line in outage] == [line | dict.fromkeys(apart, 0) for line in calm]
     weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")]
     assert weights[0] == weights[1]
 
-
-def test_one_that_lasts_ends_the_run_saved_with_one_line(
-    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
-):
     monkeypatch.setattr(train, "PAUSES_S", (1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
@@ -68,8 +60,7 @@ def test_one_that_lasts_ends_the_run_saved_with_one_line(
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
     monkeypatch.delenv("ATTACK_DOWN_FOR_S")
     paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
-    paw_here("train", recipe, settings, {"run.name": "calm"})
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
+    assert read_metrics(tmp_path / "run") == calm
 
 
 def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
