@@ -103,7 +103,7 @@ def test_one_that_changes_the_folder_moves_no_file(paw_here, settings, recipe, t
     settings |= {"env.name": f"{FILE}:ChangesDirectory", "run.dir": "runs", "model.path": "model", "run.save_every": 1}
     paw_here("train", recipe, settings, {"run.name": "run"}, cwd=tmp_path)
     run = tmp_path / "runs" / "run"
-    assert {path.name for path in run.iterdir()} >= {"metrics.jsonl", "checkpoints", "hf", "report.html"}
+    assert {path.name for path in run.iterdir()} >= {"metrics.jsonl", "checkpoints", "hf"}
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step_000001", "step_000002"}
     paw_here("eval", "runs/run", "--out", "agent", cwd=tmp_path)
     assert (tmp_path / "agent" / "results.json").exists()
