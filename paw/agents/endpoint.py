@@ -24,12 +24,13 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, to_stderr
-from paw.rollout.episode import Answer, Context, ContextFull, EnvHandle, Model, Response, shown
+from paw.rollout.episode import Context, ContextFull, EnvHandle, Model, Response, asked, shown
+from paw.rollout.further import cut_at
+from paw.types import Turn
 
 RETRIED = {408, 409, 429}
-LONGEST_PAUSE_S = 60.0
-LONGEST_WAIT_S = 120.0
-"""However long Retry-After asks for."""
+LONGEST_PAUSE_S, LONGEST_WAIT_S = 60.0, 120.0
+"""Of ours; however long Retry-After asks for."""
 MAX_TOKENS = 10**9
 """Of an answer: what is more, or less than none, is no count."""
 CHECK_S = 10.0
@@ -81,8 +82,7 @@ class Limiter:
         """Wait until a request of about so many tokens may leave."""
         now = self._clock()
         at = max(now, self._requests_free, self._tokens_free)
-        self._requests_free = at + self._request_s
-        self._tokens_free = at + tokens * self._token_s
+        self._requests_free, self._tokens_free = at + self._request_s, at + tokens * self._token_s
         if at > now:
             await self._sleep(at - now)
 
@@ -93,10 +93,7 @@ class Limiter:
 
 class Endpoint:
     """A chat model behind a URL; `section` is the configuration's table, for messages. `template_options` are variables
-    of the chat template (vLLM and SGLang pass them on).
-
-    Raises:
-        UserError: the openai package or the model's name is missing.
+    of the chat template (vLLM and SGLang pass them on). UserError without the openai package, a URL or a model's name.
     """
 
     def __init__(
@@ -111,11 +108,12 @@ class Endpoint:
             import openai
         except ImportError:
             raise UserError(f"{section}.url needs the openai package; run: pip install 'paw-trainer[agents]'") from None
-        if config.url is None or config.model is None:
-            missing = "url" if config.url is None else "model"
-            raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")
+        for missing in ("url", "model"):
+            if getattr(config, missing) is None:
+                raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")
         self.config, self._section, self._openai, self._sleep = config, section, openai, sleep
-        self.url = config.url.rstrip("/") + ("/v1" if urlparse(config.url).path in ("", "/") else "")
+        url = str(config.url)
+        self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
         key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
         http = bounded(openai.DefaultAsyncHttpxClient)
         # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
@@ -138,8 +136,7 @@ class Endpoint:
             cause = clean(error.__cause__ or error)
             raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
         except self._openai.APIStatusError as error:
-            if error.status_code in (401, 403):
-                asyncio.run(self._raise_mistake(error))
+            self._refuse_key(error)
         except Exception:
             return
 
@@ -155,39 +152,35 @@ class Endpoint:
     ) -> Reply:
         """The answer to `prompt`; with `start`, the rest of one that begins so.
 
-        Raises:
-            ContextFull: prompt and `start` leave no room for an answer.
-            EndpointError: no answer after all retries.
-            UserError: the key or the model's name is wrong.
+        Raises ContextFull where prompt and `start` leave no room for an answer, UserError where the key or the model's
+        name is wrong, EndpointError without an answer after all retries.
         """
         self._client = self._client or self._make_client()
         expected = len(shown(prompt) + start) // 4 + max_tokens
-        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-        if stop:
-            options["stop"] = list(stop)
+        options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": list(stop)}
         failures = 0
         while True:
             request = self._request(prompt, start, options)
             await self._limiter.admit(expected)
+            pause = 0.0
             try:
                 call = self._client.chat.completions.with_raw_response.create(**request)
-                answer = await asyncio.wait_for(call, self.config.timeout_s)
-                reply = _reply(answer.text, stop)
+                reply = _reply((await asyncio.wait_for(call, self.config.timeout_s)).text, stop)
+                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
+                return reply
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected)
+                problem = f"{error.status_code} {_message(error)}"
                 if error.status_code in (400, 413, 422) and self._adapt(error, request):
                     continue
                 await self._raise_mistake(error)
-                problem, pause = f"{error.status_code} {_message(error)}", self._retry_after(error.response.headers)
                 if error.status_code not in RETRIED and error.status_code < 500:
                     raise EndpointError(f"{self.url}: {problem}") from None
+                pause = self._retry_after(error.response.headers)
             except TimeoutError:
-                problem, pause = f"no whole answer within {self.config.timeout_s:g} s", 0.0
+                problem = f"no whole answer within {self.config.timeout_s:g} s"
             except Exception as error:  # no connection, broken off, or no answer at all in the body
-                problem, pause = clean(f"{error} {error.__cause__ or ''}", 200), 0.0
-            else:
-                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
-                return reply
+                problem = clean(f"{error} {error.__cause__ or ''}", 200)
             failures += 1
             if failures > self.config.retries:
                 raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
@@ -200,20 +193,18 @@ class Endpoint:
         return [clean(model.id, 100) for model in page.data]
 
     def _request(self, prompt: Context, start: str, options: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in options.items() if key not in self._refused}
+        kept = {key: value for key, value in options.items() if key not in self._refused and value != []}
         if "max_tokens" in self._refused:
             kept["max_completion_tokens"] = options["max_tokens"]
         if start and CONTINUE in self._refused:
             prompt, start = RESTATED.format(prompt=shown(prompt), start=start), ""
-        extra = {**self._extra}
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [{"role": message["role"], "content": _harmless(message["content"])} for message in given]
+        extra = self._extra
         if start:
-            messages.append({"role": "assistant", "content": _harmless(start)})
-            extra |= {CONTINUE: True, "add_generation_prompt": False}
-        if extra:
-            kept["extra_body"] = extra
-        return {"model": self.config.model, "messages": messages, **kept}
+            given = [*given, {"role": "assistant", "content": start}]
+            extra = extra | {CONTINUE: True, "add_generation_prompt": False}
+        messages = [{"role": message["role"], "content": _harmless(message["content"])} for message in given]
+        return {"model": self.config.model, "messages": messages, **kept, **({"extra_body": extra} if extra else {})}
 
     def _retry_after(self, headers: Any) -> float:
         """Seconds that a Retry-After header asks for, as a number or a date, LONGEST_WAIT_S at most; 0 without one."""
@@ -224,8 +215,8 @@ class Endpoint:
             elif email.utils.parsedate(value):
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         if seconds > LONGEST_WAIT_S:
-            asked = clean(value, 40)
-            to_stderr(f"{self.url} asks to wait (Retry-After: {asked}): waiting {LONGEST_WAIT_S:g} s of it")
+            asked_for = clean(value, 40)
+            to_stderr(f"{self.url} asks to wait (Retry-After: {asked_for}): waiting {LONGEST_WAIT_S:g} s of it")
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
@@ -240,11 +231,14 @@ class Endpoint:
             to_stderr(f"{self.url} does not take {refused}: doing without it ({message})")
         return refused is not None
 
-    async def _raise_mistake(self, error: Any) -> None:
-        """UserError for what only the user can fix."""
+    def _refuse_key(self, error: Any) -> None:
         if error.status_code in (401, 403):
             state = "holds a key that it does not take" if os.environ.get(self.config.key_env) else "is not set"
             raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
+
+    async def _raise_mistake(self, error: Any) -> None:
+        """UserError for what only the user can fix."""
+        self._refuse_key(error)
         if error.status_code == 404:
             try:
                 served = await self._models(CHECK_S)
@@ -264,7 +258,8 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
             raise TypeError
         if "</think>" in content and "<think>" not in content:
             content = f"<think>{content}"  # opened by the server's chat template
-        counts = [_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion")]
+        counts = [usage.get(f"{side}_tokens") for side in ("prompt", "completion")]
+        counts = [int(n) if isinstance(n, int | float) and 0 <= n <= MAX_TOKENS else 0 for n in counts]
         cut, reason = choice.get("finish_reason") == "length", choice.get("stop_reason")
         content, found = cut_at(content, stop)
         if not (found or cut):  # vLLM names the stop string that it left out; elsewhere an open tag tells
@@ -273,20 +268,6 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
         return Reply(content, counts[0], counts[1], cut, found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"malformed answer: {clean(text, 200) or 'an empty body'}") from None
-
-
-def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """The text before the first of the stop strings, and that string; all of it and "" without one.
-
-    >>> cut_at("go on<end> or <stop>", ["<stop>", "<end>"])
-    ('go on', '<end>')
-    """
-    ends = [(place, word) for word in stop if (place := text.find(word)) >= 0]
-    return (text[: min(ends)[0]], min(ends)[1]) if ends else (text, "")
-
-
-def _count(tokens: Any) -> int:
-    return int(tokens) if isinstance(tokens, int | float) and 0 <= tokens <= MAX_TOKENS else 0
 
 
 def _harmless(text: str) -> str:
@@ -309,19 +290,14 @@ class EndpointModel(Model):
         super().__init__(env, config)
         self.endpoint = endpoint
 
-    async def _answer(self, context: Context, stop: Sequence[str], continues: Response | None, seed: int) -> Answer:
-        episode = self.episode
-        message, start = context, ""
-        if continues is not None:
-            message, start = continues.message, continues.answer + shown(context)
-        reply = await self.endpoint.complete(
-            message,
-            start=start,
-            stop=stop,
-            temperature=episode.temperature,
-            max_tokens=self.config.rollout.max_response_tokens,
-            seed=seed,
-        )
-        episode.prompt_tokens += reply.prompt_tokens
-        episode.response_tokens += reply.completion_tokens
-        return Answer(reply.text + reply.stop, reply.stop)
+    async def _answer(
+        self, turn: Turn, context: Context, continues: Response | None, stop: Sequence[str], seed: int
+    ) -> str:
+        message, start = asked(context, continues)
+        limits, stats = self.config.rollout, self.episode.stats
+        options = {"temperature": self.episode.temperature, "max_tokens": limits.max_response_tokens, "seed": seed}
+        reply = await self.endpoint.complete(message, start=start, stop=stop, **options)
+        stats.prompt_tokens += reply.prompt_tokens
+        stats.response_tokens += reply.completion_tokens
+        turn.response = reply.text + reply.stop
+        return reply.stop

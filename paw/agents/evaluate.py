@@ -5,7 +5,6 @@ results.md follow from those. The same command again plays what is missing: epis
 endpoint or the environment failed), and those that an interruption kept from ending.
 """
 
-import itertools
 import json
 import re
 import time
@@ -22,15 +21,19 @@ from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.rollout.episode import Episode, find_agent
-from paw.rollout.scheduler import THREADS, Scheduler
+from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
 from paw.types import Trajectory
 
 GIVE_UP = 32
 """Episodes in a row that could not be played: the endpoint is gone."""
 SETTINGS = ("env", "agent", "eval")
-FURTHER = {"rollout": ("max_prompt_tokens", "max_response_tokens")}
-"""Sections and keys that decide the outcome. Where and how fast an endpoint answers does not."""
+LIMITS = ("max_prompt_tokens", "max_response_tokens")
+"""Sections, and keys of rollout, that decide the outcome. Where and how fast an endpoint answers does not."""
+
+
+class _GivenUp(Exception):
+    pass
 
 
 def evaluate(
@@ -58,28 +61,30 @@ def evaluate(
 def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool) -> int:
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
-    name = path or str(config.endpoint.model)
+    agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{name}").strip("-")
     folder = (out or config.run.dir / label).absolute()  # an environment may change the current folder
-    agent = find_agent(config)
     with ExitStack() as stack:
-        endpoint = None if path else _endpoint(config)
+        endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs) if not path else None
+        if endpoint:
+            endpoint.check()
         factory = make_factory(config)
         tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
-        about = _open(stack, folder, {"model": name, "games": factory.fingerprint(), **_settings(config)})
+        about = {"model": name, "games": factory.fingerprint(), **_settings(config)}
+        _open(stack, folder, about)
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}
         lines = _read(folder / "episodes.jsonl")
-        todo = [place for place in range(len(tasks)) if lines.get(place, {"failure": True})["failure"] is not None]
+        todo = [place for place in range(len(tasks)) if place not in lines or lines[place]["failure"] is not None]
         if lines:
             to_stderr(f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}")
         seed, temperature = config.eval.seed, config.eval.temperature
         episodes = [Episode(Trajectory(tasks[place], 0), place, seed, "eval", temperature) for place in todo]
-        started, in_a_row = time.monotonic(), 0
+        in_a_row = 0
         file = stack.enter_context((folder / "episodes.jsonl").open("a", encoding="utf-8"))
 
         def ended(episode: Episode) -> None:
             nonlocal in_a_row
-            line = player | _line(episode, config)
+            line = player | results.episode_line(episode, config.endpoint)
             for key in results.SPENT if line["place"] in lines else ():  # a try that failed was paid for too
                 line[key] += lines[line["place"]][key]
             file.write(json.dumps(line) + "\n")
@@ -91,24 +96,22 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
                 raise _GivenUp
 
         try:
-            if path and episodes:
+            if episodes and endpoint:
+                rollouts = stack.enter_context(closing(Rollouts(factory, None, None, config, agent=agent)))
+                at_once = config.endpoint.concurrency
+                rollouts.run(episodes, lambda env: EndpointModel(env, config, endpoint), at_once=at_once, ended=ended)
+            elif episodes and path:
                 from paw.tools.player import open_player
 
                 rollouts = stack.enter_context(open_player(config, path, factory))
-                rollouts.scheduler.run(episodes, agent, rollouts.make_model, at_once=THREADS, ended=ended)
-            elif endpoint and episodes:
-                scheduler = stack.enter_context(closing(Scheduler(factory, config)))
-                at_once = config.endpoint.concurrency
-                scheduler.run(
-                    episodes, agent, lambda env: EndpointModel(env, config, endpoint), at_once=at_once, ended=ended
-                )
+                rollouts.run(episodes, at_once=THREADS, ended=ended)
         except _GivenUp:
             to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
         except KeyboardInterrupt:
             to_stderr("")
             to_stderr(f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
             raise
-    if truncated := sum(episode.prompts_truncated for episode in episodes):
+    if truncated := sum(episode.stats.prompts_truncated for episode in episodes):
         to_stderr(f"{truncated} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
     summary = results.summarise(list(lines.values()), about, config.endpoint, time.monotonic() - started)
     table = results.table(summary)
@@ -121,60 +124,16 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
     return 1 if failures else 0
 
 
-class _GivenUp(Exception):
-    pass
-
-
-def _endpoint(config: Config) -> Endpoint:
-    endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
-    endpoint.check()
-    return endpoint
-
-
-def _line(episode: Episode, config: Config) -> dict[str, Any]:
-    """The line of an episode that has ended."""
-    trajectory, outcome, prices = episode.trajectory, episode.outcome, config.endpoint
-    turns = [
-        {
-            "trial": trial,
-            "response": said,
-            "action": outcome.action,
-            "valid": outcome.valid,
-            "observation": outcome.observation,
-            "reward": outcome.reward,
-        }
-        for trial, said, outcome in episode.steps
-    ]
-    return {
-        "place": episode.index,
-        "task": trajectory.task.id,
-        "kind": trajectory.task.kind,
-        "success": outcome is not None and outcome.won and not episode.context_full,
-        "score": outcome.score if outcome else None,
-        "steps": sum(turn["trial"] == episode.trials for turn in turns),
-        "trials": episode.trials,
-        "plans": episode.notes,
-        "turns": turns,
-        "calls": len(trajectory.turns),
-        "prompt_tokens": episode.prompt_tokens,
-        "completion_tokens": episode.response_tokens,
-        "cost": (episode.prompt_tokens * prices.input_price + episode.response_tokens * prices.output_price) / 1e6,
-        "seconds": round(episode.seconds, 3),
-        "context_full": episode.context_full,
-        "failure": trajectory.failure,
-    }
-
-
 def _settings(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
-    sections = {section: tree[section] for section in SETTINGS}
     if simulator := tree["env"].get("simulator"):
         tree["env"]["simulator"] = {key: simulator[key] for key in ("model", "noise_start")}
-    sections |= {section: {key: tree[section][key] for key in keys} for section, keys in FURTHER.items()}
+    sections = {section: tree[section] for section in SETTINGS}
+    sections["rollout"] = {key: tree["rollout"][key] for key in LIMITS}
     return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
 
 
-def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
     """Make the folder of an evaluation, or see that it holds this one, and lock it while `stack` lasts.
 
     Raises UserError where it holds another, or another process is at it.
@@ -188,19 +147,16 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> dict[str,
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
-    for key in itertools.chain(settings, found):
+    for key in (*settings, *found):
         if (old := found.get(key)) != (new := settings.get(key)):
             raise UserError(
                 f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}; name another folder with --out"
             )
-    return settings
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     """The episodes of a file by their places, the last of each. A last line without its end is cut off the file."""
-    if not path.exists():
-        return {}
-    whole, _, torn = path.read_bytes().rpartition(b"\n")
+    whole, _, torn = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
     if torn:
         to_stderr(f"{path}: the last line is incomplete, its episode is played again")
         with path.open("r+b") as file:

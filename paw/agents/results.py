@@ -7,6 +7,7 @@ from typing import Any
 from paw.config import EndpointConfig
 from paw.envs.search.data import SETS
 from paw.errors import clean, to_stderr
+from paw.rollout.episode import Episode
 from paw.rollout.success import wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
@@ -14,6 +15,34 @@ COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "co
 MOST_CHARS = 10_000
 """Of a line of the table: kinds of tasks and the games' name are an environment's own words."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
+
+
+def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
+    """The line of an episode that has ended."""
+    trajectory, last, stats = episode.trajectory, episode.outcome, episode.stats
+    said = ("action", "valid", "observation", "reward")
+    turns = [
+        {"trial": trial, "response": response, **{key: getattr(outcome, key) for key in said}}
+        for trial, response, outcome in episode.steps
+    ]
+    return {
+        "place": episode.index,
+        "task": trajectory.task.id,
+        "kind": trajectory.task.kind,
+        "success": last is not None and last.won and not episode.context_full,
+        "score": last.score if last else None,
+        "steps": sum(turn["trial"] == episode.trials for turn in turns),
+        "trials": episode.trials,
+        "plans": episode.notes,
+        "turns": turns,
+        "calls": len(trajectory.turns),
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.response_tokens,
+        "cost": (stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price) / 1e6,
+        "seconds": round(episode.seconds, 3),
+        "context_full": episode.context_full,
+        "failure": trajectory.failure,
+    }
 
 
 def summarise(
@@ -24,9 +53,8 @@ def summarise(
     `wall_s` is the time of this run alone, `seconds` the sum over all episodes, in parallel as they were.
     """
     played = [line for line in lines if line["failure"] is None]
-    won, scores = sum(line["success"] for line in played), [line["score"] for line in played]
-    low, high = wilson(won, len(played))
-    turns = [turn for line in played for turn in line["turns"]]
+    turns, scores = [turn for line in played for turn in line["turns"]], [line["score"] or 0.0 for line in played]
+    scored = any(line["score"] is not None for line in played)
     return {
         "environment": about["env.name"],
         "agent": about["agent.type"],
@@ -34,12 +62,8 @@ def summarise(
         "games": about["games"],
         "temperature": about["eval.temperature"],
         "episodes": len(played),
-        "success": won / max(1, len(played)),
-        "ci_low": low,
-        "ci_high": high,
-        **(
-            {"score": sum(score or 0.0 for score in scores) / len(scores)} if any(s is not None for s in scores) else {}
-        ),
+        **success_of([line["success"] for line in played]),
+        **({"score": sum(scores) / len(scores)} if scored else {}),
         "kinds": kind_rows((line["kind"], line["success"]) for line in played),
         "steps": sum(line["steps"] for line in played) / max(1, len(played)),
         "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
@@ -64,21 +88,26 @@ def table(summary: dict[str, Any]) -> str:
         ["---"] * (2 + len(cells)),
         [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())],
     ]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    interval = f"95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%}"
-    lines += ["", f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of"]
-    lines[-1] += f" {summary['episodes']} episodes ({interval})"
     cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
-    lines.append(
+    lines = [
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of "
+        f"{summary['episodes']} episodes (95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
         f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; {summary['calls']} "
         f"calls, {summary['prompt_tokens']} prompt and {summary['completion_tokens']} completion tokens{cost}; "
-        f"{summary['seconds']:.0f} s of episodes, {summary['wall_s']:.0f} s by the clock in this run"
-    )
+        f"{summary['seconds']:.0f} s of episodes, {summary['wall_s']:.0f} s by the clock in this run",
+    ]
     if summary["context_full"]:
         lines.append(f"{summary['context_full']} episodes were lost because the model's context was full")
     if summary["not_played"]:
         lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
     return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
+
+
+def success_of(won: Sequence[bool]) -> dict[str, float]:
+    low, high = wilson(sum(won), len(won))
+    return {"success": sum(won) / max(1, len(won)), "ci_low": low, "ci_high": high}
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
@@ -90,27 +119,19 @@ def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float
     won: dict[str, list[bool]] = {}
     for kind, success in episodes:
         won.setdefault(kind, []).append(success)
-    table = {}
-    for kind in [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]:
-        low, high = wilson(sum(won[kind]), len(won[kind]))
-        row = {"success": sum(won[kind]) / len(won[kind]), "ci_low": low, "ci_high": high, "games": len(won[kind])}
-        table[SETS.get(kind, kind)] = row
+    kinds = [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]
+    table = {SETS.get(kind, kind): success_of(won[kind]) | {"games": len(won[kind])} for kind in kinds}
     sets = [table[name]["success"] for name in SETS.values() if name in table]
     return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
 
 
 def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
     """`kind_rows` for people, a line each."""
-    named = {clean(name): row for name, row in table.items()}
-    width = max(map(len, named), default=0)
-    lines = []
+    named, lines = {clean(name): row for name, row in table.items()}, []
     for name, row in named.items():
-        of = (
-            f"of {row['sets']} sets"
-            if "sets" in row
-            else f"of {row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
-        )
-        lines.append(f"  {name:<{width}}  {row['success']:6.1%} {of}")
+        interval = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})" if "games" in row else ""
+        of = interval or f"{row['sets']} sets"
+        lines.append(f"  {name:<{max(map(len, named))}}  {row['success']:6.1%} of {of}")
     return lines
 
 

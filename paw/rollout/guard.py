@@ -34,15 +34,15 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 
 
 class Guarded:
-    """An Env whose answers are sound, its methods sync or async.
+    """An Env whose answers are sound, its methods sync or async; what it may lack has its default.
 
-    Everything raised is the environment's own exception, or EnvironmentFailure for what it should not have returned.
-    Texts are cut to env.max_text, at the end that the tokeniser would cut, and lone surrogates become question marks; a
-    turn that reaches env.max_turns is the last. Other members are the environment's.
+    Raises the environment's own exceptions, and EnvironmentFailure for what it should not have returned. Texts are cut
+    to env.max_text, at the end that the tokeniser would cut, and lone surrogates become question marks; a turn that
+    reaches env.max_turns is the last. Other members are the environment's.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
-        self._environment, self._config = environment, config
+        self._environment, self._config, self._name = environment, config, type(environment).__name__
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns, self._last = 0, ""
         self.texts_cut = 0
@@ -65,57 +65,52 @@ class Guarded:
         ]
 
     def anchor(self) -> str:
-        """The observation as GiGPO compares it; of an Env without `anchor` the last one."""
-        has_own = hasattr(self._environment, "anchor")
-        return self._text("anchor()", self._call("anchor")) if has_own else self._last
+        """The observation as GiGPO compares it: the last one, unless the Env says otherwise."""
+        return self._text("anchor()", self._call("anchor", default=self._last))
 
     def step(self, response: str) -> Outcome:
         outcome = self._call("step", response)
         if not isinstance(outcome, Outcome):
             self._refuse("step()", outcome, "an Outcome (paw/types.py)")
-        self._turns, name = self._turns + 1, type(self._environment).__name__
+        self._turns += 1
         self._last = self._text("Outcome.observation", outcome.observation)
+        score, name = outcome.score, f"{self._name}: Outcome"
         return replace(
             outcome,
             observation=self._last,
-            reward=number(f"{name}: Outcome.reward", outcome.reward, -MAX_REWARD, MAX_REWARD),
+            reward=number(f"{name}.reward", outcome.reward, -MAX_REWARD, MAX_REWARD),
             done=self._flag("done", outcome.done) or self._turns >= self._config.max_turns,
             won=self._flag("won", outcome.won),
             action=self._text("Outcome.action", outcome.action),
             valid=self._flag("valid", outcome.valid),
-            score=None if outcome.score is None else number(f"{name}: Outcome.score", outcome.score, 0, 1),
+            score=None if score is None else number(f"{name}.score", score, 0, 1),
         )
 
     def oracle(self) -> str:
         """Raises NoOracleError where there is none."""
         if not hasattr(self._environment, "oracle"):
-            raise NoOracleError(f"{type(self._environment).__name__} has no oracle()")
-        """Raises NoOracleError where there is none."""
-        if not hasattr(self._environment, "oracle"):
-            raise NoOracleError(f"{type(self._environment).__name__} has no oracle()")
+            raise NoOracleError(f"{self._name} has no oracle()")
         return self._text("oracle()", self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:
-        """[] for an Env that does not say."""
-        listed = self._call("admissible_actions") if hasattr(self._environment, "admissible_actions") else []
-        return [self._text("admissible_actions()", action) for action in listed]
+        return [self._text("admissible_actions()", x) for x in self._call("admissible_actions", default=[])]
 
     def format_action(self, action: str) -> str:
         """A well-formed response that plays `action`: the action itself, unless the Env says otherwise."""
-        has_own = hasattr(self._environment, "format_action")
-        return self._text("format_action()", self._call("format_action", action)) if has_own else action
+        return self._text("format_action()", self._call("format_action", action, default=action))
 
     def close(self) -> None:
-        if hasattr(self._environment, "close"):
-            self._call("close")
+        self._call("close")
         if self._loop:
             self._loop.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        value = getattr(self._environment, name)(*args)
+    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+        """What a method returns; the `default` of an environment without it."""
+        method = getattr(self._environment, name, None)
+        value = method(*args) if method else default
         if inspect.isawaitable(value):  # on a loop of its own, so that one that blocks costs its own episode
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(value)
@@ -131,13 +126,12 @@ class Guarded:
         return value.encode("utf-8", "replace").decode()
 
     def _flag(self, name: str, value: object) -> bool:
-        numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-        if not (isinstance(value, bool) or numpy_bool):
+        if type(value).__name__ not in ("bool", "bool_"):  # numpy's own as well
             self._refuse(f"Outcome.{name}", value, "True or False")
         return bool(value)
 
     def _refuse(self, what: str, value: object, wanted: str) -> NoReturn:
-        raise EnvironmentFailure(f"{type(self._environment).__name__}: {what} is {shown(value)}; it must be {wanted}")
+        raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
 
 
 def number(what: str, value: Any, least: float, most: float) -> float:

@@ -22,23 +22,23 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 
 
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
-    """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>.
+    """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>, score.
 
-    Also the mean score of their last turns, where the environment scores them. Episodes whose environment `failed` are
-    among the games and not successful, and "failure" is why the first did; the means of return, steps, valid actions
-    and score are over the others. Where no episode ended, games, failures and failure are all there is.
+    Episodes that `failed` are among the games and not successful, and "failure" is why the first did; the means of
+    return, steps, valid actions and the last turns' scores are over the others. Where no episode ended, games, failures
+    and failure are all there is.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = [turn for episode in episodes for turn in episode.turns]
-    n, won = len(episodes) + len(failed), sum(episode.won for episode in episodes)
-    counts = {"games": float(n), "failures": float(len(failed)), **({"failure": failed[0].failure} if failed else {})}
-    if not episodes:
-        return counts
-    low, high = wilson(won, n)
-    scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
     by_kind: dict[str, list[bool]] = {}
     for kind, success in kinds(groups, failed):
         by_kind.setdefault(kind, []).append(success)
+    won, n = sum(episode.won for episode in episodes), len(episodes) + len(failed)
+    counts = {"games": float(n), "failures": float(len(failed)), **({"failure": failed[0].failure} if failed else {})}
+    if not episodes:
+        return counts
+    turns = [turn for episode in episodes for turn in episode.turns]
+    scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
+    low, high = wilson(won, n)
     return {
         **counts,
         "success": won / n,
@@ -53,17 +53,13 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
 
 def success_text(metrics: Mapping[str, Any]) -> str:
-    """Success as people read it, from `success_metrics`.
-
-    >>> success_text({"success": 0.25, "games": 8.0, "failures": 6.0, "failure": "RuntimeError: boom"})
-    '25.0% of 8 games, 6 failed (RuntimeError: boom)'
-    """
+    """Success as people read it, from `success_metrics`: "25.0% of 8 games, 6 failed (RuntimeError: boom)"."""
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
     failed = f", {metrics['failures']:.0f} failed ({metrics['failure']})" if metrics["failures"] else ""
     return f"{share} of {metrics['games']:.0f} games{failed}"
 
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
-    """(kind of task, whether won) of every episode; those whose environment `failed` are not successful."""
+    """(kind of task, whether won) of every episode; those that `failed` are not successful."""
     ended = [(episode.task.kind, episode.won) for group in groups for episode in group.trajectories]
     return ended + [(episode.task.kind, False) for episode in failed]

@@ -1,27 +1,19 @@
-"""Environments that misbehave: every class is a factory, played by `env.name = "tests/attack/environments.py:Class"`.
+"""Environments that misbehave: `factory(step=exits)` is a class whose games do so in `step`; some play by `env.name`.
 
 All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so that a group of four
-loses one member, or all do where the class is named All...
+loses one member, or `everywhere`.
 """
 
-import asyncio
-import ctypes
 import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
-
 from paw.envs.base import Endless, Tasks
-from paw.errors import UserError
 from paw.types import Outcome, Task
 
 FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
@@ -96,127 +88,11 @@ def raises(error: BaseException) -> Callable[[Game], Any]:
     return method
 
 
-# ---- what it raises, and where
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise SystemExit("not even that")
-
-    __repr__ = __str__
-
-
-class OwnBase(BaseException):
-    pass
-
-
 def exits(_: Game) -> None:
     sys.exit(0)
 
 
-def endless(game: Game) -> None:
-    endless(game)
-
-
-ExitsInMake = factory(make=exits)
-ExitsInReset = factory(reset=exits)
-ExitsInPrompt = factory(context=exits)
-ExitsInAnchor = factory(anchor=exits)
 ExitsInStep = factory(step=exits)
-ExitsInClose = factory(step=raises(OSError("broken")), close=exits)
-ExitsInThread = factory(step=exits, may_block=True)
-ExitsInExpert = factory(oracle=exits, admissible_actions=lambda game: [])
-ExitsInChoices = factory(admissible_actions=exits)
-AllExitInStep = factory(step=exits, everywhere=True)
-AllExitInExpert = factory(oracle=exits, admissible_actions=lambda game: [], everywhere=True)
-GeneratorExits = factory(step=raises(GeneratorExit()))
-Cancelled = factory(step=raises(asyncio.CancelledError()))
-RaisesOwnBase = factory(context=raises(OwnBase("mine")))
-RaisesUnprintable = factory(step=raises(Unprintable()))
-Stops = factory(step=raises(StopIteration()))
-NoMemory = factory(step=raises(MemoryError()))
-Recurses = factory(anchor=endless)
-CannotBeMade = factory(make=raises(RuntimeError("no licence")))
-CannotBeClosed = factory(close=raises(OwnBase("no")), everywhere=True)
-OnlyTheUserCanMend = factory(step=raises(UserError("my_game: set MY_KEY")))
-OnlyTheUserCanMendInThread = factory(step=raises(UserError("my_game: set MY_KEY")), may_block=True)
-PressesCtrlC = factory(step=raises(KeyboardInterrupt()))
-
-# ---- what it returns
-
-RewardNan = factory(reward=math.nan)
-RewardInf = factory(reward=-math.inf)
-RewardHuge = factory(reward=1e308)
-RewardInteger = factory(reward=10**400)
-RewardNone = factory(reward=None)
-RewardText = factory(reward="1")
-RewardTensor = factory(reward=torch.tensor(1.0))
-RewardArray = factory(reward=np.array([1.0, 2.0]))
-RewardNumpyNan = factory(reward=np.float32("nan"))
-RewardDecimal = factory(reward=Decimal("1"))
-ScoreText = factory(score="good")
-ScoreNan = factory(score=math.nan)
-ScoreTwo = factory(score=2.0)
-DoneNumber = factory(done=1)
-WonNone = factory(won=None)
-ValidText = factory(valid="yes")
-ObservationNone = factory(observation=None)
-ObservationBytes = factory(observation=b"now")
-ActionNone = factory(action=None)
-PromptNone = factory(context=lambda game: None)
-PromptBytes = factory(context=lambda game: b"what now?")
-AnchorList = factory(anchor=lambda game: ["at", game.n])
-ResetNone = factory(reset=lambda game: None)
-StepNone = factory(step=lambda game: None)
-StepTuple = factory(step=lambda game: ("now", 1.0, True, {}))
-NumpyAnswers = factory(
-    reward=np.float32(0.5),
-    won=np.bool_(True),
-    valid=np.bool_(False),
-    score=np.float64(0.25),
-    observation=np.str_("now"),
-)
-"""Numbers and texts all the same."""
-
-
-class TasksWithoutKind(Honest):
-    def tasks(self, split: str, seed: int) -> Tasks:
-        return [Task("a", None)]  # pyright: ignore[reportArgumentType]
-
-
-# ---- how long it takes
-
-
-def spins(_: Game) -> None:
-    while True:
-        pass
-
-
-def waits(_: Game) -> None:
-    threading.Event().wait()
-
-
-def sleeps_in_c(_: Game) -> None:
-    ctypes.CDLL(None).sleep(3600)
-
-
-SpinsInStep = factory(step=spins)
-WaitsInStep = factory(step=waits)
-WaitsInReset = factory(reset=waits)
-WaitsInPrompt = factory(context=waits)
-WaitsInMake = factory(make=waits)
-WaitsInClose = factory(close=waits, everywhere=True)
-SleepsInC = factory(step=sleeps_in_c)
-WaitsInThread = factory(step=waits, may_block=True)
-AllWait = factory(step=waits, may_block=True, everywhere=True)
-NeverDone = factory(done=False, everywhere=True)
-FloodsPrompt = factory(context=lambda game: "x " * 1_000_000 + f"turn {game.n}", everywhere=True)
-FloodsObservation = factory(observation="now" + "x" * 20_000_000, everywhere=True)
-
-# ---- what it says
-
-RaisesFakeProgress = factory(step=raises(RuntimeError(FAKE + "x" * 10_000_000)))
-SaysFakeProgress = factory(observation=FAKE, context=lambda game: FAKE, everywhere=True)
 
 
 class Liar(Honest):
@@ -235,9 +111,6 @@ class Liar(Honest):
 
     def fingerprint(self) -> str:
         return FAKE
-
-
-# ---- what it does to the process
 
 
 def wanders(_: Game) -> str:

@@ -1,11 +1,17 @@
 """Environments that misbehave in every way there is cost their own episodes, and nothing else."""
 
+import asyncio
+import ctypes
+import math
 import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from environments import FAKE, Honest, exits, factory, raises
 from toyworld import make_chat, make_engine, practised_model
 
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
@@ -16,17 +22,7 @@ from paw.rollout import threads
 from paw.rollout.episode import Episode
 from paw.rollout.scheduler import Rollouts
 from paw.tools.warmup import demonstrations
-from paw.types import Trajectory
-
-FILE = Path(__file__).parent / "environments.py"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+from paw.types import Task, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +31,22 @@ def model():
 
 
 @pytest.fixture
-def rollouts(model):
-    """`rollouts("Class")`: of that environment, `env` being further settings."""
+def rollouts(model, monkeypatch):
+    """`rollouts(max_turns=5, step=exits)`: of an environment whose games misbehave, with settings of `env`."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
 
-    def make(name, **env):
+    def make(given=None, **wrong):
+        env = {key: wrong.pop(key) for key in ("step_timeout_s", "max_turns", "max_text") if key in wrong}
         config = Config(
             model=ModelConfig(path="-"),
-            env=EnvConfig(name=f"{FILE}:{name}", **env),
+            env=EnvConfig(name="attack", **env),
             rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3),
         )
-        return Rollouts(make_factory(config), make_engine(model), make_chat(), config)
+        return Rollouts(make_factory(config, given or factory(**wrong)), make_engine(model), make_chat(), config)
 
-    return make
+    yield make
+    torch.set_num_threads(count)
 
 
 def play(rollouts, groups=2):
@@ -60,63 +60,84 @@ def episodes_of(groups):
 
 
 def test_the_honest_one_loses_nothing(rollouts):
-    groups, stats = play(rollouts("Honest"))
+    groups, stats = play(rollouts(Honest))
     assert [len(episode.turns) for episode in episodes_of(groups)] == [3] * 8
     assert stats.failures == [] and stats.threads_lost == stats.texts_cut == 0
 
 
-RAISED = {
-    "ExitsInMake": "SystemExit: 0",
-    "ExitsInReset": "SystemExit: 0",
-    "ExitsInPrompt": "SystemExit: 0",
-    "ExitsInAnchor": "SystemExit: 0",
-    "ExitsInStep": "SystemExit: 0",
-    "ExitsInClose": "OSError: broken",
-    "ExitsInThread": "SystemExit: 0",
-    "GeneratorExits": "GeneratorExit",
-    "Cancelled": "CancelledError",
-    "RaisesOwnBase": "OwnBase: mine",
-    "RaisesUnprintable": "Unprintable: a Unprintable that cannot be printed",
-    "Stops": "StopIteration",
-    "NoMemory": "MemoryError",
-    "Recurses": "RecursionError: maximum recursion depth exceeded",
-    "CannotBeMade": "RuntimeError: no licence",
-}
-RETURNED = {
-    "RewardNan": "Outcome.reward is nan; it must be a number from -1e+06 to 1e+06",
-    "RewardInf": "Outcome.reward is -inf;",
-    "RewardHuge": "Outcome.reward is 1e+308;",
-    "RewardInteger": "Outcome.reward is 1000",
-    "RewardNone": "Outcome.reward is None;",
-    "RewardText": "Outcome.reward is '1';",
-    "RewardTensor": "Outcome.reward is tensor(1.);",
-    "RewardArray": "Outcome.reward is array([1., 2.]);",
-    "RewardNumpyNan": "Outcome.reward is np.float32(nan);",
-    "RewardDecimal": "Outcome.reward is Decimal('1');",
-    "ScoreText": "Outcome.score is 'good'; it must be a number from 0 to 1",
-    "ScoreNan": "Outcome.score is nan;",
-    "ScoreTwo": "Outcome.score is 2.0;",
-    "DoneNumber": "Outcome.done is 1; it must be True or False",
-    "WonNone": "Outcome.won is None;",
-    "ValidText": "Outcome.valid is 'yes';",
-    "ObservationNone": "Outcome.observation is None; it must be text",
-    "ObservationBytes": "Outcome.observation is b'now';",
-    "ActionNone": "Outcome.action is None;",
-    "PromptNone": "context() is None;",
-    "PromptBytes": "context() is b'what now?';",
-    "AnchorList": "anchor() is ['at', 0];",
-    "ResetNone": "reset() is None;",
-    "StepNone": "step() is None; it must be an Outcome",
-    "StepTuple": "step() is ('now', 1.0, True, {});",
-}
+class Unprintable(Exception):
+    def __str__(self):
+        raise SystemExit("not even that")
+
+    __repr__ = __str__
 
 
-@pytest.mark.parametrize("name", RAISED | RETURNED)
-def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, name):
-    played = rollouts(name)
+class OwnBase(BaseException):
+    pass
+
+
+def endless(game):
+    endless(game)
+
+
+def spins(_):
+    while True:
+        pass
+
+
+def waits(_):
+    threading.Event().wait()
+
+
+def sleeps_in_c(_):
+    ctypes.CDLL(None).sleep(3600)
+
+
+UNPRINTABLE = "Unprintable: a Unprintable that cannot be printed"
+NUMBER, ONE, FLAG = (
+    "; it must be a number from -1e+06 to 1e+06",
+    "; it must be a number from 0 to 1",
+    "; it must be True",
+)
+WRONG = [
+    ({"make": exits}, "SystemExit: 0"),
+    ({"reset": exits}, "SystemExit: 0"),
+    ({"context": exits}, "SystemExit: 0"),
+    ({"anchor": exits}, "SystemExit: 0"),
+    ({"step": exits, "may_block": True}, "SystemExit: 0"),
+    ({"step": raises(OSError("broken")), "close": exits}, "OSError: broken"),
+    ({"step": raises(GeneratorExit())}, "GeneratorExit"),
+    ({"step": raises(asyncio.CancelledError())}, "CancelledError"),
+    ({"context": raises(OwnBase("mine"))}, "OwnBase: mine"),
+    ({"step": raises(Unprintable())}, UNPRINTABLE),
+    ({"step": raises(StopIteration())}, "StopIteration"),
+    ({"anchor": endless}, "RecursionError: maximum recursion depth exceeded"),
+    ({"make": raises(RuntimeError("no licence"))}, "RuntimeError: no licence"),
+    ({"reward": math.nan}, "Game: Outcome.reward is nan" + NUMBER),
+    ({"reward": 10**400}, "Game: Outcome.reward is 1000"),
+    ({"reward": "1"}, "Game: Outcome.reward is '1'" + NUMBER),
+    ({"reward": torch.tensor(1.0)}, "Game: Outcome.reward is tensor(1.)" + NUMBER),
+    ({"reward": np.float32("nan")}, "Game: Outcome.reward is np.float32(nan)" + NUMBER),
+    ({"reward": Decimal("1")}, "Game: Outcome.reward is Decimal('1')" + NUMBER),
+    ({"score": 2.0}, "Game: Outcome.score is 2.0" + ONE),
+    ({"done": 1}, "Game: Outcome.done is 1" + FLAG),
+    ({"won": None}, "Game: Outcome.won is None" + FLAG),
+    ({"valid": "yes"}, "Game: Outcome.valid is 'yes'" + FLAG),
+    ({"observation": b"now"}, "Game: Outcome.observation is b'now'; it must be text"),
+    ({"action": None}, "Game: Outcome.action is None; it must be text"),
+    ({"context": lambda game: None}, "Game: context() is None; it must be text"),
+    ({"context": lambda game: [{"role": "user"}]}, "Game: a message of context() is None; it must be text"),
+    ({"anchor": lambda game: ["at", game.n]}, "Game: anchor() is ['at', 0]; it must be text"),
+    ({"reset": lambda game: None}, "Game: reset() is None; it must be text"),
+    ({"step": lambda game: ("now", 1.0, True, {})}, "Game: step() is ('now', 1.0, True, {}); it must be an Outcome"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "reason"), WRONG)
+def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, wrong, reason):
+    played = rollouts(**wrong)
     groups, stats = play(played)
-    reason = RAISED.get(name) or f"EnvironmentFailure: Game: {RETURNED[name]}"
-    assert len(stats.failures) == 2 and all(": " + reason in failure for failure in stats.failures), stats.failures
+    assert len(stats.failures) == 2 and all(f": {reason}" in failure for failure in stats.failures), stats.failures
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert all([turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0] for episode in episodes_of(groups))
     groups, _ = play(played)  # the run goes on
@@ -125,12 +146,18 @@ def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, name):
 
 
 def test_a_task_that_is_none_is_one_line(rollouts):
-    with pytest.raises(UserError, match=r"TasksWithoutKind.*\[0\] is Task\(id='a', kind=None\); it must"):
-        rollouts("TasksWithoutKind").training(0, 1)
+    class TasksWithoutKind(Honest):
+        def tasks(self, split, seed):
+            return [Task("a"), Task("b", None)]
+
+    with pytest.raises(UserError, match=r"Task\(id='b', kind=None\) is among the tasks; each must be a Task"):
+        rollouts(TasksWithoutKind).training(0, 2)
 
 
 def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
-    groups, stats = play(rollouts("NumpyAnswers"))
+    texts = {"observation": np.str_("now")}
+    flags = {"won": np.bool_(True), "valid": np.bool_(False)}
+    groups, stats = play(rollouts(reward=np.float32(0.5), score=np.float64(0.25), **texts, **flags))
     assert stats.failures == []
     (odd,) = [episode for episode in groups[0].trajectories if not episode.turns[0].outcome.valid]
     outcome = vars(odd.turns[0].outcome)
@@ -138,41 +165,37 @@ def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float]
 
 
-@pytest.mark.parametrize("name", ["OnlyTheUserCanMend", "OnlyTheUserCanMendInThread", "PressesCtrlC"])
-def test_what_the_user_can_mend_and_ctrl_c_end_the_run(rollouts, name):
-    with pytest.raises(KeyboardInterrupt if name == "PressesCtrlC" else UserError):
-        play(rollouts(name))
+@pytest.mark.parametrize("error", [UserError("my_game: set MY_KEY"), KeyboardInterrupt()])
+@pytest.mark.parametrize("may_block", [False, True])
+def test_what_the_user_can_mend_and_ctrl_c_end_the_run(rollouts, error, may_block):
+    with pytest.raises(type(error)):
+        play(rollouts(step=raises(error), may_block=may_block))
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["SpinsInStep", "WaitsInStep", "WaitsInReset", "WaitsInPrompt", "WaitsInMake", "SleepsInC", "WaitsInThread"],
+    "wrong",
+    [{"step": spins}, {"reset": waits}, {"make": waits}, {"step": sleeps_in_c}, {"step": waits, "may_block": True}],
 )
-def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, name):
-    started = time.monotonic()
-    played = rollouts(name, step_timeout_s=0.5)
+def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
+    started, before = time.monotonic(), threading.active_count()
+    played = rollouts(step_timeout_s=0.3, **wrong)
     groups, stats = play(played)
-    assert stats.failures == [f"train/0/{i}: TimeoutError: no answer within 0.5 s" for i in range(2)]
+    assert stats.failures == [f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)]
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert stats.threads_lost == 2 and stats.metrics()["health/threads_lost"] == 2
     assert time.monotonic() - started < 10
     groups, stats = play(played)  # none that hangs is used again
     assert len(groups) == 2 and stats.threads_lost <= 1
-
-
-def test_a_thread_that_spins_is_stopped(rollouts):
-    before = threading.active_count()
-    played = rollouts("SpinsInStep", step_timeout_s=0.2)
-    assert play(played)[1].threads_lost == 2
     played.close()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    if wrong == {"step": spins}:  # such a thread is stopped
+        deadline = time.monotonic() + 5
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
 
 
 def test_closing_waits_no_longer_than_one_call(rollouts):
-    played = rollouts("WaitsInClose", step_timeout_s=0.5)
+    played = rollouts(step_timeout_s=0.3, close=waits, everywhere=True)
     play(played)
     started = time.monotonic()
     played.close()
@@ -182,7 +205,7 @@ def test_closing_waits_no_longer_than_one_call(rollouts):
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):
     monkeypatch.setattr(threads, "MAX_LOST", 3)
     with pytest.raises(UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; give what"):
-        play(rollouts("AllWait", step_timeout_s=0.3))
+        play(rollouts(step_timeout_s=0.3, step=waits, may_block=True, everywhere=True))
 
 
 def test_a_call_in_this_thread_costs_no_thread():
@@ -192,70 +215,74 @@ def test_a_call_in_this_thread_costs_no_thread():
 
 
 def test_an_episode_ends_after_max_turns(rollouts):
-    groups, stats = play(rollouts("NeverDone", max_turns=5))
+    groups, stats = play(rollouts(done=False, everywhere=True, max_turns=5))
     assert stats.failures == [] and {len(episode.turns) for episode in episodes_of(groups)} == {5}
     assert [turn.outcome.done for turn in episodes_of(groups)[0].turns] == [False] * 4 + [True]
 
 
 def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
-    seen = []
-    for name in ("FloodsPrompt", "FloodsObservation"):
-        played = rollouts(name, max_text=1000)
+    for wrong in ({"context": lambda game: "x " * 1_000_000 + f"turn {game.n}"}, {"observation": "x" * 20_000_000}):
+        played, seen = rollouts(max_text=1000, everywhere=True, **wrong), []
         encode = played.chat.fit_prompt
-        played.chat.fit_prompt = lambda text, most, encode=encode: seen.append(len(text)) or encode(text, most)
+        played.chat.fit_prompt = lambda text, most, encode=encode, seen=seen: seen.append(text) or encode(text, most)
         for _ in range(2):
             groups, stats = play(played)
         assert stats.failures == [] and stats.texts_cut == 24
         turn = episodes_of(groups)[0].turns[1]
-        assert len(turn.outcome.observation) <= 1000 and len(turn.prompt) <= 1000
-        if name == "FloodsPrompt":
-            assert turn.prompt.endswith("x turn 1")  # the end is what counts, as for rollout.max_prompt_tokens
-    assert max(seen) == 1000
-    err = capfd.readouterr().err
-    assert err.count("24 texts of the environment were cut to env.max_text = 1000 (said once)") == 2
+        assert len(turn.outcome.observation) <= 1000 and max(map(len, seen)) <= 1000
+        if "context" in wrong:  # the end is what counts, as for rollout.max_prompt_tokens
+            assert len(turn.prompt) == 1000 and turn.prompt.endswith("x turn 1")
+        assert capfd.readouterr().err.count("24 texts of the environment were cut to env.max_text = 1000 (said") == 1
 
 
-def test_every_text_is_unicode(rollouts):
-    groups, stats = play(rollouts("SaysFakeProgress"))
+def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
+    groups, stats = play(rollouts(observation=FAKE, context=lambda game: FAKE, everywhere=True))
     assert stats.failures == []
     for turn in [turn for episode in episodes_of(groups) for turn in episode.turns]:
         (turn.prompt + turn.anchor + turn.outcome.observation).encode()
+    for failure in play(rollouts(step=raises(RuntimeError(FAKE + "x" * 10_000_000))))[1].failures:
+        assert failure.isprintable() and len(failure) < 600
+        assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
-@pytest.mark.parametrize("name", ["ExitsInExpert", "ExitsInChoices", "ExitsInReset", "WaitsInStep", "RewardTensor"])
-def test_the_warm_up_leaves_a_game_that_breaks(rollouts, name):
-    factory = rollouts(name, step_timeout_s=0.5).factory
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"oracle": exits, "admissible_actions": lambda game: []},
+        {"admissible_actions": exits},
+        {"step": waits},
+        {"reward": torch.tensor(1.0)},
+    ],
+)
+def test_the_warm_up_leaves_a_game_that_breaks(rollouts, wrong):
+    factory = rollouts(step_timeout_s=0.3, **wrong).factory
     turns = demonstrations(factory, factory.config, seed=0, random_actions=0.0)
     assert [next(turns).observation for _ in range(30)] == ["now 1", "now 2", "now 3"] * 10
 
 
 def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
-    factory = rollouts("AllExitInExpert").factory
+    factory = rollouts(oracle=exits, admissible_actions=lambda game: [], everywhere=True).factory
     with pytest.raises(UserError, match=r"^warm-up: 101 games in a row failed \(SystemExit: 0\)$"):
         next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("wrong", "reason"),
     [
-        ("ExitsInStep", "SystemExit: 0"),
-        ("CannotBeMade", "RuntimeError: no licence"),
-        ("RaisesUnprintable", RAISED["RaisesUnprintable"]),
-        ("RewardNan", "EnvironmentFailure: Game: Outcome.reward is nan;"),
-        ("WaitsInStep", "TimeoutError: no answer within 0.5 s"),
-        ("NeverDone", None),
+        ({"make": raises(RuntimeError("no licence"))}, "RuntimeError: no licence"),
+        ({"step": raises(Unprintable())}, UNPRINTABLE),
+        ({"step": waits}, "TimeoutError: no answer within 0.3 s"),
     ],
 )
-def test_agents_lose_an_episode_and_play_the_others(rollouts, name, reason):
-    played = rollouts(name, step_timeout_s=0.5, max_turns=5)
+def test_an_evaluation_loses_an_episode_and_plays_the_others(rollouts, wrong, reason):
+    played = rollouts(step_timeout_s=0.3, **wrong)
     tasks, seen = eval_tasks(played.factory, "held_out", 6, 0), []
     episodes = [Episode(Trajectory(task, 0), i, 0, "eval", 1.0) for i, task in enumerate(tasks)]
-    played.scheduler.run(episodes, played.agent, played.make_model, at_once=1, ended=seen.append)
+    played.run(episodes, at_once=1, ended=seen.append)
     assert [episode.index for episode in seen] == [*range(6)]
-    failures = [episode.trajectory.failure for episode in episodes if episode.trajectory.failure]
-    assert len(failures) == (reason is not None) * 1 and all(failure.startswith(reason) for failure in failures)
-    steps = {len(episode.steps) for episode in episodes if not episode.trajectory.failure}
-    assert steps == {3 if reason else 5}
+    (failure,) = [episode.trajectory.failure for episode in episodes if episode.trajectory.failure]
+    assert failure.startswith(reason)
+    assert {len(episode.steps) for episode in episodes if not episode.trajectory.failure} == {3}
 
 
 def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):
@@ -265,20 +292,13 @@ def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_an_environment_exits(paw, quick, tiny_llm, read_metrics, tmp_path):
-    small = {"model.path": tiny_llm(tmp_path / "model"), "env.name": f"{FILE}:ExitsInStep", "run.updates": 1}
-    quick = {key: value for key, value in quick.items() if not key.startswith("warmup.")}
-    paw("train", "quickstart", quick, small, {"rollout.max_response_tokens": 3, "run.name": "exits"}, cwd=tmp_path)
+def test_training_goes_on_where_an_environment_exits(paw_here, quick, tiny_llm, read_metrics, tmp_path):
+    name = f"{Path(__file__).parent / 'environments.py'}:ExitsInStep"
+    small = {"model.path": tiny_llm(tmp_path / "model"), "env.name": name, "run.updates": 1, "eval.games": 2}
+    small |= {"rollout.tasks": 2, "rollout.max_response_tokens": 3, "run.name": "exits"}
+    paw_here("train", "quickstart", quick, small, cwd=tmp_path)
     last = read_metrics(tmp_path / "runs" / "exits")[-1]
     assert last["step"] == 1 and last["health/env_failures"] > 0
-
-
-def test_a_failure_is_one_short_printable_line(rollouts):
-    _, stats = play(rollouts("RaisesFakeProgress"))
-    assert len(stats.failures) == 2
-    for failure in stats.failures:
-        assert failure.isprintable() and len(failure) < 600
-        assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
 @pytest.mark.parametrize(
@@ -296,16 +316,7 @@ def test_clean(text, printed):
     assert clean(text) == printed and clean(text).isprintable()
 
 
-def test_clean_keeps_lines_where_asked():
+def test_clean_keeps_lines_where_asked_and_describe_survives_anything():
     assert clean("one\n\x1b[2Jtwo\tthree\r", 100, lines=True) == "one\ntwo\tthree "
-
-
-def test_describe_survives_anything():
-    class Worst(Exception):
-        def __str__(self):
-            raise KeyError("no")
-
-        __repr__ = __str__
-
-    assert describe(Worst()) == "Worst: a Worst that cannot be printed"
+    assert describe(Unprintable()) == UNPRINTABLE
     assert describe(SystemExit()) == "SystemExit"

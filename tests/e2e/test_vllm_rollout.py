@@ -3,13 +3,11 @@
 import importlib
 import importlib.util
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from paw.rollout.engines.base import Request
 from paw.rollout.scheduler import Rollouts
 
 pytestmark = [
@@ -43,7 +41,6 @@ def play(setup, factory, *, lock_step=False, everybody=False, envs=32, group=8):
     sync()
     meter = simulation.Meter(engine, chat, factory.made if everybody else (), lock_step=lock_step, median=11)
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
-    factory.meter = meter
     tasks = factory.tasks(envs // group)
     groups, stats = rollouts.play(tasks, group_size=group, temperature=1.0, seed=0, stream="")
     assert engine.pending == 0 and stats.failures == []
@@ -67,55 +64,9 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     assert longest <= steps <= longest + 25  # it never waits: the longest episode alone takes as many
 
 
-def test_a_group_shares_its_prompt_in_the_prefix_cache_from_the_first_step_on(setup):
-    engine, sync, _ = setup
-    prompt = [5 + i % 900 for i in range(100)]
-    requests = [Request(i, prompt, seed=i, temperature=1.0, max_tokens=1) for i in range(8)]
-
-    def answers(some):
-        for request in some:
-            engine.submit(request)
-        found = engine.step()  # one step: all of them were in it
-        assert engine.pending == 0
-        return {completion.key: completion for completion in found}
-
-    sync()
-    together = answers(requests)
-    assert sorted(c.cached_tokens for c in together.values()) == [0, *[3 * BLOCK] * 7]
-    for request in requests:
-        sync()
-        alone = answers([request])[request.key]
-        assert alone.cached_tokens == 0
-        assert alone.token_ids == together[request.key].token_ids
-        assert alone.logp == pytest.approx(together[request.key].logp, abs=1e-5)
-
-
 def test_the_hit_rate_that_training_logs(setup):
     """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
     groups, stats, _ = play(setup, simulation.SimulatedFactory(WORDS, most_turns=1), envs=16)
     shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
     assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
-
-
-def test_the_engine_works_on_while_an_environment_thinks(setup):
-    """An environment's first step lasts until the engine has taken a hundred more."""
-
-    class Slow(simulation.SimulatedEnvironment):
-        def step(self, response):
-            steps, deadline = len(self.factory.meter.batches), time.monotonic() + 60
-            while self.number == 0 and not self.responses and len(self.factory.meter.batches) < steps + 100:
-                assert time.monotonic() < deadline
-                time.sleep(1e-3)
-            return super().step(response)
-
-    class SlowFactory(simulation.SimulatedFactory):
-        def make(self):
-            self.made.append(Slow(self, len(self.made)))
-            return self.made[-1]
-
-    want = play(setup, simulation.SimulatedFactory(WORDS, most_turns=10), envs=16)[0]
-    factory = SlowFactory(WORDS, most_turns=10, env_ms=1)
-    assert factory.may_block
-    found = bench.difference(want, play(setup, factory, envs=16)[0])
-    assert found["same_turns"] == len(bench.turns_of(want)) and found["logp_difference"] < bench.ROUNDING

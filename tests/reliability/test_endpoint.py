@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -105,15 +106,10 @@ def cut(handler):
 PASSING = {
     "429": (429, refusal("slow down"), {}),
     "500": (500, b"oops", {}),
-    "503": (503, refusal("overloaded"), {}),
-    "408": (408, b"", {}),
     "closed": close,
     "cut": cut,
-    "no JSON": (200, b'{"choices": [', {}),
     "a page": (200, b"<html>welcome</html>", {"Content-Type": "text/html"}),
     "no choices": (200, {**completion(), "choices": []}, {}),
-    "no object": (200, b"[1, 2]", {}),
-    "null": (200, b"null", {}),
     "no text": (200, completion(text=[{"type": "image"}]), {}),
 }
 
@@ -142,9 +138,8 @@ def test_what_passes_is_tried_again_after_growing_pauses(server, ask, problem):
     assert 0.5 <= pauses[0] <= 1.0 <= pauses[1] <= 2.0 <= pauses[2] <= 4.0
 
 
-@pytest.mark.parametrize("problem", ["503", "cut", "no choices"])
-def test_what_does_not_pass_names_the_url(server, ask, problem):
-    server.default = PASSING[problem]
+def test_what_does_not_pass_names_the_url(server, ask):
+    server.default = PASSING["cut"]
     with pytest.raises(EndpointError, match=rf"^{server.url}/v1: .+ \(tried 4 times\)$") as caught:
         ask[0]()
     assert "\n" not in str(caught.value)
@@ -157,25 +152,17 @@ def test_a_slow_answer_is_given_up(server, ask):
     assert time.monotonic() - started < 1.4
 
 
-@pytest.mark.parametrize(("value", "pause"), [("7", 7.0), ("12.5", 12.5), ("99999", 120.0), ("soon", 1.0), ("-5", 1.0)])
+@pytest.mark.parametrize(("value", "pause"), [("12.5", 12.5), ("99999", 120.0), ("soon", 1.0), ("-5", 1.0), (30, 30.0)])
 def test_retry_after_is_honoured(server, ask, value, pause):
+    if value == 30:  # as a date
+        value = formatdate(time.time() + 30.5, usegmt=True)
     server.script = [(429, refusal("slow down"), {"Retry-After": value})]
     ask, pauses = ask
     ask()
-    assert pauses == [pause] if pause > 1 else 0.5 <= pauses[0] <= 1.0
+    assert pauses == pytest.approx([pause], abs=1.0) if pause > 1 else 0.5 <= pauses[0] <= 1.0
 
 
-def test_retry_after_may_be_a_date(server, ask):
-    from email.utils import formatdate
-
-    server.script = [(503, b"", {"Retry-After": formatdate(time.time() + 30, usegmt=True)})]
-    ask, pauses = ask
-    ask()
-    assert 27 <= pauses[0] <= 31
-
-
-@pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("key", ["", "wrong"])
+@pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
 def test_a_wrong_key_names_its_variable(server, ask, monkeypatch, status, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     server.default, server.models = (status, refusal("who are you"), {}), status
@@ -195,10 +182,9 @@ def test_an_unknown_model_names_those_there_are(server, ask):
         ask[0]()
 
 
-@pytest.mark.parametrize("models", [404, 500, ["other"]])
-def test_a_list_of_models_is_not_needed(server, models):
-    server.models = models
-    Endpoint(EndpointConfig(url=server.url, model="m")).check()
+def test_a_list_of_models_is_not_needed(server):
+    for server.models in (404, 500, ["other"]):
+        Endpoint(EndpointConfig(url=server.url, model="m")).check()
 
 
 def test_a_wrong_request_is_not_repeated(server, ask):
@@ -250,11 +236,6 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
         (message,) = request["messages"]
         assert message["content"].startswith("why?\n") and message["content"].endswith("\n<think>Be")
         assert "continue_final_message" not in request
-
-
-def test_text_that_is_no_unicode_is_sent(server, ask):
-    ask[0]("a \ud800 b")
-    assert server.requests[0]["messages"][0]["content"] == "a ? b"
 
 
 def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
@@ -324,25 +305,11 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
     assert "the last line is incomplete" in err and "3 of 6 episodes are there, playing 3" in err
     assert len(server.requests) == 9 and results["episodes"] == 6
     assert path.read_bytes().startswith(b"".join(lines[:3]) + b'{"place"')
-
-
-def test_another_evaluation_is_refused(evaluate):
-    evaluate()
-    for words, key in (
-        (["--eval.seed", "5"], "eval.seed"),
-        (["--agent", "react"], "agent.type"),
-        (["--model", "n"], "model"),
-    ):
-        err, _ = evaluate(*words, code=2)
+    for key, value in (("eval.seed", "5"), ("agent.type", "react"), ("model", "n")):
+        err, _ = evaluate(f"--{key}", value, code=2)
         assert f"holds an evaluation with {key} = " in err.splitlines()[-1]
-
-
-def test_a_foreign_line_is_named(evaluate, tmp_path):
-    evaluate()
-    path = tmp_path / "out" / "episodes.jsonl"
     path.write_text("{}\n" + path.read_text())
-    err, _ = evaluate(code=2)
-    assert f"{path}:1: this is no episode" in err
+    assert f"{path}:1: this is no episode" in evaluate(code=2)[0]
 
 
 def test_an_endpoint_that_fails_costs_no_success(server, evaluate, tmp_path):
@@ -368,12 +335,6 @@ def test_a_full_context_is_a_loss(server, evaluate):
     server.default = (400, refusal("too long", code="context_length_exceeded"), {})
     _, results = evaluate()
     assert (results["episodes"], results["context_full"], results["success"]) == (6, 6, 0.0)
-
-
-def test_a_users_mistake_stops_it(server, evaluate):
-    server.default = (404, refusal("no"), {})
-    err, results = evaluate(code=2)
-    assert err.splitlines()[-1].endswith("no model 'm'; it serves: m, n") and results == {}
 
 
 @pytest.mark.slow

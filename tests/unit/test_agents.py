@@ -14,8 +14,8 @@ from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollout.episode import Answer, Episode, Model, find_agent, shown
-from paw.rollout.scheduler import Scheduler
+from paw.rollout.episode import Episode, Model, asked, find_agent, shown
+from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import wilson
 from paw.types import Trajectory
 
@@ -27,12 +27,11 @@ class Scripted(Model):
         super().__init__(env, config)
         self.answers, self.asked = answers, asked
 
-    async def _answer(self, context, stop, continues, seed):
-        prompt, start = (context, "") if continues is None else (continues.message, continues.answer + context)
+    async def _answer(self, turn, context, continues, stop, seed):
+        prompt, start = asked(context, continues)
         self.asked.append((prompt, start, tuple(stop), seed))
-        text = self.answers(shown(prompt), start) if callable(self.answers) else self.answers.pop(0)
-        found = next((word for word in stop if text.endswith(word)), "")
-        return Answer(text, found)
+        turn.response = self.answers(shown(prompt), start) if callable(self.answers) else self.answers.pop(0)
+        return next((word for word in stop if turn.response.endswith(word)), "")
 
 
 def configure(kind="plain", **sections):
@@ -45,13 +44,13 @@ def configure(kind="plain", **sections):
 def play(config, answers, *, place=0, factory=None):
     """(the episode of one evaluation task, what the model was asked)."""
     factory = factory or make_factory(config)
-    task, asked = eval_tasks(factory, config.env.eval_split, place + 1, 0)[place], []
+    task, said = eval_tasks(factory, config.env.eval_split, place + 1, 0)[place], []
     episode = Episode(Trajectory(task, 0), place, 0, "eval", 0.4)
-    scheduler = Scheduler(factory, config)
-    scheduler.run([episode], find_agent(config), lambda env: Scripted(env, config, answers, asked))
-    scheduler.close()
+    rollouts = Rollouts(factory, None, None, config)
+    rollouts.run([episode], lambda env: Scripted(env, config, answers, said))
+    rollouts.close()
     assert episode.trajectory.failure is None
-    return episode, asked
+    return episode, said
 
 
 def actions_of(episode):
@@ -117,8 +116,6 @@ def test_the_limiter_spaces_requests_and_tokens_evenly():
     assert admit(tokens, 500, 500) == [5.0]
     tokens.settle(-400)  # the second took 100
     assert admit(tokens, 0) == [1.0]
-    tokens.settle(200)
-    assert admit(tokens, 0) == [2.0]
     assert admit(Limiter(0, 0, clock=lambda: now, sleep=sleep), *[10**6] * 100) == []
 
 
@@ -148,7 +145,7 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
 
 def test_react_wins_when_the_model_plays_the_oracle():
     config = configure("react", env={"max_turns": 30})
-    for place in range(6):
+    for place in range(2):
         actions = oracle_actions(config, place)
         answers = [text for action in actions for text in (f"think: I {action}.", f" {action}\nOn it, you see")]
         episode, asked = play(config, answers, place=place)
@@ -208,21 +205,19 @@ def test_examples_of_ones_own_are_mapped(tmp_path):
     with pytest.raises(UserError, match="holds ALFWorld episodes, but"):
         play(searching("react", agent={"examples": path}), [])
 
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(None, "No such file"), ("{", "Expecting"), ("{}", "'react_put_1'"), ("[1]", "list indices")],
-)
-def test_a_bad_file_of_examples_is_a_users_error(tmp_path, content, reason):
-    path = tmp_path / "prompts.json"
-    if content is not None:
+    for content, reason in (("{", "Expecting"), ("{}", "'react_put_1'"), ("[1]", "list indices")):
         path.write_text(content)
-    with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
-        find_agent(configure("react", agent={"examples": path}))
+        with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
+            find_agent(configure("react", agent={"examples": path}))
 
 
-def test_an_example_of_an_oracle_literally():
-    assert alfworld_examples("heat")[0] == EXAMPLE
+def test_examples_of_an_oracle():
+    example = alfworld_examples("heat")[0]
+    assert example.count("> think: ") == 5 and example.count("\nOK.\n") == 5
+    assert "> take tomato 1 from sidetable 1\nYou pick up the tomato 1 from the sidetable 1.\n" in example
+    assert (
+        "> think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin.\n" in example
+    )
     for kind in ("pick", "look", "clean", "heat", "cool", "two"):
         for example in alfworld_examples(kind):
             assert "Your task is to: " in example and "Nothing happens" not in example
@@ -243,11 +238,9 @@ def test_reflexion_plays_again_with_plans():
     assert "> look\n" in reflected[0] and "STATUS: FAIL\n\nNew plan:" in reflected[0]
     assert "two examples" not in reflected[0] and "Plans from past attempts:\nTrial 1: look less.\n" in reflected[1]
 
-
-def test_reflexion_stops_when_it_has_won():
     config = configure("reflexion", agent={"trials": 3}, env={"max_turns": 30})
     episode, _ = play(config, ["look"] * 30 + ["walk"] + oracle_actions(config))
-    assert episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2
+    assert episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2  # it stops when it has won
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -299,10 +292,9 @@ def test_react_shops():
     assert "\n> click[buy now]\n" in asked[0][0]
 
 
-@pytest.mark.parametrize("kind", ["search-r1", "zerosearch"])
-def test_agents_that_answer_questions_play_no_household(kind):
+def test_agents_that_answer_questions_play_no_household():
     with pytest.raises(UserError, match="not 'alfworld'"):
-        find_agent(configure(kind))
+        find_agent(configure("search-r1"))
 
 
 def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
@@ -343,15 +335,13 @@ def test_a_simulated_search_engine():
 
 def test_the_share_of_noise_is_kept_and_rises_over_training():
     queries = [f"query {i}" for i in range(400)]
-    config = searching("plain")
+    settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
+    config = searching("plain", env={"simulator": settings}, run={"updates": 100})
     simulator = Simulator(Librarian("no documents here"), config.env.simulator, config.run)
     found = simulator.search(queries, 1, share=0.25)
     assert 70 <= sum(hits[0].id.startswith("noisy") for hits in found) <= 130
     assert found == simulator.search(queries, 1, share=0.25)
     assert found[0][0].contents == "no documents here"
-    settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
-    config = searching("plain", env={"simulator": settings}, run={"updates": 100})
-    simulator = Simulator(Librarian(""), config.env.simulator, config.run)
     assert simulator.share(None) == simulator.share(0) == pytest.approx(0.1)
     assert simulator.share(50) == pytest.approx(0.1 + (4**0.5 - 1) / 3 * 0.8)
     assert simulator.share(100) == simulator.share(200) == pytest.approx(0.9)
@@ -399,40 +389,3 @@ def test_what_was_not_played_counts_nowhere_but_costs():
     text = row("alfworld", lines)
     assert text[2] == "| m | react | 100.0 | 100.0 |" and "$0.50" in text[5]
     assert text[-1] == "1 episodes could not be played and count nowhere above"
-
-
-EXAMPLE = """\
-You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a countertop 1, a \
-diningtable 1, a microwave 1, a shelf 2, a shelf 1, a sidetable 1, a sinkbasin 1, a stoveburner 1, and a \
-toaster 1.
-Your task is to: put a hot tomato in sinkbasin.
-> think: To solve the task, I need to find and take a tomato, then heat it with a microwave, then put it in sinkbasin.
-OK.
-> think: First I need to find a tomato. I check one place after another, beginning with cabinet 1.
-OK.
-> go to cabinet 1
-You arrive at cabinet 1. The cabinet 1 is closed.
-> open cabinet 1
-You open the cabinet 1. The cabinet 1 is open. In it, you see a dishsponge 1, a glassbottle 2, a kettle 1, and \
-a pan 1.
-> go to countertop 1
-You arrive at countertop 1. On the countertop 1, you see a glassbottle 1.
-> go to sidetable 1
-You arrive at sidetable 1. On the sidetable 1, you see a mug 1, a plate 2, a potato 2, and a tomato 1.
-> think: Now I see tomato 1. Next, I need to take it.
-OK.
-> take tomato 1 from sidetable 1
-You pick up the tomato 1 from the sidetable 1.
-> think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin.
-OK.
-> go to microwave 1
-You arrive at microwave 1. The microwave 1 is closed.
-> heat tomato 1 with microwave 1
-You heat the tomato 1 using the microwave 1.
-> think: Now tomato 1 is hot. Next, I need to put it in sinkbasin.
-OK.
-> go to sinkbasin 1
-You arrive at sinkbasin 1. On the sinkbasin 1, you see a cup 1, and a plate 1.
-> move tomato 1 to sinkbasin 1
-You move the tomato 1 to the sinkbasin 1.
-"""

@@ -11,7 +11,6 @@ from toyworld import make_chat, make_engine, make_factory, practised_model
 from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import Endless, train_tasks
-from paw.envs.worker import Worker
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
 from paw.rollout.episode import ContextFull, derive_seed
@@ -61,7 +60,7 @@ class Scripted:
 
     def _maybe_fail(self, where):
         if (where, self.made_for) in self.factory.failures or where == self.factory.always:
-            raise self.factory.error(f"broken at {where}")
+            raise RuntimeError(f"broken at {where}")
 
     def reset(self, task):
         self.n = 0
@@ -70,11 +69,7 @@ class Scripted:
         return "start"
 
     def context(self):
-        self._maybe_fail(f"context {self.n}")
         return f"task: put a mug in shelf 1.\nturn {self.n}"
-
-    def anchor(self):
-        return f"at {self.n}"
 
     def step(self, response):
         self.factory.on_step(self)
@@ -85,17 +80,17 @@ class Scripted:
 
     def close(self):
         self.factory.closed += 1
-        if self.factory.close_raises:
+        if self.factory.always:
             raise OSError("already gone")
 
 
 class ScriptedFactory:
-    """A real factory of the smallest environment; `failures` holds (where, (task id, nth start of the task))."""
+    """`failures` holds (where, (task id, nth start of the task)); environments of class `game`."""
 
     name, reward_max, invalid_penalty, distinct_eval = "scripted", 1.0, 0.0, True
 
-    def __init__(self, *failures, always="", error=RuntimeError, close_raises=False, on_step=None):
-        self.failures, self.always, self.error, self.close_raises = set(failures), always, error, close_raises
+    def __init__(self, *failures, always="", on_step=None, game=Scripted):
+        self.failures, self.always, self.game = set(failures), always, game
         self.may_block, self.on_step = on_step is not None, on_step or (lambda environment: None)
         self.starts, self.closed, self.made = {}, 0, 0
 
@@ -104,66 +99,47 @@ class ScriptedFactory:
 
     def make(self):
         self.made += 1
-        return Scripted(self)
+        return self.game(self)
 
 
-def scripted(model, *failures, **options):
-    return Rollouts(ScriptedFactory(*failures, **options), make_engine(model), make_chat(), CONFIG)
+def scripted(model, *failures, agent=None, config=CONFIG, **options):
+    return Rollouts(ScriptedFactory(*failures, **options), make_engine(model), make_chat(), config, agent=agent)
 
 
-def test_members_of_a_group_play_the_same_task(rollouts):
-    tasks = train_tasks(rollouts.factory, 0, 3, 0)
-    groups, stats = play(rollouts, tasks)
-    assert [group.task for group in groups] == tasks
-    for group in groups:
-        assert [episode.member for episode in group.trajectories] == [0, 1, 2, 3]
-        assert {episode.task.id for episode in group.trajectories} == {group.task.id}
-        assert len({episode.turns[0].prompt for episode in group.trajectories}) == 1
-        assert len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories}) > 1
-    assert (stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, [])
+def changed(**sections):
+    return CONFIG.model_copy(
+        update={name: CONFIG.__dict__[name].model_copy(update=to) for name, to in sections.items()}
+    )
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):
     """And the games replay to the same outcomes: nothing is lost between the response's ids and the environment."""
-    groups, stats = play(rollouts)
-    environment = rollouts.factory.make()
+    tasks, seen = train_tasks(rollouts.factory, 0, 3, 0), []
+    groups, stats = play(rollouts, tasks, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(n, 12) for n in range(1, 13)]
+    assert [group.task for group in groups] == tasks
+    for group in groups:
+        assert [(episode.member, episode.task) for episode in group.trajectories] == [(i, group.task) for i in range(4)]
+        assert len({episode.turns[0].prompt for episode in group.trajectories}) == 1
+        assert len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories}) > 1
+    assert (stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, [])
+    environment, chat, turns = rollouts.factory.make(), make_chat(), turns_of(groups)
     for episode in episodes_of(groups):
         environment.reset(episode.task)
         for turn in episode.turns:
             assert (environment.context(), environment.step(turn.response)) == (turn.prompt, turn.outcome)
-    chat, turns = make_chat(), turns_of(groups)
+        assert [turn.outcome.done for turn in episode.turns] == [False] * (len(episode.turns) - 1) + [True]
+        for turn, following in itertools.pairwise(episode.turns):
+            assert following.anchor == turn.outcome.observation
     for turn in turns:
-        assert turn.prompt_ids == chat.prompt_ids(turn.prompt)
+        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.version == 0
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
         assert all(i not in chat.end_ids for i in turn.response_ids[:-1])
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
         assert turn.response == chat.decode(turn.response_ids)
         assert all(value <= 0 for value in turn.sampled_logp) and all(value >= 0 for value in turn.entropy)
-    for episode in episodes_of(groups):
-        assert [turn.outcome.done for turn in episode.turns] == [False] * (len(episode.turns) - 1) + [True]
-        # What was answered to a turn is what the next one reacts to.
-        for turn, following in zip(episode.turns, episode.turns[1:], strict=False):
-            assert following.anchor == turn.outcome.observation
     assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
     assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
-
-
-def test_same_seed_same_episodes_another_seed_or_stream_others(rollouts):
-    first, again = turns_of(play(rollouts)[0]), turns_of(play(rollouts)[0])
-    assert first == again
-    assert turns_of(play(rollouts, seed=1)[0]) != first
-    assert turns_of(play(rollouts, stream="train/1")[0]) != first
-
-
-def test_tokens_do_not_depend_on_what_else_is_played(rollouts, model):
-    tasks = train_tasks(rollouts.factory, 0, 6, 0)
-    many = play(rollouts, tasks)[0]
-    few = play(rollouts, tasks[:2])[0]
-    small_batches = Rollouts(make_factory(), make_engine(model, max_batch_tokens=100), make_chat(), CONFIG)
-    for a, b in ((few, many[:2]), (play(small_batches, tasks)[0], many)):
-        assert [t.response_ids for t in turns_of(a)] == [t.response_ids for t in turns_of(b)]
-        logps = [value for turn in turns_of(b) for value in turn.sampled_logp]
-        assert [value for turn in turns_of(a) for value in turn.sampled_logp] == pytest.approx(logps, abs=1e-4)
 
 
 def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
@@ -178,23 +154,15 @@ def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
     assert {c.key: c.token_ids for c in rollouts.engine.step()} == {k: turn.response_ids for k, turn in turns.items()}
 
 
-def test_every_turn_carries_the_weight_version(rollouts):
-    assert {turn.version for turn in turns_of(play(rollouts)[0])} == {0}
+def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rollouts):
+    rollouts.config = changed(rollout={"max_prompt_tokens": 24})
     rollouts.engine.sync([], version=9)
-    assert {turn.version for turn in turns_of(play(rollouts)[0])} == {9}
-
-
-def test_long_prompts_are_cut_and_counted(rollouts):
-    rollouts.config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=24, max_response_tokens=3)})
     groups, stats = play(rollouts)
-    assert all(len(turn.prompt_ids) <= 24 for turn in turns_of(groups))
+    assert all(len(turn.prompt_ids) <= 24 and turn.version == 9 for turn in turns_of(groups))
     assert stats.prompts_truncated == len(turns_of(groups))
-
-
-def test_progress_counts_episodes_to_the_end(rollouts):
-    seen = []
-    play(rollouts, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(n, 12) for n in range(1, 13)]
+    rollouts.config = changed(rollout={"max_prompt_tokens": 2})
+    with pytest.raises(UserError, match="max_prompt_tokens = 2"):
+        play(rollouts)
 
 
 def test_environments_are_kept_and_closed_once(model):
@@ -207,58 +175,20 @@ def test_environments_are_kept_and_closed_once(model):
     assert rollouts.factory.closed == 12
 
 
-@pytest.mark.parametrize("where", ["reset", "context 0", "context 1", "step 0", "step 2"])
 @pytest.mark.parametrize("think", [None, lambda environment: None])
-def test_a_failing_episode_is_left_out_and_counted(model, where, think):
-    rollouts = scripted(model, (where, ("task 1", 2)), on_step=think)
+def test_a_failing_episode_is_left_out_and_changes_no_other(model, think):
+    whole = turns_of(play(scripted(model))[0])
+    rollouts = scripted(model, ("step 1", ("task 0", 0)), on_step=think)
     groups, stats = play(rollouts)
-    assert [len(group.trajectories) for group in groups] == [4, 3, 4]
-    assert think or [episode.member for episode in groups[1].trajectories] == [0, 1, 3]
-    assert all(episode.episode_return == 1.0 and episode.failure is None for episode in episodes_of(groups))
-    assert (len(stats.failures), stats.groups_dropped) == (1, 0)
-    assert stats.failures == [f"task 1: RuntimeError: broken at {where}"]
+    assert [len(group.trajectories) for group in groups] == [3, 4, 4]
+    if not think:  # in threads, which episode is the first to start is not said
+        assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [
+            (t.response_ids, t.outcome) for t in whole[3:]
+        ]
+    assert stats.failures == ["task 0: RuntimeError: broken at step 1"] and stats.groups_dropped == 0
     assert rollouts.factory.closed == 1
     again, stats = play(rollouts)  # the broken environment was replaced
-    assert len(episodes_of(again)) == 12 and len(stats.failures) == 0
-
-
-def test_failures_do_not_change_the_other_episodes(model):
-    whole = turns_of(play(scripted(model))[0])
-    broken = turns_of(play(scripted(model, ("step 1", ("task 0", 0))))[0])
-    assert [(t.response_ids, t.outcome) for t in broken] == [(t.response_ids, t.outcome) for t in whole[3:]]
-
-
-GAME = """
-import os
-
-class Game:
-    admissible, won = [], False
-
-    def reset(self):
-        return "here"
-
-    def step(self, command):
-        return os._exit(3) if command == "die" else command
-"""
-
-
-def test_a_worker_process_that_dies_costs_its_own_episode(model, tmp_path, monkeypatch):
-    (tmp_path / "mortal.py").write_text(GAME)
-    monkeypatch.syspath_prepend(tmp_path)
-    workers = [Worker("mortal:Game", timeout_s=30) for _ in range(3)]
-
-    def wait(environment):
-        worker = workers[environment.made_for[1]]
-        if environment.n == 0:
-            worker.start()
-        worker.step("die" if (worker, environment.n) == (workers[1], 1) else "look")
-
-    rollouts = scripted(model, on_step=wait)
-    groups, stats = play(rollouts, train_tasks(rollouts.factory, 0, 1, 0), group_size=3)
-    assert [len(episode.turns) for episode in episodes_of(groups)] == [3, 3]
-    assert stats.failures == ["task 0: EnvironmentFailure: worker mortal:Game: exited with code 3 during step"]
-    for worker in workers:
-        worker.close()
+    assert len(episodes_of(again)) == 12 and stats.failures == []
 
 
 def test_environments_that_may_block_step_at_the_same_time(model):
@@ -294,43 +224,23 @@ def test_a_group_below_two_members_is_dropped(model):
     assert stats.groups_dropped == 1
 
 
-@pytest.mark.parametrize("where", ["reset", "context 0", "step 0"])
-def test_nothing_is_left_when_everything_fails_even_closing(model, where):
-    rollouts = scripted(model, always=where, close_raises=True)
+def test_nothing_is_left_when_everything_fails_even_closing(model):
+    rollouts = scripted(model, always="step 0")
     groups, stats = play(rollouts)
     assert groups == []
     assert (len(stats.failures), stats.groups_dropped) == (12, 3)
     assert rollouts.engine.pending == 0
 
 
-@pytest.mark.parametrize("where", ["reset", "context 0", "step 0"])
-@pytest.mark.parametrize("think", [None, lambda environment: None])  # in the trainer's thread, and in others
-def test_a_users_mistake_stops_the_run(model, where, think):
-    with pytest.raises(UserError, match=f"broken at {where}"):
-        play(scripted(model, always=where, error=UserError, on_step=think))
-
-
-def test_a_prompt_limit_without_room_stops_the_run(rollouts):
-    rollouts.config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=2)})
-    with pytest.raises(UserError, match="max_prompt_tokens = 2"):
-        play(rollouts)
-
-
 def test_seeds_are_stable_and_apart():
     assert derive_seed(0, "train/0", 1, 2, 3) == 8473358073702443013
-    draws = list(itertools.product((0, 1), ("train/0", "eval"), range(8), range(8), range(8)))
-    seeds = {derive_seed(*draw) for draw in draws}
-    assert len(seeds) == len(draws)
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    seeds = {
+        derive_seed(*draw) for draw in itertools.product((0, 1), ("train/0", "eval"), range(8), range(8), range(8))
+    }
+    assert len(seeds) == 2048 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 # --- agents: what they see and what becomes of it ---------------------------------------------------------------------
-
-
-def by(model, agent, *failures, factory=None, config=CONFIG, **options):
-    return Rollouts(
-        factory or ScriptedFactory(*failures, **options), make_engine(model), make_chat(), config, agent=agent
-    )
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
@@ -343,9 +253,9 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
             response = await model.generate(text, continues=response)
             await env.step(response)
 
-    config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_prompt_tokens=256, max_response_tokens=1)})
-    ended = 0
-    for episode in episodes_of(play(by(model, agent))[0] + play(by(model, agent, config=config))[0]):
+    short, ended = changed(rollout={"max_response_tokens": 1}), 0
+    played = [play(scripted(model, agent=agent, config=config))[0] for config in (CONFIG, short)]
+    for episode in episodes_of(played[0] + played[1]):
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
             if before.response_ids[-1] in chat.end_ids:  # it had ended its turn: the text is the user's
@@ -369,10 +279,10 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
 
         return agent
 
-    whole, said = turns_of(play(by(model, agent(())))[0]), []
+    whole, said = turns_of(play(scripted(model, agent=agent(())))[0]), []
     longest = max(whole, key=lambda turn: len(turn.response))
     stop = longest.response[2:5]
-    turns = turns_of(play(by(model, agent(("no such text", stop))))[0])
+    turns = turns_of(play(scripted(model, agent=agent(("no such text", stop))))[0])
     assert [text for text, _ in said].count("") < len(said)
     cut = [(before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response]
     assert cut
@@ -395,8 +305,7 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
         await env.step(await model.generate(env.context()))
         await env.step("by itself")
 
-    factory = ScriptedFactory()
-    groups, stats = play(by(model, agent, factory=factory))
+    groups, stats = play(scripted(model, agent=agent))
     assert stats.failures == []
     for episode in episodes_of(groups):
         thought, last = episode.turns
@@ -408,7 +317,6 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
 @pytest.mark.parametrize(
     ("reason", "ends"),
     [
-        ("TypeError: oh", TypeError("oh")),
         ("SystemExit: 3", SystemExit(3)),
         ("RuntimeError: broken at step 0", "swallow"),
         ("RuntimeError: the agent ended without a call of the model", "silent"),
@@ -417,7 +325,7 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(model, reason, ends):
-    config = CONFIG.model_copy(update={"env": CONFIG.env.model_copy(update={"max_turns": 1})})
+    config = changed(env={"max_turns": 1})
 
     async def agent(env, model):
         if ends == "early":
@@ -434,7 +342,7 @@ def test_an_agent_that_fails_costs_its_episode(model, reason, ends):
             except Exception:
                 await model.generate("never mind")
 
-    groups, stats = play(by(model, agent, always="step 0", config=config), [Task("a", "b")], group_size=2)
+    groups, stats = play(scripted(model, agent=agent, always="step 0", config=config), [Task("a", "b")], group_size=2)
     assert groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
 
 
@@ -448,40 +356,32 @@ def test_a_full_context_ends_the_episode_with_what_it_has(model):
         except ContextFull:
             await model.generate("y" * 300, continues=response)
 
-    groups, stats = play(by(model, agent))
+    groups, stats = play(scripted(model, agent=agent))
     assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [1] * 12
 
 
 class AsyncGame(Scripted):
-    """Awaits between its methods' halves, and has no anchor of its own."""
+    """Awaits between its methods' halves."""
 
-    anchor = property()
+    inside = most = 0
 
     async def reset(self, task):
         await asyncio.sleep(0.01)
         return super().reset(task)
 
     async def step(self, response):
-        self.factory.inside += 1
-        self.factory.most = max(self.factory.most, self.factory.inside)
+        AsyncGame.inside += 1
+        AsyncGame.most = max(self.most, self.inside)
         await asyncio.sleep(0.02)
-        self.factory.inside -= 1
+        AsyncGame.inside -= 1
         return super().step(response)
 
 
 def test_environments_may_be_async_and_need_no_anchor(model):
-    class AsyncFactory(ScriptedFactory):
-        inside = most = 0
-
-        def make(self):
-            self.made += 1
-            return AsyncGame(self)
-
-    factory = AsyncFactory(("step 1", ("task 1", 0)))
-    groups, stats = play(by(model, None, factory=factory))
+    groups, stats = play(scripted(model, ("step 1", ("task 1", 0)), game=AsyncGame))
     assert [len(group.trajectories) for group in groups] == [4, 3, 4] and len(stats.failures) == 1
     assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
-    assert factory.most > 1
+    assert AsyncGame.most > 1
 
 
 def test_a_play_inside_a_running_loop(model):
@@ -498,8 +398,8 @@ def test_a_play_inside_a_running_loop(model):
 REWARDS = """
 from paw.types import Trajectory
 
-def brief(trajectory: Trajectory, *, bonus: float = 2.0) -> float:
-    return bonus - sum(len(turn.response_ids) for turn in trajectory.turns) / 10
+def brief(trajectory: Trajectory) -> float:
+    return 2.0 - sum(len(turn.response_ids) for turn in trajectory.turns) / 10
 
 def wrong(trajectory):
     return float("nan") if trajectory.member == 1 else 1
@@ -510,13 +410,12 @@ def absent(trajectory):
 
 
 def rewarded(model, path, name):
-    config = CONFIG.model_copy(update={"reward": CONFIG.reward.model_copy(update={"type": f"{path}:{name}"})})
-    return by(model, None, config=config)
+    return scripted(model, config=changed(reward={"type": f"{path}:{name}"}))
 
 
 def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model, tmp_path):
     path = tmp_path / "rewards.py"
-    path.write_text(REWARDS.replace(", *, bonus: float = 2.0", "").replace("bonus", "2.0"))
+    path.write_text(REWARDS)
     groups, _ = play(rewarded(model, path, "brief"))
     for episode in episodes_of(groups):
         tokens = sum(len(turn.response_ids) for turn in episode.turns)
@@ -544,11 +443,9 @@ class Talk(Scripted):
         return outcome
 
 
-def test_a_conversation_goes_on_with_its_own_tokens(model, monkeypatch):
+def test_a_conversation_goes_on_with_its_own_tokens(model):
     """Turns whose answer ended share a sequence, in which the observations stand already; none is encoded again."""
-    monkeypatch.setattr(ScriptedFactory, "make", lambda self: Talk(self))
-    chat = make_chat()
-    rollouts = Rollouts(ScriptedFactory(), make_engine(model), chat, CONFIG)
+    chat, rollouts = make_chat(), scripted(model, game=Talk)
     groups, stats = play(rollouts, [Task(f"task {i}", "count") for i in range(4)])
     assert not stats.failed
     ended = 0
@@ -574,7 +471,6 @@ def test_a_conversation_goes_on_with_its_own_tokens(model, monkeypatch):
 
 
 def test_a_conversation_must_alternate(model, monkeypatch):
-    monkeypatch.setattr(ScriptedFactory, "make", lambda self: Talk(self))
     monkeypatch.setattr(Talk, "context", lambda self: [{"role": "system", "content": "be brief"}, *self.messages])
-    _, stats = play(Rollouts(ScriptedFactory(), make_engine(model), make_chat(), CONFIG), [Task("task 0", "count")])
+    _, stats = play(scripted(model, game=Talk), [Task("task 0", "count")])
     assert "its roles are system, user" in stats.failures[0]

@@ -1,6 +1,5 @@
 """Which weights are sent, and when log-probs say that they did not arrive."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paw.errors import UserError
-from paw.rollout.sync import StaleWeightsError, full_parameters, push_weights, sampler_mismatch
+from paw.rollout.sync import StaleWeightsError, full_parameters, sampler_mismatch
 
 
 def make_model(*, tied):
@@ -25,35 +24,18 @@ def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
     assert not any(tensor.requires_grad for tensor in sent.values())
 
 
-def test_push_weights_hands_over_the_version():
-    from paw.rollout.engines.transformers import TransformersEngine
-
-    model = make_model(tied=True)
-    engine = TransformersEngine(model, end_ids=[1])
-    push_weights(model, engine, version=5)
-    assert engine.version == 5
-
-
-def test_mismatch_reports_the_largest_and_the_mean():
-    found = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
-    assert found["health/sampler_mismatch"] == pytest.approx(0.03)
-    assert found["health/sampler_mismatch_mean"] == pytest.approx(0.01)
-
-
 def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
+    found = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
+    expected = {"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01}
+    assert found == pytest.approx(expected)
     same = [[-1.0] * 99]
     assert sampler_mismatch([*same, [-2.0]], [*same, [-1.0]])["health/sampler_mismatch"] == 1.0
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
         sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
     with pytest.raises(StaleWeightsError):
         sampler_mismatch([[float("nan")]], [[-1.0]])
-
-
-def test_rows_must_match():
-    with pytest.raises(ValueError, match="2 tokens has 1"):
+    with pytest.raises(ValueError, match="zip"):
         sampler_mismatch([[-1.0]], [[-1.0, -1.0]])
-    with pytest.raises(ValueError, match="no tokens"):
-        sampler_mismatch([[]], [[]])
 
 
 def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
@@ -64,8 +46,3 @@ def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):
         VllmEngine(tmp_path, end_ids=[1], max_model_len=8)
-
-
-def test_engines_are_imported_on_demand():
-    code = "import sys, paw.rollout.engines; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,39 +25,38 @@ def make_engine(
 
     `model_path`, a folder or Hugging Face name, gives vLLM the architecture. Responses end at the chat template's end
     token or at any the model's generation config names. `own_weights` keeps the transformers engine apart from the
-    policy, whose weights are about to be sharded. `check`: hold what the transformers engine samples against the model
-    (`learner.check`), where the policy has its values.
+    policy, whose weights are about to be sharded; `check` holds what it samples against the model.
     """
-    named = policy.lm.generation_config.eos_token_id if policy.lm.generation_config else None
+    named, limits = policy.lm.generation_config and policy.lm.generation_config.eos_token_id, config.rollout
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
-    if config.rollout.engine == "transformers":
-        from paw.model.check import check_sampling
-        from paw.model.precision import parameters_as
-        from paw.rollout.engines.transformers import TransformersEngine
+    if limits.engine == "vllm":
+        from paw.rollout.engines.vllm import VllmEngine
 
-        model: Any = policy.lm
-        if own_weights:
-            model = copy.deepcopy(model).requires_grad_(False)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(policy.device, policy.dtype)
-            model = model.to(policy.device)  # its buffers
-        engine = TransformersEngine(
-            model,
+        return VllmEngine(
+            model_path,
             end_ids=end_ids,
-            max_batch_tokens=config.rollout.max_batch_tokens,
-            in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
-            own_weights=own_weights,
+            max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
+            dtype=config.model.dtype,
+            gpu_memory_utilization=limits.gpu_memory_utilization,
+            sleep_level=limits.sleep_level,
         )
-        if check:
-            check_sampling(model)
-        return engine
-    from paw.rollout.engines.vllm import VllmEngine
+    from paw.model.check import check_sampling
+    from paw.model.precision import parameters_as
+    from paw.rollout.engines.transformers import TransformersEngine
 
-    return VllmEngine(
-        model_path,
+    model: Any = policy.lm
+    if own_weights:
+        model = copy.deepcopy(model).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(policy.device, policy.dtype)
+        model = model.to(policy.device)  # its buffers
+    engine = TransformersEngine(
+        model,
         end_ids=end_ids,
-        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        dtype=config.model.dtype,
-        gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-        sleep_level=config.rollout.sleep_level,
+        max_batch_tokens=limits.max_batch_tokens,
+        in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
+        own_weights=own_weights,
     )
+    if check:
+        check_sampling(model)
+    return engine

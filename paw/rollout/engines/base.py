@@ -1,12 +1,14 @@
-"""The rollout engine protocol: token ids in, token ids and log-probabilities out.
+"""What the engines share: token ids in, token ids and log-probabilities out.
 
-One loop serves both engines: `submit` requests at any time, `step` until the finished ones come back. The
-transformers engine finishes whatever is queued in one step; vLLM batches continuously.
+`submit` requests at any time, `step` until the finished ones come back. The transformers engine finishes whatever is
+queued in one step; vLLM batches continuously.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from paw.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,30 +47,52 @@ class Completion:
     """Prompt tokens served from the prefix cache."""
 
 
-class Engine(Protocol):
-    version: int
-    """Weight version: the number of updates the weights have seen."""
-    continuous: bool
+class Engine:
+    """Holds requests of at most `positions` tokens, prompt and response together (None: any)."""
+
+    continuous = False
     """Whether requests may join while others run. Otherwise `step` finishes what is queued, so full batches pay."""
-
-    checkpoint_names: bool
+    checkpoint_names = False
     """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by one or together."""
+    version = 0
+    """Weight version: the number of updates the weights have seen."""
 
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> list[Completion]:
-        """Work a little (or a lot) and return what has finished; [] only while something is still running."""
-        ...
+    def __init__(self, positions: int | None) -> None:
+        self.positions = positions
+        self._requests: dict[int, Request] = {}
 
     @property
     def pending(self) -> int:
         """Requests submitted and not yet returned."""
-        ...
+        return len(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next `step`. Raises ValueError for a key in flight, UserError beyond the limit."""
+        if request.key in self._requests:
+            raise ValueError(f"key in flight: {request.key}")
+        if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
+            raise UserError(
+                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
+                f" {self.positions} positions; see rollout.max_prompt_tokens and rollout.max_response_tokens"
+            )
+        self._requests[request.key] = request
+
+    def step(self) -> list[Completion]:
+        """Work a little (or a lot) and return what has finished; [] only while something is still running."""
+        raise NotImplementedError
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
+        self._must_be_idle("sync")
+        self.version = version
 
     def sleep(self) -> None:
         """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
+        self._must_be_idle("sleep")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._requests.clear()
+
+    def _must_be_idle(self, action: str) -> None:
+        if self._requests:
+            raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")

@@ -4,8 +4,8 @@
 needs no mask), the head applied to last positions only, then one token a row with a KV cache whose finished rows leave.
 
 Token t of a request is drawn by inverting the distribution function at a uniform number that is a pure function of
-(seed, t). So a request's tokens depend on its prompt, its seed and the weights, not on the rest of the batch (except
-where float rounding moves a boundary across the drawn number).
+(seed, t). So tokens depend on prompt, seed and weights, not on the batch, but where rounding moves a boundary across
+the number.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,10 +22,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from paw.errors import UserError
 from paw.model.attention import token_mixers
 from paw.model.logits import LogitTransform
-from paw.rollout.engines.base import Completion, Request
+from paw.rollout.engines.base import Completion, Engine, Request
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
     `max_batch_tokens` bounds the padded prompt tokens of one prefill. `in_dtype` makes the context in which the model
@@ -34,8 +34,6 @@ class TransformersEngine:
 
     Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
-
-    continuous = checkpoint_names = False
 
     def __init__(
         self,
@@ -46,6 +44,7 @@ class TransformersEngine:
         in_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext,
         own_weights: bool = False,
     ):
+        super().__init__(getattr(model.config, "max_position_embeddings", None))
         self._mixes = bool(token_mixers(model))
         config: Any = model.config.get_text_config()
         kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
@@ -57,34 +56,13 @@ class TransformersEngine:
                 f"rollout.engine = 'transformers' samples from full-attention models only; '{config.model_type}' has"
                 f" {', '.join(sorted(kinds))} layers: use --rollout.engine vllm"
             )
-        self.version = 0
-        self._model = model
+        self._model, self._end_ids, self._max_batch_tokens = model, frozenset(end_ids), max_batch_tokens
         self._transform = LogitTransform.of(model.config)
-        self._end_ids = frozenset(end_ids)
-        self._max_batch_tokens = max_batch_tokens
-        self._in_dtype = in_dtype
-        self._own_weights = own_weights
-        self._queue: dict[int, Request] = {}
-
-    @property
-    def pending(self) -> int:
-        return len(self._queue)
-
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for a key in flight, UserError beyond the model's positions."""
-        if request.key in self._queue:
-            raise ValueError(f"key in flight: {request.key}")
-        limit = getattr(self._model.config, "max_position_embeddings", None)
-        if limit and len(request.prompt_ids) + request.max_tokens > limit:
-            raise UserError(
-                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
-                f" {limit} positions; lower rollout.max_prompt_tokens or rollout.max_response_tokens"
-            )
-        self._queue[request.key] = request
+        self._in_dtype, self._own_weights = in_dtype, own_weights
 
     def step(self) -> list[Completion]:
         """Everything queued, in the order of submission."""
-        queued, self._queue = list(self._queue.values()), {}
+        queued, self._requests = list(self._requests.values()), {}
         done: dict[int, Completion] = {}
         with _generation_mode(self._model), self._in_dtype():
             for batch in _batches(queued, self._max_batch_tokens, even=self._mixes):
@@ -93,26 +71,18 @@ class TransformersEngine:
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `parameters`, where the model is the engine's own; else its weights are the trainer's already."""
-        if self._queue:
-            raise RuntimeError(f"weights may not change under {self.pending} pending requests")
+        super().sync(parameters, version)
         if self._own_weights:
             own = dict(self._model.named_parameters(remove_duplicate=False))
             with torch.no_grad():
                 for name, tensor in parameters:
                     own[name].copy_(tensor)
-        self.version = version
-
-    def sleep(self) -> None:
-        """Nothing to give back: the KV cache lives only inside `step`."""
-
-    def close(self) -> None:
-        self._queue.clear()
 
     def _generate(self, batch: list[Request]) -> list[Completion]:
         decoder: Any = self._model.get_decoder()
         head: Any = self._model.get_output_embeddings()
         device = head.weight.device
-        out: list[tuple[list[int], list[float], list[float]]] = [([], [], []) for _ in batch]
+        columns: list[tuple[list[Any], ...]] = [([], [], []) for _ in batch]
         live = list(range(len(batch)))  # what the rows of the tensors below are, finished ones until they leave
         finished: set[int] = set()
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
@@ -129,29 +99,22 @@ class TransformersEngine:
 
         for t in range(longest):
             uniform_B = torch.from_numpy(uniforms(seeds[live], t)).to(device)
-            token_B, logp_B, entropy_B = sample(self._transform(head(hidden_BD)), temperature_B, uniform_B)
-            for row, token, logp, entropy in zip(
-                live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True
-            ):
+            drawn = sample(self._transform(head(hidden_BD)), temperature_B, uniform_B)
+            for row, *values in zip(live, *(x_B.tolist() for x_B in drawn), strict=True):
                 if row not in finished:
-                    tokens, logps, entropies = out[row]
-                    tokens.append(token)
-                    logps.append(logp)
-                    entropies.append(entropy)
-                    stopped = batch[row].stopped
-                    ended = token in self._end_ids or len(tokens) == batch[row].max_tokens
-                    if ended or (stopped and stopped(tokens)):
+                    for column, value in zip(columns[row], values, strict=True):
+                        column.append(value)
+                    if self._ends(batch[row], columns[row][0]):
                         finished.add(row)
             if len(finished) == len(batch) or cache is None:
                 break
-            keep = [n for n, row in enumerate(live) if row not in finished]
+            keep, token_B = [n for n, row in enumerate(live) if row not in finished], drawn[0]
             if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache, about the price of one decoding step
                 keep_B = torch.tensor(keep, device=device)
                 live = [live[n] for n in keep]
                 temperature_B, length_B, token_B = temperature_B[keep_B], length_B[keep_B], token_B[keep_B]
                 cache.keep(keep_B)
-            width = max(len(batch[row].prompt_ids) for row in live) + t + 1
-            cache.write_at(length_B + t, width)
+            cache.write_at(length_B + t, max(len(batch[row].prompt_ids) for row in live) + t + 1)
             hidden_BD = decoder(
                 input_ids=token_B[:, None],
                 position_ids=(length_B + t)[:, None],
@@ -159,7 +122,11 @@ class TransformersEngine:
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, 0]
-        return [Completion(r.key, *columns) for r, columns in zip(batch, out, strict=True)]
+        return [Completion(r.key, ids, logp, entropy) for r, (ids, logp, entropy) in zip(batch, columns, strict=True)]
+
+    def _ends(self, request: Request, tokens: list[int]) -> bool:
+        ended = tokens[-1] in self._end_ids or len(tokens) == request.max_tokens
+        return ended or bool(request.stopped and request.stopped(tokens))
 
 
 class _RowCache(Cache):
@@ -170,30 +137,29 @@ class _RowCache(Cache):
 
     def __init__(self):
         super().__init__(layers=[])
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._layers: list[list[Tensor]] = []
+        """Keys and values of each layer."""
         self._slot_B: Tensor | None = None
         self._width = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store the prompt's keys and values, or one more token's; returns all of them up to the current width."""
         if self._slot_B is None:
-            self._keys.append(key_states)
-            self._values.append(value_states)
+            self._layers.append([key_states, value_states])
             return key_states, value_states
-        key, value = self._keys[layer_idx], self._values[layer_idx]
-        row_B = torch.arange(len(key), device=key.device)
-        key[row_B, :, self._slot_B] = key_states[:, :, 0]
-        value[row_B, :, self._slot_B] = value_states[:, :, 0]
+        row_B = torch.arange(len(key_states), device=key_states.device)
+        for whole, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
+            whole[row_B, :, self._slot_B] = new[:, :, 0]
+        key, value = self._layers[layer_idx]
         return key[:, :, : self._width], value[:, :, : self._width]
 
     def write_at(self, slot_B: Tensor, width: int) -> None:
         """The next `update` writes to these slots, all of them below `width`."""
         self._slot_B, self._width = slot_B, width
-        if width > self._keys[0].shape[2]:
-            more = max(16, width // 4) + width - self._keys[0].shape[2]
-            self._keys = [torch.nn.functional.pad(x, (0, 0, 0, more)) for x in self._keys]
-            self._values = [torch.nn.functional.pad(x, (0, 0, 0, more)) for x in self._values]
+        slots = self._layers[0][0].shape[2]
+        if width > slots:
+            pad = (0, 0, 0, max(16, width // 4) + width - slots)
+            self._change(lambda x: torch.nn.functional.pad(x, pad))
 
     def mask(self) -> Tensor:
         """[B, 1, 1, width] bool: the slots a row's current token may look at, its own included."""
@@ -201,8 +167,10 @@ class _RowCache(Cache):
         return (torch.arange(self._width, device=self._slot_B.device) <= self._slot_B[:, None])[:, None, None]
 
     def keep(self, rows: Tensor) -> None:
-        self._keys = [x.index_select(0, rows) for x in self._keys]
-        self._values = [x.index_select(0, rows) for x in self._values]
+        self._change(lambda x: x.index_select(0, rows))
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._layers = [[function(x) for x in layer] for layer in self._layers]
 
 
 class _EvenCache(DynamicCache):

@@ -13,10 +13,9 @@ Written for vLLM 0.32; everything that knows its internals is in this file. What
 - What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
 """
 
-import itertools
 import os
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from paw.errors import UserError, describe
 from paw.model.ranks import lost_peer, out_of_memory
-from paw.rollout.engines.base import Completion, Request
+from paw.rollout.engines.base import Completion, Engine, Request
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
@@ -43,7 +42,7 @@ class EngineDiedError(UserError):
     exit_code = 1
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One vLLM engine; under torchrun one in each rank.
 
     `model_dir` needs only the architecture (config.json): weights are random until the first `sync`. Raises UserError
@@ -51,6 +50,8 @@ class VllmEngine:
     """
 
     continuous = checkpoint_names = True
+    version = -1
+    """Until the first `sync`."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class VllmEngine:
         gpu_memory_utilization: float = 0.5,
         sleep_level: int = 2,
     ):
-        vllm = _import_vllm()
-        on_cpu = vllm.platforms.current_platform.is_cpu()
+        super().__init__(max_model_len)
+        vllm = self._vllm = _import_vllm()
+        self._on_cpu = vllm.platforms.current_platform.is_cpu()
         arguments: dict[str, Any] = dict(
             dtype=dtype,
             max_model_len=max_model_len,
@@ -79,7 +81,7 @@ class VllmEngine:
             disable_log_stats=True,
             seed=0,
         )
-        if on_cpu:
+        if self._on_cpu:
             arguments |= dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
         else:
             arguments |= dict(enable_sleep_mode=True)
@@ -101,34 +103,12 @@ class VllmEngine:
                 f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
                 f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
             ) from error
-        self.version = -1
-        """-1 until the first `sync`."""
-        self._vllm, self._on_cpu = vllm, on_cpu
-        self._sleep_mode = not on_cpu
-        self._sleep_level = sleep_level
-        self._asleep = False
-        self._end_ids = sorted(end_ids)
-        self._max_model_len = max_model_len
-        self._ids = itertools.count()
-        self._key_of: dict[str, int] = {}
-        self._stopped: dict[str, Callable[[list[int]], bool]] = {}
-
-    @property
-    def pending(self) -> int:
-        return len(self._key_of)
+        self._sleep_level, self._end_ids, self._asleep = sleep_level, sorted(end_ids), False
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next `step`. Raises ValueError for a key in flight, UserError beyond the limit."""
         if self.version < 0 or self._asleep:
             raise RuntimeError("the engine has no weights: call sync first")
-        if request.key in self._key_of.values():
-            raise ValueError(f"key in flight: {request.key}")
-        if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
-            raise UserError(
-                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the"
-                f" {self._max_model_len} the engine was made for (rollout.max_prompt_tokens +"
-                " rollout.max_response_tokens)"
-            )
+        super().submit(request)
         kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
             max_tokens=request.max_tokens,
@@ -139,15 +119,12 @@ class VllmEngine:
             detokenize=False,
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
         )
-        name = str(next(self._ids))
-        self._llm.llm_engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt_ids), parameters)
-        self._key_of[name] = request.key
-        if request.stopped:
-            self._stopped[name] = request.stopped
+        prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
+        self._llm.llm_engine.add_request(str(request.key), prompt, parameters)
 
     def step(self) -> list[Completion]:
         """One token for every running request; the requests that finished with it."""
-        if not self._key_of:
+        if not self._requests:
             return []
         with _naming("sampling"):
             outputs = self._llm.llm_engine.step()
@@ -157,8 +134,14 @@ class VllmEngine:
         return [self._completion(output) for output in outputs if output.finished or output.request_id in early]
 
     def _is_complete(self, output: Any) -> bool:
-        stopped = self._stopped.get(output.request_id)
+        stopped = self._requests[int(output.request_id)].stopped
         return stopped is not None and stopped(output.outputs[0].token_ids)
+
+    def _completion(self, output: Any) -> Completion:
+        answer, request = output.outputs[0], self._requests.pop(int(output.request_id))
+        token_ids = list(answer.token_ids)
+        logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
+        return Completion(request.key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
@@ -178,8 +161,8 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory, or drop them, until the next `sync`; no-op on CPU."""
-        self._must_be_idle("sleep")
-        if self._sleep_mode and not self._asleep:
+        super().sleep()
+        if not (self._on_cpu or self._asleep):
             with _naming("going to sleep"):
                 self._llm.sleep(level=self._sleep_level)
             self._asleep = True
@@ -190,18 +173,7 @@ class VllmEngine:
             with suppress(Exception):  # it may have died
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-            self._key_of.clear()
-
-    def _must_be_idle(self, action: str) -> None:
-        if self._key_of:
-            raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")
-
-    def _completion(self, output: Any) -> Completion:
-        answer, key = output.outputs[0], self._key_of.pop(output.request_id)
-        self._stopped.pop(output.request_id, None)
-        token_ids = list(answer.token_ids)
-        logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
-        return Completion(key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
+            super().close()
 
 
 def _repack_experts(model: Any) -> None:
