@@ -4,7 +4,6 @@
     python bench/rollout.py --envs 64 --repeats 1            # rows of other cases stay in the table
     python bench/rollout.py --env-ms 20                      # environments that take 20 ms a step
     python bench/rollout.py --model qwen2.5-1.5b --envs 128  # on a GPU: that shape with random weights, or a folder
-    python bench/rollout.py --plot                           # draw again, measure nothing
 
 Modes, interleaved in one run, each repeat with other episodes (bench/rollout_simulation.py): `reference` is the
 lock-step of the reference code, which also generates for finished episodes until the last one ends; `lock-step`
@@ -33,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import read, write
+from bench.common import RESULTS, ROOT, read, write
 from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
 from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedFactory, make_chat
@@ -43,7 +42,6 @@ from paw.rollout.engines.vllm import VllmEngine
 from paw.rollout.scheduler import Rollouts
 from paw.types import Group, Turn
 
-ROOT = Path(__file__).parents[1]
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
 MEASURED = tuple(f"paw/rollout/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm"))
@@ -58,28 +56,21 @@ CONFIG = Config(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--envs", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--env-ms", type=float, default=0.0)
     parser.add_argument("--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", action="store_true")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
-    out: Path = options.out or ROOT / "bench" / "results" / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
-    rows = []
-    if not options.plot:
-        if not gpu:
-            torch.set_num_threads(options.threads)
-        options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
-        rows = run(options, gpu=gpu)
-        replace_case(out, rows)
-    picture = options.out.with_suffix(".png") if options.out else ROOT / "docs" / f"{out.stem}.png"
-    print(markdown(out), draw(out, picture), sep="\n")
+    if not gpu:
+        torch.set_num_threads(1)
+    options.group, options.dtype = 8, "bfloat16" if gpu else "float32"
+    rows, out = run(options, gpu=gpu), RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
+    case = [str(rows[0][name]) for name in CASE]
+    kept = [row for row in read(out) if [row[name] for name in CASE] != case] if out.exists() else []
+    write(out, [*kept, *rows])
+    print(markdown(out), draw(out, ROOT / "docs" / f"{out.stem}.png"), sep="\n")
     same = all(row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows)
-    return 0 if same or options.dtype == "bfloat16" else 1
+    return 0 if same or gpu else 1
 
 
 def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
@@ -142,16 +133,10 @@ def play(
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
     cpu, start = time.process_time(), time.perf_counter()
-    groups, stats = rollouts.play(
-        factory.tasks(envs // size),
-        group_size=size,
-        temperature=1.0,
-        seed=factory.seed,
-        stream="",
-    )
+    options = {"group_size": size, "temperature": 1.0, "seed": factory.seed, "stream": ""}
+    groups, stats = rollouts.play(factory.tasks(envs // size), **options)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    turns = len(turns_of(groups))
-    sizes = meter.batches
+    turns, sizes = len(turns_of(groups)), meter.batches
     return groups, {
         "engine_steps": len(sizes),
         "env_steps": turns,
@@ -178,13 +163,6 @@ def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
     same = [(a, b) for a, b in pairs if a.response_ids == b.response_ids]
     off = [abs(x - y) for a, b in same for x, y in zip(a.sampled_logp, b.sampled_logp, strict=True)]
     return {"same_turns": len(same), "logp_difference": max(off, default=0.0)}
-
-
-def replace_case(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replaces the rows of the same case."""
-    case = [str(rows[0][name]) for name in CASE]
-    kept = [row for row in read(path) if [row[name] for name in CASE] != case] if path.exists() else []
-    write(path, [*kept, *rows])
 
 
 if __name__ == "__main__":

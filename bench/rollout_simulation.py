@@ -7,7 +7,6 @@ episodes of 5 to 50 turns, a third of them at the limit. Everything follows from
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -104,23 +103,18 @@ class SimulatedEnvironment:
         return self.factory.text(self.seen[turn], 3, self.number, turn)
 
     def step(self, response: str) -> Outcome:
-        if self.factory.seconds:
-            time.sleep(self.factory.seconds)
+        time.sleep(self.factory.seconds)
         self.responses.append(response)
-        return Outcome("", 0.0, self.done, False, response, valid=True)
-
-    def close(self) -> None: ...
+        return Outcome("", 0.0, self.done, False, response)
 
 
-class Meter:
+class Meter(Engine):
     """An engine that gives every request its own length, around `median` tokens, and notes what runs when.
 
     In `lock_step` each step works until nothing is left, so that episodes wait for each other's turn. With `everybody`,
     the environments of such a play, each turn also samples one for those whose episodes are over and throws it away, as
     the reference code does.
     """
-
-    version = 0
 
     def __init__(
         self,
@@ -137,10 +131,6 @@ class Meter:
         """Requests in the batch of every engine step."""
         self.generated = 0
 
-    @property
-    def pending(self) -> int:
-        return self.engine.pending
-
     def submit(self, request: Request) -> None:
         rng = np.random.default_rng(request.seed)
         length = int(np.clip(self.median * rng.lognormal(0, 0.65), self.median / 5.5, MOST_RESPONSE))
@@ -154,15 +144,9 @@ class Meter:
                 draw = derive_seed("finished", environment.number, len(self.batches))
                 self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
         completions: list[Completion] = []
-        while self.pending:
-            self.batches.append(self.pending)
+        while self.engine.pending:
+            self.batches.append(self.engine.pending)
             completions += self.engine.step()
             if self.continuous:
                 break
         return [completion for completion in completions if completion.key >= 0]
-
-    def sync(self, parameters: Any, version: int) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -83,6 +83,7 @@ class Threads:
             if error is not None:
                 raise error
             return value
+        assert call.began
         thread = call.began[1]
         # One that runs Python code ends by this; one that waits in C does when it returns.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
@@ -101,7 +102,7 @@ class Threads:
 class _Call:
     """`done` holds what it returned and what it raised; who gives it up cancels that."""
 
-    began: tuple[float, threading.Thread] | tuple[()] = ()
+    began: tuple[float, threading.Thread] | None = None
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function, self.args = function, args

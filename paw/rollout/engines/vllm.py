@@ -1,7 +1,7 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
 
 Written for vLLM 0.32; everything that knows its internals is in this file. What is not obvious:
-- `add_request` returns an internal id, outputs carry ours; duplicate ids are accepted silently: numbered here.
+- `add_request` returns an internal id, outputs carry ours; duplicate ids are accepted silently: refused here.
 - The default output kind is cumulative with an aliased list: FINAL_ONLY.
 - A prompt and max_tokens beyond the limit are clipped silently: refused here.
 - Per-request seeds with chunked prefill crash the CPU engine: off there.
