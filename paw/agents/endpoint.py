@@ -24,7 +24,7 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, to_stderr
-from paw.rollout.episode import Context, ContextFull, EnvHandle, Model, Response, asked, shown
+from paw.rollout.episode import Context, ContextFull, Earlier, EnvHandle, Model, Stop, asked, shown
 from paw.rollout.further import cut_at
 from paw.types import Turn
 
@@ -290,9 +290,7 @@ class EndpointModel(Model):
         super().__init__(env, config)
         self.endpoint = endpoint
 
-    async def _answer(
-        self, turn: Turn, context: Context, continues: Response | None, stop: Sequence[str], seed: int
-    ) -> str:
+    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
         message, start = asked(context, continues)
         limits, stats = self.config.rollout, self.episode.stats
         options = {"temperature": self.episode.temperature, "max_tokens": limits.max_response_tokens, "seed": seed}

@@ -32,17 +32,6 @@ DOCUMENT = re.compile(rf"{LABEL}(.*?)(?={LABEL}|\Z)", re.I | re.M | re.S)
 MAX_TOKENS = 512
 
 
-def noise_share(config: SimulatorConfig, step: int, updates: int) -> float:
-    """p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s), the probability of noise at update i of m.
-
-    >>> [round(noise_share(SimulatorConfig(), i, 2), 3) for i in range(3)]
-    [0.0, 0.167, 0.5]
-    """
-    b = config.noise_base
-    rise = (b ** min(1.0, step / max(1, updates)) - 1) / (b - 1)
-    return config.noise_start + rise * (config.noise_end - config.noise_start)
-
-
 class Simulator:
     """A retriever whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
 
@@ -51,8 +40,10 @@ class Simulator:
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
-        """The noise share of an update's searches; of an evaluation's (None) the start's."""
-        return self.config.noise_start if step is None else noise_share(self.config, step, self.run.updates)
+        """p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s), the noise share at update i of m; in evaluation p_s."""
+        config, b = self.config, self.config.noise_base
+        rise = (b ** min(1.0, (step or 0) / max(1, self.run.updates)) - 1) / (b - 1)
+        return config.noise_start + rise * (config.noise_end - config.noise_start)
 
     def search(self, queries: Sequence[str], topk: int, share: float | None = None) -> list[list[Hit]]:
         """At most `topk` documents a query, noise instead of useful ones with probability `share`.

@@ -197,15 +197,17 @@ class Response(str):
     """... and the whole answer so far, stop strings included: what a call that `continues` this one goes on with."""
 
 
+Earlier = Response | None
+Stop = Sequence[str]
+
+
 class Model(ABC):
     """The model of one episode, as its agent sees it. Subclasses say who answers."""
 
     def __init__(self, env: EnvHandle, config: Config) -> None:
         self.env, self.episode, self.config = env, env.episode, config
 
-    async def generate(
-        self, context: Context, *, stop: Sequence[str] = (), continues: Response | None = None
-    ) -> Response:
+    async def generate(self, context: Context, *, stop: Stop = (), continues: Earlier = None) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
         With `continues`, the text `context` is put after that response, and the model goes on: within its answer, or
@@ -228,9 +230,7 @@ class Model(ABC):
         return response
 
     @abstractmethod
-    async def _answer(
-        self, turn: Turn, context: Context, continues: Response | None, stop: Sequence[str], seed: int
-    ) -> str:
+    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
         """Put what the model writes into `turn`, the stop string that ended it included; returns that, or ""."""
 
 
@@ -239,14 +239,13 @@ class EngineModel(Model):
 
     def __init__(self, env: EnvHandle, player: "Rollouts") -> None:
         super().__init__(env, player.config)
-        self.player, self.said = player, []
-        """... and the contents of the last conversation, with the answer to it."""
+        self.player = player
+        self.said: list[str] = []
+        """The contents of the last conversation, and the answer to it."""
 
-    async def _answer(
-        self, turn: Turn, context: Context, continues: Response | None, stop: Sequence[str], seed: int
-    ) -> str:
-        chat, stats, limits, found = self.player.chat, self.episode.stats, self.config.rollout, ""
-        opened, ends = chat.opened, None
+    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
+        chat, stats, limits, ends = self.player.chat, self.episode.stats, self.config.rollout, None
+        opened = chat.opened
         if continues is None and isinstance(context, str):
             turn.prompt_ids, cut = chat.fit_prompt(context, limits.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
@@ -305,7 +304,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def asked(context: Context, continues: Response | None) -> tuple[Context, str]:
+def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
     """(the message that is to be answered, the answer so far)."""
     return (context, "") if continues is None else (continues.message, continues.answer + shown(context))
 

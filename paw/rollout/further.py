@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from paw.rollout.chat import Chat
-from paw.rollout.episode import Context, ContextFull, EngineModel, Response, shown
+from paw.rollout.episode import Context, ContextFull, Earlier, EngineModel, shown
 from paw.types import Turn
 
 TAIL = 8
 """Tokens looked at beyond as many as a stop string has characters: a character may have several."""
 
 
-def further(model: EngineModel, context: Context, continues: Response | None) -> tuple[list[int], str]:
+def further(model: EngineModel, context: Context, continues: Earlier) -> tuple[list[int], str]:
     """(ids of a conversation or of what continues a response, how the template opens the answer).
 
     Of what goes on from an earlier turn, that turn's own ids come first. Raises ContextFull where there are too many.

@@ -24,8 +24,7 @@ MAX_REWARD = 1e6
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
     """Where the environments of a factory run: up to `count` at once where they may block, else one at a time.
 
-    Ours have time limits of their own, and those that never wait stay in the caller's thread. Any other gets a thread
-    and env.step_timeout_s a call.
+    Ours have time limits of their own, and those that never wait stay in the caller's thread.
     """
     count = count if factory.may_block else 1
     if type(factory).__module__.startswith("paw.") and not isinstance(factory, OwnFactory):

@@ -1,9 +1,9 @@
-"""Episodes played at once: agents' coroutines on one event loop, over one engine, each finished turn sent on at once.
+"""Episodes played at once: agents' coroutines on one event loop, over one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request enters the engine
-immediately; only live episodes generate. Environments that may block (child processes, networks) run in threads
-meanwhile, those of a user in threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an
-episode's tokens do not depend on which others it was batched with.
+immediately. Environments that may block (child processes, networks) run in threads meanwhile, those of a user in
+threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on
+which others it was batched with.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from paw.types import Group, Task, Trajectory
 if TYPE_CHECKING:
     from paw.model.ranks import Ranks
 
+Played = tuple[list[Group], RolloutStats]
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
@@ -65,21 +66,21 @@ class Rollouts:
         self._idle: list[Guarded] = []
         self._cut_is_told = False
 
-    def training(self, step: int, count: int, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+    def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
         """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
         config, seed = self.config.rollout, self.config.run.seed
         tasks = train_tasks(self.factory, step, count, seed, split=self.config.env.train_split)
-        return self._share(tasks, config.group_size, config.temperature, seed, f"train/{step}", progress)
+        options = {"group_size": config.group_size, "temperature": config.temperature}
+        return self._share(tasks, progress, **options, seed=seed, stream=f"train/{step}")
 
-    def evaluation(self, progress: Progress | None = None) -> tuple[list[Group], RolloutStats]:
+    def evaluation(self, progress: Progress | None = None) -> Played:
         """Play the evaluation games once each, as `play` does; all ranks together."""
         config = self.config.eval
         tasks = eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed)
-        return self._share(tasks, 1, config.temperature, config.seed, "eval", progress)
+        options = {"group_size": 1, "temperature": config.temperature}
+        return self._share(tasks, progress, **options, seed=config.seed, stream="eval")
 
-    def _share(
-        self, tasks: list[Task], size: int, temperature: float, seed: int, stream: str, progress: Progress | None
-    ) -> tuple[list[Group], RolloutStats]:
+    def _share(self, tasks: list[Task], progress: Progress | None, **options: Any) -> Played:
         """Play this rank's share of the tasks; returns everybody's groups, in the order of tasks."""
         for task in tasks:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
@@ -87,12 +88,11 @@ class Rollouts:
                 raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
         rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
         places = range(rank, len(tasks), count)
-        options: dict[str, Any] = {"group_size": size, "temperature": temperature, "seed": seed, "stream": stream}
         own = self.play([tasks[i] for i in places], places=places, progress=progress, **options)
         if self.ranks is None:
             return own
         _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-        played = self.ranks.gather(own, tuple[list[Group], RolloutStats])
+        played = self.ranks.gather(own, Played)
         for part in played:
             _set_tasks(part, {task.id: task for task in tasks})
         groups = [group for part, _ in played for group in part]
@@ -108,7 +108,7 @@ class Rollouts:
         stream: str,
         places: Sequence[int] | None = None,
         progress: Progress | None = None,
-    ) -> tuple[list[Group], RolloutStats]:
+    ) -> Played:
         """Play each task `group_size` times with the engine's current weights.
 
         `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...); `stream`
@@ -276,7 +276,7 @@ class Rollouts:
             turn.outcome = replace(turn.outcome, reward=value if turn is trajectory.turns[-1] else 0.0)
 
 
-def _set_tasks(played: tuple[list[Group], RolloutStats], by_id: dict[str, Task]) -> None:
+def _set_tasks(played: Played, by_id: dict[str, Task]) -> None:
     groups, stats = played
     for holder in (*groups, *(t for group in groups for t in group.trajectories), *stats.failed):
         holder.task = by_id[holder.task.id]

@@ -50,7 +50,6 @@ def speaker(tiny_llm, tmp_path_factory):
     ("agent", "recipe", "more"),
     [
         ("search-r1", "search-quickstart", SEARCH),
-        ("react", "quickstart", {"env.style": "paper", "env.max_turns": 2}),
         ("reflexion", "quickstart", {"env.style": "paper", "env.max_turns": 1, "agent.trials": 2}),
         ("mine.py:plan_first", "quickstart", OWN),
     ],

@@ -29,56 +29,42 @@ pytestmark = [
 VOCAB, END, LIMIT = 128, 3, 256
 
 
-def make_model(*, tied, heads=2):
+def make_model(heads=2):
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            tie_word_embeddings=tied,
-            eos_token_id=END,
-        )
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 512}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.3, tie_word_embeddings=True, eos_token_id=END))
 
 
 @pytest.mark.parametrize("problem", ["head_dim=16", "local directory"])
 def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
     if problem != "local directory":
-        make_model(tied=True, heads=4).save_pretrained(tmp_path)
+        make_model(heads=4).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{problem}"):
         VllmEngine(tmp_path, end_ids=[END], max_model_len=LIMIT, dtype="float32")
 
 
-@pytest.mark.parametrize("variable", [None, "7"])
-def test_vllm_leaves_the_number_of_threads(monkeypatch, variable):
+def test_vllm_leaves_the_number_of_threads(monkeypatch):
     """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
     _import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
 
-    monkeypatch.setenv("OMP_NUM_THREADS", variable or "")
-    if variable is None:
-        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with _global_state_kept():
             set_torch_threads_for_runtime()
             assert torch.get_num_threads() == 2
-        assert torch.get_num_threads() == 2 and os.environ.get("OMP_NUM_THREADS") == variable
+        assert torch.get_num_threads() == 2 and os.environ.get("OMP_NUM_THREADS") == "7"
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def setup(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
     """(model, engine that holds its weights); the engine never sees the folder's weights."""
-    model = make_model(tied=request.param == "tied")
+    model = make_model()
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     states = torch.get_rng_state(), random.getstate(), torch.get_num_threads()

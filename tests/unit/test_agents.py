@@ -2,10 +2,10 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
-from paw import cli
 from paw.agents.endpoint import Limiter, Reply
 from paw.agents.examples import alfworld_examples
 from paw.agents.results import summarise, table
@@ -71,27 +71,6 @@ def oracle_actions(config, place=0):
         actions.append(outcome.action)
         done = outcome.done
     return actions
-
-
-def test_plain_sends_the_context_of_the_environment():
-    factory = make_factory(configure())
-    environment = factory.make()
-    environment.reset(eval_tasks(factory, "valid_unseen", 1, 0)[0])
-    episode, asked = play(configure(env={"max_turns": 2}), ["<think>a</think><action>look</action>", "nothing at all"])
-    assert asked[0][:3] == (environment.context(), "", ())
-    environment.step("<think>a</think><action>look</action>")
-    assert asked[1][0] == environment.context()
-    assert (actions_of(episode), valid_of(episode)) == (["look", "nothing at all"], [True, False])
-    assert episode.outcome.done and not episode.outcome.won and len(asked) == 2
-
-
-def test_short_forms_of_the_command_line():
-    words = ["eval", "--agent", "react", "--env=alfworld", "--endpoint", "http://a", "--model", "m", "--json"]
-    expected = {"agent.type": "react", "env.name": "alfworld", "endpoint.url": "http://a", "endpoint.model": "m"}
-    assert cli._split_overrides(words) == (["eval", "--json"], expected)
-    for command in ("plan", "rwml"):  # these have a --model of their own
-        words = [command, "--model", "m", "--recipe", "r"]
-        assert cli._split_overrides(words) == (words, {})
 
 
 def test_the_limiter_spaces_requests_and_tokens_evenly():
@@ -298,11 +277,8 @@ def test_agents_that_answer_questions_play_no_household():
 
 
 def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
-    from pathlib import Path
-
     example = Path(__file__).parents[2] / "docs" / "example_environment.py"
-    config = configure("react", env={"name": f"{example}:Guess"})
-    episode, asked = play(config, lambda *_: "50")
+    episode, asked = play(configure("react", env={"name": f"{example}:Guess"}), lambda *_: "50")
     assert asked[0][0].partition("\nHere is the task.\n")[2].startswith("Task: I think of a number.")
     assert "\n(possible: 1, 2, 3, " in asked[0][0] and actions_of(episode)[0] == "50"
 
@@ -364,9 +340,8 @@ def row(environment, lines):
 
 
 def test_rows_as_in_the_papers_tables():
-    lines = [
-        episode_line(kind, won) for kind in ("two", "pick", "look") for won in (True, False, False, kind == "pick")
-    ]
+    kinds = ("two", "pick", "look")
+    lines = [episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")]
     head, _, cells, _, success, rest = row("alfworld", lines)
     assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
     assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"

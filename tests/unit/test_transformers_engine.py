@@ -16,38 +16,22 @@ FAMILIES = {
 }
 
 
-def make_model(family="qwen2", seed=0, **overrides):
+def make_model(family="qwen2", **overrides):
     config, model = FAMILIES[family]
-    torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        tie_word_embeddings=family != "llama",
-        eos_token_id=END,
-    )
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
+        "tie_word_embeddings": family != "llama", "eos_token_id": END,
+    }  # fmt: skip
     return model(config(**(settings | overrides)))
 
 
-def make_requests(count, *, temperature=1.0, max_tokens=12, seed=0):
-    g = torch.Generator().manual_seed(seed)
+def make_requests(count, *, temperature=1.0, max_tokens=12):
+    g = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 40, (count,), generator=g).tolist()
-    return [
-        Request(
-            key=100 + i,
-            prompt_ids=torch.randint(0, VOCAB, (n,), generator=g).tolist(),
-            seed=1000 * seed + i,
-            temperature=temperature,
-            max_tokens=max_tokens,
-        )
-        for i, n in enumerate(lengths)
-    ]
+    prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in lengths]
+    return [Request(100 + i, prompt, i, temperature, max_tokens) for i, prompt in enumerate(prompts)]
 
 
 def run(engine, requests):
