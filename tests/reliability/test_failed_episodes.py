@@ -77,6 +77,7 @@ def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, enviro
         assert counts == [8, 6, 0.25, 0.25, low, high] and line["eval/failure"] == "RuntimeError: boom"
         assert line["eval/return"] == line["eval/steps"] == 1.0  # of the episodes that were played
     assert done.stdout.count("eval 25.0% of 8 games, 6 failed (RuntimeError: boom)") == 2
+    paw_here("report", tmp_path / "run")
     assert "12 environment failures in evaluation" in (tmp_path / "run" / "report.html").read_text()
 
     done = paw_here("eval", tmp_path / "run", code=1)
