@@ -13,7 +13,6 @@ from statistics import fmean, median
 import pytest
 
 from paw.tools.experiment.results import Interval, interval, paired, points
-from paw.tools.profile import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -170,22 +169,6 @@ def experiments() -> Iterator[str]:
         ]
         yield f"| {label} | {cells[0]} | {cells[1]} |"
 
-    sparse = read("experiment_sparse")
-
-    def sparsely(variant: str) -> list[str]:
-        keys = ("before", "after", "updates_with_success")
-        return [per_cent(fmean(by_seed(sparse, variant, key).values())) for key in keys]
-
-    for variant, label in {
-        "grpo": "GRPO",
-        "paw": "GRPO + PaW",
-        "drop": 'GRPO with `advantage.penalty_only = "drop"`',
-    }.items():
-        before, after, share = sparsely(variant)
-        gap = differences("experiment_sparse", variant)
-        told = "" if variant == "grpo" else f"{points(gap, sign=True)} " if gap.mean else "0.0 "
-        yield f"| {label} | {before} | {after} | {told}| {share} % |"
-
 
 def environments() -> Iterator[str]:
     search, shop = read("experiment_search", variant="paw"), read("experiment_webshop")
@@ -231,64 +214,14 @@ def memory() -> Iterator[str]:
     yield importlib.import_module("bench.memory").table(read("memory_plan"))
 
 
-def retriever() -> Iterator[str]:
-    rows = read("retriever_cpu")
-
-    def cell(name: str, case: str, batch: str = "0", *, each: bool = False) -> str:
-        (row,) = [row for row in rows if (row["retriever"], row["case"], row["batch"]) == (name, case, batch)]
-        wall, cpu = (float(row[key]) / (int(row["count"]) if each else 1) for key in ("wall_s", "cpu_s"))
-        unit, scale = ("ms", 1000) if wall < 0.1 else ("s", 1)
-        took, spent = (f"{scale * value:#.2g}".rstrip(".") for value in (wall, cpu))
-        return f"{took} {unit} ({spent} {unit})"
-
-    bm25, dense = cell("bm25", "index"), cell("dense", "index")
-    yield f"| index | {bm25.replace(' s)', ' s of a processor)')} | {dense} |"
-    opened = [cell(name, "reopen").partition(" (")[0] for name in ("bm25", "dense")]
-    yield f"| open again | {opened[0]} | {opened[1]} |"
-    for label, batch in (("a query, alone", "1"), ("a query, 64 a call", "64")):
-        yield f"| {label} | {' | '.join(cell(name, 'process', batch, each=True) for name in ('bm25', 'dense'))} |"
-    rates = [number(rows, "a_second", retriever=name, case="http") for name in ("bm25", "dense")]
-    yield f"| queries/s over HTTP, 16 clients | {rates[0]:.0f} | {rates[1]:.0f} |"
-
-
-def profile() -> Iterator[str]:
-    for name, label in (
-        ("profile_cpu", "quickstart, {:,} turns"),
-        ("profile_cpu_synthetic", "ALFWorld's sizes, random 0.2 M model, {} turns"),
-    ):
-        rows: list[dict] = [
-            {**row, "repeat": int(row["repeat"])}
-            | {key: float(row[key]) for key in ("seconds", "cpu_seconds", "tokens", "peak_gib", "mean_gib") if row[key]}
-            for row in read(name)
-        ]
-        for row in rows:
-            row.update({key: 0.0 for key in ("tokens", "peak_gib", "mean_gib") if not row[key]})
-        base, variant = dict.fromkeys(row["variant"] for row in rows)
-        phases = list(dict.fromkeys(row["phase"] for row in rows))
-
-        def added(phases: list[str], key: str, base=base, variant=variant, rows=rows) -> str:
-            point, low, high = overhead(*(pick(rows, name, phases, key) for name in (base, variant)))
-            return f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
-
-        without = "" if "rollout" in phases else " (no rollout)"
-        tokens = [pick(rows, name, ["update"], "tokens")[0] for name in (base, variant)]
-        peaks = [memory_gib(rows, name)[0] for name in (base, variant)]
-        cells = [label.format(int(rows[0]["turns"])), f"{100 * tokens[1] / tokens[0] - 100:+.1f} %"]
-        cells += [added(["update"], "cpu_seconds"), added(phases, "cpu_seconds") + without]
-        cells += [added(phases, "seconds") + without, f"{100 * peaks[1] / peaks[0] - 100:+.1f} %"]
-        yield f"| {' | '.join(cells)} |"
-
-
 PAGES = {
     "README.md": readme,
     "docs/environments.md": environments,
     "docs/experiments.md": experiments,
     "docs/memory.md": memory,
-    "docs/profile.md": profile,
     "docs/quickstart.md": quickstart,
     "docs/rollout.md": rollout,
     "docs/rwml.md": rwml,
-    "docs/search.md": retriever,
 }
 
 
