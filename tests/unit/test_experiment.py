@@ -219,7 +219,7 @@ def test_a_failing_run_ends_the_experiment(tmp_path, capfd):
 @pytest.mark.slow
 def test_an_experiment_trains_and_reports(paw, quick, tmp_path, capsys):
     words = ("experiment", "compare", "quickstart", "--variants", "grpo,paw", "--seeds", 1, "--out", tmp_path)
-    overrides = quick | {"eval.every": 1}
+    overrides = quick | {"eval.every": 1, "run.updates": 1}
     done = paw(*words, "--jobs", 2, overrides)
     assert "0 of 2 runs" in done.stderr and "1 of 2 runs, about" in done.stderr and "2 of 2 runs" in done.stderr
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))

@@ -131,8 +131,8 @@ def test_mistakes_are_told_before_anything_loads(words, reason):
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_at_its_start_and_after_training(paw, quick_run, tmp_path):
-    told = paw("experiment", "noise-gradient", quick_run, "--tasks", 2, "--out", tmp_path / "noise").stdout
+def test_a_run_is_measured_at_its_start_and_after_training(paw_here, quick_run, tmp_path):
+    told = paw_here("experiment", "noise-gradient", quick_run, "--tasks", 2, "--out", tmp_path / "noise").stdout
     with (tmp_path / "noise" / "noise.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {(line["stage"], line["class"], line["loss"]) for line in lines} == {

@@ -108,6 +108,8 @@ def config_of(**warmup):
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
+    monkeypatch.setattr("paw.tools.warmup.CORPUS_TURNS", 2000)
+    monkeypatch.setattr("paw.tools.warmup.CHECK_GAMES", 32)
     factory, said, folders = make_factory(max_turns=4), [], []
     config = config_of(max_steps=60)
 

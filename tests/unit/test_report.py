@@ -57,8 +57,8 @@ def turn(index: int, rng: random.Random) -> dict:
     }
 
 
-def make_run(folder: Path, *, updates: int = 30, seed: int = 0, world: bool = True, end: float = 0.77) -> Path:
-    """A plausible run directory: a learning curve, every metric, episodes of the first and the last update."""
+def make_run(folder: Path, *, updates: int = 30, seed: int = 0, world: bool = True, end: float = 0.77, few=False):
+    """A plausible run directory: a learning curve, every metric or `few`, episodes of the first and the last update."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(name=folder.name, updates=updates, world=str(world).lower()))
@@ -70,7 +70,7 @@ def make_run(folder: Path, *, updates: int = 30, seed: int = 0, world: bool = Tr
         done = 1 - math.exp(-2.2 * step / updates)
         success = 0.32 + (end - 0.39) * done + rng.gauss(0, 0.04)
         line = {metric.key: rng.uniform(0.2, 0.9) for metrics in SECTIONS.values() for metric in metrics}
-        line = {key: value for key, value in line.items() if world or not key.startswith("wm/")}
+        line = {key: value for key, value in line.items() if not few and (world or not key.startswith("wm/"))}
         line |= {"step": step, "reward/mean": success, "success/all": success, "policy/kl": 0.004 * step}
         line |= {f"success/{kind}": min(1.0, max(0.0, success + rng.gauss(0, 0.1))) for kind in KINDS}
         line |= {"optim/lr": 5e-4, "perf/tokens_per_s": 30_000.0, "optim/skipped": 0, "health/sampler_mismatch": None}
@@ -113,7 +113,7 @@ def test_report_of_a_whole_run(tmp_path):
 
 
 def test_hostile_text_stays_text(tmp_path):
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", few=True)
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{$ \ud800 \x00 &amp;'
     kind = "<script>$x_"
     hostile = turn(0, random.Random(0)) | {
@@ -134,7 +134,7 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_truncated_log_still_gives_a_report(tmp_path):
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", few=True)
     for name in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
         data = (run / name).read_bytes()
         (run / name).write_bytes(data[: len(data) * 2 // 3] + b"\xff")
@@ -159,7 +159,7 @@ def test_two_runs_are_compared(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_long_runs_stay_small(tmp_path):
-    run = make_run(tmp_path / "run", updates=12)
+    run = make_run(tmp_path / "run", updates=12, few=True)
     long_turn = turn(0, random.Random(0))
     long_turn |= {
         "observation": "word " * 9000,
