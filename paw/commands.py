@@ -130,17 +130,11 @@ def _calling(module: str, function: str) -> Command:
     return run
 
 
-def _rwml(given: argparse.Namespace, overrides: Overrides) -> int:
+def _rwml(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.tools import rwml
 
-    if given.stage == "collect":
-        return rwml.collect(given.source, given.recipe, overrides, tasks=given.tasks, out=given.out)
-    if given.model is None:
-        raise UserError(f"paw rwml {given.stage}: say which model learns with --model")
-    start = (Path(given.source), given.model, given.recipe, overrides)
-    if given.stage == "filter":
-        return rwml.filter_easy(*start, out=given.out)
-    return rwml.supervise(*start, share=given.share, out=given.out)
+    stages = {"collect": rwml.collect, "filter": rwml.filter_easy, "sft": rwml.supervise}
+    return stages[options.stage](options, overrides)
 
 
 def _serve(options: argparse.Namespace, overrides: Overrides) -> int:

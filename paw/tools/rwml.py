@@ -8,6 +8,7 @@ Held-out triplets (envs/next_state.py) are neither fine-tuned on nor thinned out
 saw are left out of its result: nothing is known of how easy they are.
 """
 
+import argparse
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -41,14 +42,14 @@ from paw.tools.player import open_player, progress, resolve, tell
 from paw.types import Group, Sample, Task
 
 
-def collect(model: str, recipe: str, overrides: dict[str, str], *, tasks: int, out: Path) -> int:
-    """Play `rwml.episodes` episodes of each of `tasks` training tasks and write their triplets."""
-    if tasks < 1:
-        raise UserError(f"--tasks {tasks}: play at least 1")
-    out = out.absolute()  # an environment may change the current folder
-    config, path = resolve(model, recipe, overrides)
+def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play `rwml.episodes` episodes of each of --tasks training tasks and write their triplets."""
+    if options.tasks < 1:
+        raise UserError(f"--tasks {options.tasks}: play at least 1")
+    model, out = options.source, options.out.absolute()  # an environment may change the current folder
+    config, path = resolve(model, options.recipe, overrides)
     with open_player(config, path) as rollouts:
-        games = train_tasks(rollouts.factory, 0, tasks, config.run.seed)
+        games = train_tasks(rollouts.factory, 0, options.tasks, config.run.seed)
         groups = _play(rollouts, games, config, config.rwml.episodes, "triplets")
     triplets = cut(groups, dedup=config.rwml.dedup)
     turns = sum(len(episode.turns) for group in groups for episode in group.trajectories)
@@ -74,9 +75,9 @@ def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
     return list(kept.values())
 
 
-def filter_easy(source: Path, model: str, recipe: str, overrides: dict[str, str], *, out: Path) -> int:
+def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Thin out the triplets that a copy of the model, fine-tuned on a few, predicts nearly always; plot how often."""
-    config, path, factory, sample = _prepare(source, model, recipe, overrides)
+    out, (config, path, factory, sample) = options.out, _prepare(options, overrides)
     chat, settings = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.rwml
     policy = _load(config, path)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
@@ -114,11 +115,12 @@ def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
     return min(levels, key=lambda level: abs(sum(rate >= level for rate in rates) / len(rates) - share))
 
 
-def supervise(source: Path, model: str, recipe: str, overrides: dict[str, str], *, share: float, out: Path) -> int:
+def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Fine-tune on a share of the training triplets (the filter's draw, where it is rwml.sft_share) and export."""
+    share, out = options.share, options.out
     if not 0.0 < share <= 1.0:
         raise UserError(f"--share {share:g}: a share of the triplets, above 0 and at most 1")
-    config, path, _, sample = _prepare(source, model, recipe, overrides)
+    config, path, _, sample = _prepare(options, overrides)
     tokenizer, policy = load_tokenizer(path), _load(config, path)
     steps = fine_tune(policy, Chat(tokenizer, config.model.chat_template_kwargs), sample(share), config)
     weights = dict(full_parameters(policy.lm, once=True))
@@ -164,15 +166,17 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     return len(batches)
 
 
-def _prepare(source: Path, model: str, recipe: str, overrides: dict[str, str]) -> tuple[Any, ...]:
+def _prepare(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Any, ...]:
     """(configuration, model path, factory, sample(share) of the training triplets).
 
     Fine-tuning has no thoughts to imitate, so neither asks it for any (env.think).
     """
-    given = {"env.triplets": str(source), "model.path": model, "env.think": "false"}
-    config, path = resolve(model, recipe, overrides | given)
+    if options.model is None:
+        raise UserError(f"paw rwml {options.stage}: say which model learns with --model")
+    given = {"env.triplets": options.source, "model.path": options.model, "env.think": "false"}
+    config, path = resolve(options.model, options.recipe, overrides | given)
     if config.env.name != "next_state":
-        raise UserError(f"--recipe {recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
+        raise UserError(f"--recipe {options.recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
     factory = make_factory(config)
     assert isinstance(factory, NextStateFactory)
 

@@ -106,6 +106,28 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
     return figure
 
 
+@styled
+def on_noise(lines: Sequence[Record]) -> Figure:
+    """Bars by stage: the share of tokens that are noise, then of each loss's gradient."""
+    noise = [line for line in lines if line["class"] == "noise"]
+    stages = list(dict.fromkeys(line["stage"] for line in noise))
+    width = 0.8 / len(stages)
+    figure = Figure((7.2, 2.9))
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, key, label in zip(panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True):
+        for k, stage in enumerate(stages):
+            own = [line for line in noise if line["stage"] == stage]
+            shown = [100 * share for share in (own[0]["token_share"], *(line[key] for line in own))]
+            places = [i + (k - (len(stages) - 1) / 2) * width for i in range(len(shown))]
+            bars = axes.bar(places, shown, 0.9 * width, color=PALETTE[k], label=stage)
+            axes.bar_label(bars, [f"{value:.0f}" for value in shown], padding=1, fontsize=8)
+            axes.set_xticks(range(len(shown)), ["tokens", *(line["loss"] for line in own)])
+        axes.set_xlabel(f"by {label}")
+    panels[0].set_ylabel("On noise (%)")
+    legend(panels[0])
+    return figure
+
+
 def _curve(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
     """A mean and its interval as a band, cut off where no value can lie: below 0 if no mean is, and beyond 100 %."""
     colour, dash = look(index)

@@ -23,8 +23,6 @@ from paw.state.record import code_commit
 from paw.tools.experiment.results import markdown, percent, write
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from paw.config import Config
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
@@ -101,7 +99,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     wm = opened[0][1].wm
     lines = [{"stage": stage, **line} for stage, tokens in pooled.items() for line in table(tokens, wm.rho, wm.q)]
     lines = [line | {"models": len(opened), "commit": code_commit()} for line in lines]
-    write(options.out, "noise", text=report(lines, wm.rho, wm.q), records=lines, figure=draw(lines))
+    from paw.tools.experiment import figures
+
+    write(options.out, "noise", text=report(lines, wm.rho, wm.q), records=lines, figure=figures.on_noise(lines))
     return 0
 
 
@@ -205,29 +205,3 @@ def report(lines: list[dict[str, Any]], rho: float, q: float) -> str:
         markdown(["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"], shares),
         f"\ngce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no public text we found.",
     ])  # fmt: skip
-
-
-def draw(lines: list[dict[str, Any]]) -> "Figure":
-    """Bars by stage: the share of tokens that are noise, then of each loss's gradient."""
-    from matplotlib.figure import Figure
-
-    from paw.tools import plots
-
-    noise = [line for line in lines if line["class"] == "noise"]
-    stages = list(dict.fromkeys(line["stage"] for line in noise))
-    width = 0.8 / len(stages)
-    with plots.styled:
-        figure = Figure((7.2, 2.9))
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, key, label in zip(panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True):
-            for k, stage in enumerate(stages):
-                own = [line for line in noise if line["stage"] == stage]
-                shown = [100 * share for share in (own[0]["token_share"], *(line[key] for line in own))]
-                places = [i + (k - (len(stages) - 1) / 2) * width for i in range(len(shown))]
-                bars = axes.bar(places, shown, 0.9 * width, color=plots.PALETTE[k], label=stage)
-                axes.bar_label(bars, [f"{value:.0f}" for value in shown], padding=1, fontsize=8)
-            axes.set_xticks(range(len(SLOPES) + 1), ["tokens", *SLOPES])
-            axes.set_xlabel(f"by {label}")
-        panels[0].set_ylabel("On noise (%)")
-        plots.legend(panels[0])
-    return figure
