@@ -23,7 +23,7 @@ from bench.common import RESULTS, ROOT, write
 from bench.memory_simulation import measured, simulate
 from paw.config import Config
 from paw.recipe import validate
-from paw.tools.plan import GIB, USABLE, plan
+from paw.tools.plan import GIB, USABLE, Plan
 from paw.tools.shapes import SHAPES, Shape
 
 PAGE = ROOT / "docs" / "memory.md"
@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "memory.md"
 
 def predicted(config: Config, shape: Shape, world: int) -> dict[str, float]:
     """The plan's figures for what a simulation sees: no reference, engine or CUDA context."""
-    found = plan(config, shape, gpus=world, gpu_gib=80.0)
+    found = Plan(config, shape, gpus=world, gpu_gib=80.0)
     seen = ("weights", "gradients", "optimizer", "activations", "head", "step")
     return {phase: sum(found.phases[phase].get(part, 0.0) for part in seen) for phase in ("update", "step")}
 

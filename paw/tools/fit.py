@@ -18,7 +18,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.files import cause, write_file
 from paw.recipe import known_keys, layered, load, put, validate
-from paw.tools.plan import GIB, MFU, USABLE, Plan, plan
+from paw.tools.plan import GIB, MFU, USABLE, Plan
 from paw.tools.shapes import Shape, shape_of
 
 BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
@@ -53,11 +53,11 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
 
     def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
-        first = plan(changed(config, *changes), shape, **machine)
+        first = Plan(changed(config, *changes), shape, **machine)
         if first.config.rollout.engine != "vllm" or SHARE in pinned or not first.reasons():
             return first
         usable, need = USABLE * first.gpu_gib, first.kv_needed()
-        plans = (plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
+        plans = (Plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
         return next((p for p in plans if sum(p.phases["rollout"].values()) <= usable and p.kv_tokens >= need), first)
 
     best, applied = attempt([]), []
@@ -131,7 +131,7 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if gpu_gib is not None:
         return check_fits(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=-(-gpus // on_host))
-    parts = plan(config, shape, gpus=gpus, gpu_gib=host_gib).phases["update"]
+    parts = Plan(config, shape, gpus=gpus, gpu_gib=host_gib).phases["update"]
     need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
     if need > host_gib:
         raise UserError(
@@ -148,7 +148,7 @@ def check_fits(
     A plan is an upper end: here the whole card counts as usable and one sequence of KV cache as enough.
     """
     machine: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": hosts}
-    reasons = plan(config, shape, **machine).reasons(usable=1.0, rows=1)
+    reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
     best = fit(config, shape, **machine)[-1][1]

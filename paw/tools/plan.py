@@ -6,8 +6,6 @@ are there, every token is a target. `bench/memory.py` holds the update and the s
 (docs/memory.md). The rest is stated assumption.
 """
 
-from dataclasses import dataclass
-
 from paw.config import Config
 from paw.tools.shapes import Shape
 
@@ -43,70 +41,14 @@ PCIE = 25e9  # bytes/s to host memory
 FULLNESS = 0.5  # turns, prompts and responses are this share of their limits (step time only)
 
 
-@dataclass(frozen=True)
 class Plan:
-    """A prediction. Sizes in GiB."""
+    """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
 
-    config: Config
-    phases: dict[str, dict[str, float]]
-    """Components of each phase, of one GPU: rollout, score, update, step."""
-    host: dict[str, dict[str, float]]
-    """Likewise, of the first host, all its ranks: load, update, save, export."""
-    seconds: dict[str, float]
-    gpus: int
-    gpu_gib: float
-    host_gib: float | None
-    kv_tokens: float
-    """Tokens that vLLM's KV cache holds, of the ENGINE_ROWS sequences it should; infinite without vLLM."""
-
-    @property
-    def peak(self) -> float:
-        return max(sum(parts.values()) for parts in self.phases.values())
-
-    @property
-    def host_total(self) -> float:
-        return max(sum(parts.values()) for parts in self.host.values())
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.seconds.values())
-
-    def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
-        """Tokens of `rows` sequences of full length."""
-        return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
-
-    def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
-        """Why it does not fit into the share `usable` of a GPU with `rows` sequences in the KV cache; empty if so."""
-        room, need, found = usable * self.gpu_gib, self.kv_needed(rows), []
-        if self.peak > room:
-            phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
-            parts = ", ".join(f"{part} {size:.1f}" for part, size in self.phases[phase].items())
-            found.append(f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})")
-        if self.host_gib is not None and self.host_total > self.host_gib:
-            found.append(f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}")
-        if self.kv_tokens < need:
-            found.append(f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {need:,}")
-        return found
-
-
-def plan(
-    config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
-) -> Plan:
-    """Predict memory and time of one update of `config` on `gpus` cards of `gpu_gib` GiB, on `hosts` machines."""
-    model = _Model(config, shape, gpus, gpu_gib, hosts)
-    phases, host = (
-        {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
-        for sizes in (model.phases(), model.host())
-    )
-    kv_tokens = model.engine()["KV cache"] / shape.kv_bytes if model.vllm else float("inf")
-    return Plan(config, phases, host, model.seconds(), gpus, gpu_gib, host_gib, kv_tokens)
-
-
-class _Model:
-    """The formulas, in bytes."""
-
-    def __init__(self, config: Config, shape: Shape, gpus: int, gpu_gib: float, hosts: int) -> None:
-        self.config, self.shape, self.N, self.gpu_gib = config, shape, gpus, gpu_gib
+    def __init__(
+        self, config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
+    ) -> None:
+        self.config, self.shape, self.gpu_gib, self.host_gib = config, shape, gpu_gib, host_gib
+        self.gpus = self.N = gpus
         self.on_host = -(-gpus // hosts)
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
         self.vllm, flash = config.rollout.engine == "vllm", config.optim.name == "flash-adamw"
@@ -131,14 +73,46 @@ class _Model:
         self.optimizer = (self.state * (self.trained + self.valued) + plain) / gpus
         # With LoRA the reference is the policy without its adapters.
         self.reference = self.whole / gpus if config.policy.kl_coef and not self.lora.rank else 0
+        self.phases, self.host = (
+            {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
+            for sizes in (self._phases(), self._host())
+        )
+        """Components of each phase, of one GPU: rollout, score, update, step; of the first host, all its ranks: load,
+        update, save, export."""
+        self.peak, self.host_total = (
+            max(sum(of.values()) for of in sizes.values()) for sizes in (self.phases, self.host)
+        )
+        self.seconds = self._seconds()
+        self.step_s = sum(self.seconds.values())
+        self.kv_tokens = self._engine()["KV cache"] / shape.kv_bytes if self.vllm else float("inf")
+        """Tokens that vLLM's KV cache holds, of the ENGINE_ROWS sequences it should; infinite without vLLM."""
 
-    def gradients(self) -> float:
+    def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
+        """Tokens of `rows` sequences of full length."""
+        return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
+
+    def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
+        """Why it does not fit into the share `usable` of a GPU with `rows` sequences in the KV cache; empty if so."""
+        room, need, found = usable * self.gpu_gib, self.kv_needed(rows), []
+        if self.peak > room:
+            phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+            parts = ", ".join(f"{part} {size:.1f}" for part, size in self.phases[phase].items())
+            found.append(f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})")
+        if self.host_gib is not None and self.host_total > self.host_gib:
+            found.append(f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}")
+        if self.kv_tokens < need:
+            found.append(f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {need:,}")
+        return found
+
+    # --- the formulas, in bytes ---------------------------------------------------------------------------------------
+
+    def _gradients(self) -> float:
         """In the dtype of what is trained; float32 adapters. With grad_sync "last" whole float32 sums, unsharded."""
         if self.N > 1 and self.config.optim.grad_sync == "last":
             return 4 * self.trained
         return (4 if self.lora.rank else self.w) * self.trained / self.N
 
-    def layer_saved(self) -> int:
+    def _layer_saved(self) -> int:
         """What one decoder layer keeps for its backward pass."""
         s, c = self.shape, self.c
         D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
@@ -153,16 +127,16 @@ class _Model:
         adapters = c * self.lora.rank * len(self.lora.targets)  # what each A makes of the input that is kept anyway
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
-    def kept(self) -> int:
+    def _kept(self) -> int:
         """Activations kept from forward to backward, all layers."""
         s, c, mode = self.shape, self.c, self.config.model.checkpointing
         if mode == "none":
-            return s.layers * self.layer_saved()
+            return s.layers * self._layer_saved()
         # selective: the outputs of q, v, gate and down (every second product) and of attention.
         products = c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
         return s.layers * (c * s.hidden + (products if mode == "selective" else 0)) * self.T
 
-    def head(self) -> tuple[float, float]:
+    def _head(self) -> tuple[float, float]:
         """The fused head in the forward pass beside hidden states: (its results dL/dh and dW, its workspace)."""
         s, c = self.shape, self.c
         results = c * (s.hidden * self.T + s.embedding)
@@ -173,17 +147,17 @@ class _Model:
         total = 4 * s.embedding
         return results, max(HEAD_BUFFER[c] + total - c * s.embedding, total if c == 2 else 0)
 
-    def update(self) -> tuple[float, float]:
+    def _update(self) -> tuple[float, float]:
         """(activations, head) at the moment of a forward and backward pass at which their sum is largest."""
         s, c, T, sharded, mode = self.shape, self.c, self.T, self.N > 1, self.config.model.checkpointing
-        offloaded, saved = self.config.model.offload_activations, self.layer_saved()
-        kept = 0 if offloaded else self.kept()
+        offloaded, saved = self.config.model.offload_activations, self._layer_saved()
+        kept = 0 if offloaded else self._kept()
         # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
         one = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         tail = (4 + 2 * c) * s.hidden * T  # of the last norm
         gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
         lasting = s.layers * self.copy if mode == "none" else 0  # only then copies outlive a layer's forward pass
-        results, workspace = self.head()
+        results, workspace = self._head()
         head_g = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
         per_layer = 2 * c * s.layer if sharded else 0  # gathered, and the buffer it came in, or the next one
         reduced = 4 * s.layer if sharded and not self.lora.rank else 0
@@ -198,7 +172,7 @@ class _Model:
             key=sum,
         )
 
-    def engine(self) -> dict[str, float]:
+    def _engine(self) -> dict[str, float]:
         """Awake, on one card: its weights and KV cache. `transformers` alone on the card plays on the policy's."""
         rollout, s = self.config.rollout, self.shape
         if self.vllm:
@@ -209,21 +183,21 @@ class _Model:
         cache = s.kv_bytes * self.c / 2 * rollout.max_batch_tokens * longer
         return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
 
-    def phases(self) -> dict[str, dict[str, float]]:
+    def _phases(self) -> dict[str, dict[str, float]]:
         """The components of each phase on one GPU."""
         s, optim, offloaded = self.shape, self.config.optim, self.config.policy.offload_reference
         adapters = 4 * self.trained if self.lora.rank else 0
         optimizer = 0 if optim.offload else self.optimizer
         weights = {"weights": (self.whole + adapters) / self.N, "critic": self.critic, "optimizer": optimizer}
         resident = weights | {"reference": 0 if offloaded else self.reference}
-        training = resident | {"gradients": self.gradients()}
-        awake = self.engine() | {"overhead": OVERHEAD}
+        training = resident | {"gradients": self._gradients()}
+        awake = self._engine() | {"overhead": OVERHEAD}
         apart = awake["engine"] if self.N > 1 else 0  # with one GPU transformers plays on copies made for that
         asleep = {"engine": ENGINE_ASLEEP if self.vllm else apart, "overhead": OVERHEAD}
         # Alone, an offloaded reference visits the card; with several it comes layer by layer.
         scoring = weights | {"reference": 0 if offloaded and self.N > 1 else self.reference}
-        forward = self.layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
-        activations, head = self.update()
+        forward = self._layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
+        activations, head = self._update()
         # The step: the state of one parameter at a time, where it is offloaded.
         step = self.state * max(s.embedding, 2 * s.experts * s.intermediate * s.hidden) / self.N if optim.offload else 0
         return {
@@ -233,12 +207,12 @@ class _Model:
             "step": training | {"step": step} | asleep,
         }
 
-    def host(self) -> dict[str, dict[str, float]]:
+    def _host(self) -> dict[str, dict[str, float]]:
         """Of rank 0's host, its n ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
         config, s, n, several = self.config, self.shape, self.on_host, self.N > 1
         offloads = config.policy.offload_reference
         sleeping = self.vllm and config.rollout.sleep_level == 1
-        activations = PINNED * self.kept() * n if config.model.offload_activations else 0
+        activations = PINNED * self._kept() * n if config.model.offload_activations else 0
         processes = {"processes": HOST_PROCESS * n}
         resident = processes | {
             "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
@@ -254,7 +228,7 @@ class _Model:
             "export": processes | {"weights": self.whole},
         }
 
-    def seconds(self) -> dict[str, float]:
+    def _seconds(self) -> dict[str, float]:
         """One update by roofline: MFU of the peak in training and prefill, decoding by bandwidth."""
         config, s, limits = self.config, self.shape, self.config.rollout
         flops, bandwidth = CARDS[min(CARDS, key=lambda size: abs(size - self.gpu_gib))]
@@ -269,12 +243,12 @@ class _Model:
         learning = rows * ((length + observation) * body + (response + observation) * 2 * s.embedding)
         judging = rows * length * body if self.valued else 0
         passes = {"none": 3.0, "selective": 3.5, "full": 4.0}[config.model.checkpointing]
-        together = max(1.0, min(episodes / self.N, self.engine()["KV cache"] / s.kv_bytes / length))
+        together = max(1.0, min(episodes / self.N, self._engine()["KV cache"] / s.kv_bytes / length))
         read = self.c * s.parameters + together * length * s.kv_bytes
         steps = max(1, round(rows * self.N / config.optim.minibatch_samples)) * config.optim.epochs
         copied = 0.0
         if config.model.offload_activations:
-            copied = 2 * self.kept() * config.optim.epochs * rows * (length + observation) / self.T / PCIE
+            copied = 2 * self._kept() * config.optim.epochs * rows * (length + observation) / self.T / PCIE
         wants_entropy = config.wm.enabled and config.wm.entropy == "full"  # which vLLM does not tell
         scored = config.policy.old_logp == "trainer" or wants_entropy
         return {

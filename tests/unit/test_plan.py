@@ -10,7 +10,7 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
-from paw.tools.plan import HEAD_BUFFER, plan
+from paw.tools.plan import HEAD_BUFFER, Plan
 from paw.tools.shapes import SHAPES, from_config, shape_of
 
 CARD = {"gpus": 1, "gpu_gib": 80.0}
@@ -63,8 +63,8 @@ def test_experts_count_whole_in_memory_and_in_part_in_time():
     shape = SHAPES["Qwen3-30B-A3B"]  # 3.3B active by its model card
     assert shape.layers * shape.active_layer + shape.rest == pytest.approx(3.3e9, rel=0.02)
     config = changed(low_memory(), {"model.path": "Qwen/Qwen3-30B-A3B"})
-    found = plan(config, shape, gpus=8, gpu_gib=80.0)
-    dense = plan(config, replace(shape, experts=0, active=1, intermediate=128 * 768), gpus=8, gpu_gib=80.0)
+    found = Plan(config, shape, gpus=8, gpu_gib=80.0)
+    dense = Plan(config, replace(shape, experts=0, active=1, intermediate=128 * 768), gpus=8, gpu_gib=80.0)
     assert found.phases["rollout"]["weights"] == pytest.approx(dense.phases["rollout"]["weights"], rel=0.01)
     assert found.seconds["update"] < dense.seconds["update"] / 4
 
@@ -76,25 +76,25 @@ def test_the_head_takes_what_the_kernels_say():
 
 
 def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
-    assert plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0).peak <= 76.0
-    found = plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
+    assert Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0).peak <= 76.0
+    found = Plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
     assert found.peak <= 76.0 and found.host_total <= 110.0 and not found.reasons() and not low_memory().lora.rank
     assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
 
 
 def test_components_are_those_of_the_settings():
     shape, P = shape_of(NAME), SHAPES["Qwen2.5-14B"].parameters / 2**30
-    update = plan(low_memory(), shape, **CARD).phases["update"]
+    update = Plan(low_memory(), shape, **CARD).phases["update"]
     assert update["weights"] == update["gradients"] == pytest.approx(2 * P)
     assert "optimizer" not in update and "reference" not in update
     moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
     for bits in (24, 32):
-        kept = plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
+        kept = Plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
         vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
         each = (bits - 16) / 8 + moments
         assert kept["optimizer"] == pytest.approx(each * (P - vectors) + 12 * vectors)
     plain = low_memory(optim__name="adamw", policy__offload_reference=False)
-    parts = plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
+    parts = Plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
     sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
     assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
 
@@ -102,7 +102,7 @@ def test_components_are_those_of_the_settings():
 def test_a_critic_takes_a_second_model():
     shape = shape_of(NAME)
     grpo, ppo = (
-        plan(low_memory(advantage__type=name), shape, gpus=8, gpu_gib=80.0, host_gib=900.0) for name in ("grpo", "ppo")
+        Plan(low_memory(advantage__type=name), shape, gpus=8, gpu_gib=80.0, host_gib=900.0) for name in ("grpo", "ppo")
     )
     weights = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30  # bf16, no vocabulary's head
     for phase, parts in ppo.phases.items():
@@ -116,13 +116,13 @@ def test_a_critic_takes_a_second_model():
 
 def test_host_memory_is_that_of_the_ranks_on_one_host(monkeypatch):
     config, shape = low_memory(), shape_of(NAME)
-    one, two = (plan(config, shape, gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2))
-    half = plan(config, shape, gpus=8, gpu_gib=80.0)
+    one, two = (Plan(config, shape, gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2))
+    half = Plan(config, shape, gpus=8, gpu_gib=80.0)
     assert one.phases == two.phases and two.host["update"]["processes"] == half.host["update"]["processes"]
     assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
 
     config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B"})
-    need = plan(config, shape_of(config.model.path), gpus=1, gpu_gib=80.0).phases["update"]
+    need = Plan(config, shape_of(config.model.path), gpus=1, gpu_gib=80.0).phases["update"]
     pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
     monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
     check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
@@ -133,7 +133,7 @@ def test_host_memory_is_that_of_the_ranks_on_one_host(monkeypatch):
 def test_every_saving_saves():
     shape = shape_of(NAME)
     peaks = [
-        sum(plan(low_memory(**change), shape, **CARD).phases["update"].values())
+        sum(Plan(low_memory(**change), shape, **CARD).phases["update"].values())
         for change in (
             {"model__checkpointing": "none", "optim__offload": False},
             {"model__checkpointing": "none"},
