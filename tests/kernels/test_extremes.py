@@ -74,7 +74,7 @@ def matmuls(request, backend, monkeypatch):
 @pytest.mark.parametrize("case", FLOAT16)
 def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks, monkeypatch):
     size, row_weight, advantage, temperature, factor = FLOAT16[case]
-    T, V, D, of = 200, 70, 16, {"temperature": temperature}
+    T, V, D, of = 50, 70, 16, {"temperature": temperature}
     hidden, weight, target, bias, rows = problem(T, V, D, bias=True, **of)
     hidden, weight, bias = ((0.1 * t).half() for t in (10 * size * hidden, weight, temperature * bias))
     rows = Rows(rows.batch, {"wm": "ce", "entropy_coef": 0.1}).replace(
@@ -83,7 +83,7 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
         old_logp=dense_stats(hidden.double(), weight.double(), target, bias.double(), **of)[0].float(),
     )
     if chunks:
-        set_chunk_rows(monkeypatch, 30, vocabulary=V)
+        set_chunk_rows(monkeypatch, 20, vocabulary=V)
         if backend == "triton":
             from triton_interpreted import backend as triton
 
@@ -119,15 +119,15 @@ def assert_float16(got, want):
 
 
 def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
-    hidden, target = torch.full((4096, 8), 20.0), torch.zeros(4096).long()
-    weight = 0.01 * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    each = torch.full((4096,), 1 / 4096)
+    hidden, target = torch.full((128, 8), 640.0), torch.zeros(128).long()
+    weight = 0.01 / 32 * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    each = torch.full((128,), 1 / 128)
     rows = Rows(TokenBatch(each, each > 0, each, each, each), {"wm": "ce"})
     h, w, b = (t.half().requires_grad_() for t in (hidden, weight, torch.zeros(16)))
     fused_loss(h, w, target, rows, bias=b, backend=backend).loss.backward()
     h64, w64, b64 = (t.detach().double().requires_grad_() for t in (h, w, b))
     dense_loss(h64, w64, target, rows, b64)[0].backward()
-    assert 18 < w64.grad.abs().max() < 20
+    assert 18 * 32 < w64.grad.abs().max() < 20 * 32  # of each token; 128 of them are beyond 65,504
     for t, t64 in ((h, h64), (w, w64), (b, b64)):
         torch.testing.assert_close(t.grad.double(), t64.grad, rtol=2e-3, atol=1e-7)
 
@@ -140,6 +140,9 @@ MASKS = {"a few": [3, 40, 69], "a whole tile": list(range(32, 64)), "the first b
 def test_masked_tokens_take_no_part(backend, name, softly):
     """Bias of -inf: statistics and gradients of the others; a masked target has log p = -inf and a finite gradient."""
     mask = torch.tensor(MASKS[name])
+    if backend == "triton":  # blocks of 32 there, and seconds for thousands of columns
+        mask = mask[mask < 70]
+        mask = mask[:64]
     V = 2200 if len(mask) > 70 else 70
     hidden, weight, target, bias, rows = problem(20, V, 16, bias=True, scale=2.0, temperature=0.7)
     open_ = torch.ones(V, dtype=torch.bool)

@@ -30,18 +30,17 @@ def assert_gradients(got, plain, want):
 
 
 @DTYPES
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "bias"), [("bent", False), *((case, True) for case in CASES)])
 def test_loss_and_gradients_match_float64(backend, case, bias, dtype):
     softcap, size, temperature = CASES[case]
     how = {"temperature": temperature, "softcap": softcap}
     hidden, weight, target, offset, rows = problem(
-        50, 70, 16, bias=bias, scale=size, kl_coef=0.1, entropy_coef=0.05, wm="gce", **how
+        30, 70, 16, bias=bias, scale=size, kl_coef=0.1, entropy_coef=0.05, wm="gce", **how
     )
     head = [None if t is None else t.to(dtype) for t in (hidden, weight, offset)]
     u = head[0].double() @ head[1].double().t() + (0 if offset is None else head[2].double())
-    target[:25] = u.argmax(1)[:25]  # at the cap, and where the row is near one-hot the sure token
-    assert case != "saturated" or (u.amax(1)[:25] > 2 * softcap).any()
+    target[:15] = u.argmax(1)[:15]  # at the cap, and where the row is near one-hot the sure token
+    assert case != "saturated" or (u.amax(1)[:15] > 2 * softcap).any()
 
     def gradients(of, loss):
         h, w, b = leaves(of, *head)
