@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is n
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forked import Child, Forks
+from forked import FORKS, Child
 
 from paw.cli import main
 from paw.plugins import CALLBACKS
@@ -60,12 +60,7 @@ def paw_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def forks(paw_env: dict[str, str]) -> Forks:
-    return Forks(paw_env)
-
-
-@pytest.fixture(scope="session")
-def paw(paw_env: dict[str, str], forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`paw(*words, code=0, **options)` runs the command line to its end; a mapping among the words is overrides.
 
     Forked, and without the report that takes a process of its own. `alone`, or with `options` of subprocess.Popen: as
@@ -83,7 +78,7 @@ def paw(paw_env: dict[str, str], forks: Forks) -> Callable[..., subprocess.Compl
                 child = subprocess.Popen(command(*words), env=environment, cwd=cwd, **files, **options)
             else:
                 files = {"out": out.fileno(), "err": err.fileno()}
-                child = forks.start(command(*words)[3:], env=environment, cwd=cwd, report=False, **files)
+                child = FORKS.start(command(*words)[3:], env=environment, cwd=cwd, report=False, **files)
             try:
                 returned = child.wait(timeout)
             finally:
@@ -118,7 +113,7 @@ def paw_here(paw_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 @pytest.fixture
-def paw_start(paw_env: dict[str, str], forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Child]]:
+def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Child]]:
     """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is killed."""
     started: list[Child] = []
 
@@ -126,7 +121,7 @@ def paw_start(paw_env: dict[str, str], forks: Forks, tmp_path: Path) -> Iterator
         ours, theirs = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         files = {"out": nowhere, "err": theirs}
-        child = forks.start(command(*words)[3:], env=paw_env, cwd=str(tmp_path), report=True, **files)
+        child = FORKS.start(command(*words)[3:], env=paw_env, cwd=str(tmp_path), report=True, **files)
         os.close(theirs), os.close(nowhere)
         child.stderr = os.fdopen(ours, errors="replace")
         started.append(child)

@@ -5,6 +5,7 @@ command line as `python -m paw` would, in the environment and folder it is told.
 """
 
 import atexit
+import importlib
 import json
 import os
 import random
@@ -14,26 +15,32 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
+ROOT = Path(__file__).parents[1]
 BYTES = 1 << 20
 """Of a request."""
-LOADED = ("paw.train", "paw.algo.critic", "paw.model.check", "paw.rollout.engines.transformers", "paw.tools.live")
+LOADED = ("paw.train", "paw.algo.critic", "paw.model.parallel", "paw.rollout.engines.transformers")
 
 
 class Forks:
     """The process that commands are forked from, started with the first one."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._env, self._socket = env, None
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
 
     def start(self, words: list[str], *, env: dict[str, str], cwd: str, out: int, err: int, report: bool) -> "Child":
         """`paw WORDS`, its output going to two descriptors; `report`: draw the run's report."""
         if self._socket is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             command = [sys.executable, __file__, str(theirs.fileno())]
-            subprocess.Popen(command, env=self._env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.Popen(command, env=one_thread, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             theirs.close()
         request = json.dumps({"words": words, "env": env, "cwd": cwd, "report": report}).encode()
         assert len(request) < BYTES
@@ -75,10 +82,35 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
+FORKS = Forks()
+
+
+def run_ranks(commands: Sequence[list[str]], folders: Sequence[Path], *, on_host: int) -> list[tuple[int, str]]:
+    """`paw` in a rank for each command, in its folder, as torchrun would start them: (exit code, standard error)."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": on_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        ranks = []
+        for rank, (words, folder, error) in enumerate(zip(commands, folders, errors, strict=True)):
+            own = {"RANK": rank, "LOCAL_RANK": rank % on_host, "OMP_NUM_THREADS": 1, **shared}
+            env = os.environ | {name: str(value) for name, value in own.items()}
+            files = {"out": nowhere.fileno(), "err": error.fileno()}
+            ranks.append(FORKS.start(words, env=env, cwd=str(folder), report=False, **files))
+            stack.callback(ranks[-1].kill)
+        codes = [rank.wait(200) for rank in ranks]
+        for error in errors:
+            error.seek(0)
+        return [(code, error.read()) for code, error in zip(codes, errors, strict=True)]
+
+
 def serve(channel: socket.socket) -> None:
     """Fork until the other end is closed."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     for name in LOADED:
-        __import__(name)
+        importlib.import_module(name)
     running: dict[int, int] = {}
     awake, wake = os.pipe()
     os.set_blocking(wake, False)

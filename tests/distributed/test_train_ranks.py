@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from paw.state import restore
 from paw.tools import quickstart
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from forked import run_ranks
 from toyworld import ENV, make_tokenizer, practised_model
 
 
@@ -45,38 +45,29 @@ def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variab
         tree.setdefault(section, {})[field] = value
     recipe = folder / f"{name}.toml"
     recipe.write_text(tomli_w.dumps(tree), encoding="utf-8")
-    command = ["-m", "paw", "train", str(recipe), "--run.name", name, *options]
+    words = ["train", str(recipe), "--run.name", name, *options]
+    if ok and not torchrun and not variables:
+        found = run_ranks([words] * gpus, [folder] * gpus, on_host=gpus)
+        assert [code for code, _ in found] == [0] * gpus, found
+        return folder / name
+    command = ["-m", "paw", *words]
     if torchrun:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *command]
     elif gpus > 1:
         command += ["--gpus", str(gpus)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (variables or {}),
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | (variables or {})
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, env=env)
     assert (done.returncode == 0) is ok, done.stdout[-2000:] + done.stderr[-4000:]
     return folder / name if ok else done
 
 
 def two_machines(folder, recipe, *options, second=()):
     """The recipe in two ranks, each in a folder of its own, as on machines without a shared disk: [(code, stderr)]."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank, more in enumerate([(), second]):
-        (folder / f"machine{rank}").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "paw", "train", str(recipe), "--run.dir", "runs", "--run.name", "run"]
-        variables = os.environ | shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        cwd = folder / f"machine{rank}"
-        ranks.append(subprocess.Popen([*command, *options, *more], cwd=cwd, env=variables, **pipes))
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+    folders = [folder / f"machine{rank}" for rank in range(2)]
+    for machine in folders:
+        machine.mkdir(exist_ok=True)
+    words = ["train", str(recipe), "--run.dir", "runs", "--run.name", "run", *options]
+    return run_ranks([words, [*words, *second]], folders, on_host=1)
 
 
 @pytest.mark.slow
