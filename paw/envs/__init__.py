@@ -10,8 +10,7 @@ from paw.envs.base import EnvFactory
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
     """The factory that `env.name` names, or that of `env`, an environment or factory of one's own (class or object).
 
-    Raises:
-        UserError: its data, its back end or a package is missing, or `env` lacks a member of the protocol.
+    Raises UserError: its data, its back end or a package is missing, or `env` lacks a member of the protocol.
     """
     name = config.env.name
     if env is not None or name not in plugins.ENVS:

@@ -96,17 +96,6 @@ class Endless:
         return self._make(i)
 
 
-class Lazy(Endless):
-    """`n` tasks made on demand."""
-
-    def __init__(self, n: int, make: Callable[[int], Task]) -> None:
-        super().__init__(make)
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-
 def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
     """The `count` tasks of update `step`: a function of the arguments, so that a resumed run sees the same ones.
 

@@ -30,8 +30,7 @@ class OwnFactory:
     A class is made with the `[env]` section, or with nothing if it takes nothing. Of an Env each episode in play gets a
     new one, or a deep copy of the object. `tasks` may be a list: every tenth task then is held out for evaluation.
 
-    Raises:
-        UserError: a member is missing, or what the user wrote raises.
+    Raises UserError: a member is missing, or what the user wrote raises.
     """
 
     def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
@@ -84,15 +83,23 @@ class OwnFactory:
         return [task for i, task in enumerate(tasks) if i % 10 != 9] if len(tasks) > 9 else tasks[:-1] or tasks
 
     def _require(self, made: object, members: tuple[str, ...]) -> None:
-        if lacks := lacking(made, members):
-            raise UserError(f"{self._origin}: {lacks}; see docs/environments.md")
+        """UserError that names what `made` lacks of `members`, or has under an old name."""
+        name, found = type(made).__name__, []
+        for member in dict.fromkeys((*members, *RENAMED)):
+            old, instead = RENAMED.get(member, ("", ""))
+            if not hasattr(made, member):
+                if old and hasattr(made, old):
+                    found.append(f"{name} needs {instead}")
+                elif member in members:
+                    found.append(f"{name} lacks {member}")
+        if found:
+            raise UserError(f"{self._origin}: {'; '.join(found)}; see docs/environments.md")
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
     """The factory of `given`, or, where that is None, of what env.name names.
 
-    Raises:
-        UserError: there is no such thing, it lacks members of the protocol, or what the user wrote raises.
+    Raises UserError: there is no such thing, it lacks members of the protocol, or what the user wrote raises.
     """
     origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
@@ -112,24 +119,6 @@ def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
         finally:
             threads.close()
         return factory
-
-
-def lacking(made: object, members: tuple[str, ...]) -> str:
-    """What `made` lacks of `members`, or has under an old name, as text; "" if nothing."""
-    name, found = type(made).__name__, []
-    for member in dict.fromkeys((*members, *RENAMED)):
-        old, instead = RENAMED.get(member, ("", ""))
-        if not hasattr(made, member):
-            if old and hasattr(made, old):
-                found.append(f"{name} needs {instead}")
-            elif member in members:
-                found.append(f"{name} lacks {member}")
-    return "; ".join(found)
-
-
-def is_own(name: str) -> bool:
-    """Whether an env.name is no built-in one."""
-    return name not in plugins.ENVS
 
 
 def check_reward_max(factory: EnvFactory, name: str) -> None:

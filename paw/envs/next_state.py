@@ -17,8 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 from paw.envs.base import Tasks
+from paw.envs.checked import json_lines
 from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.files import cause, write_file
@@ -52,6 +56,7 @@ ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*"
 
 @dataclass(frozen=True)
 class Triplet:
+    __pydantic_config__ = ConfigDict(extra="forbid")
     task: str
     """Id of the game it was played in."""
     kind: str
@@ -61,7 +66,7 @@ class Triplet:
     response: str
     action: str
     """Projected from the response."""
-    next_state: str
+    next_state: Annotated[str, Field(pattern=r"\S")]
 
     @property
     def held_out(self) -> bool:
@@ -72,25 +77,9 @@ class Triplet:
 def read_triplets(path: Path) -> list[Triplet]:
     """The triplets of a file of JSON lines. UserError, naming file and line, where one is none, or there are none."""
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"env.triplets = '{path}': {reason}; make it with `paw rwml collect`") from None
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            triplet = Triplet(**json.loads(line))
-            for name, value in vars(triplet).items():
-                if type(value) is not (int if name == "step" else str):
-                    raise ValueError(f"'{name}' is {value!r}")
-            if not triplet.next_state.strip():
-                raise ValueError("'next_state' is empty")
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = str(error).replace("Triplet.__init__() ", "")
-            raise UserError(f"env.triplets = '{path}': line {number} is no triplet: {reason}") from None
-        found.append(triplet)
+        found = [triplet for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")]
+    except OSError as error:
+        raise UserError(f"env.triplets = '{path}': {error.strerror}; make it with `paw rwml collect`") from None
     if not found:
         raise UserError(f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
     return found

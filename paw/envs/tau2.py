@@ -56,8 +56,7 @@ THINK = "You should first reason step-by-step within <think> </think> tags."
 class Tau2Factory:
     """The tasks of one domain.
 
-    Raises:
-        UserError: tau2-bench is not installed or something else of its name is, or it has no such domain or split.
+    Raises UserError: tau2-bench is not installed or something else of its name is, or it has no such domain or split.
     """
 
     Config = Tau2Config
@@ -148,8 +147,7 @@ class Tau2Env:
     def step(self, response: str) -> Outcome:
         """Play an action. An invalid one goes neither to the tools nor to the user.
 
-        Raises:
-            EnvironmentFailure: tau2-bench broke or took longer than env.step_timeout_s.
+        Raises EnvironmentFailure: tau2-bench broke or took longer than env.step_timeout_s.
         """
         assert self._gym is not None, "step() before reset() or after the end"
         action, problem = self._parse_action(response)

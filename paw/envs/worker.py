@@ -24,7 +24,8 @@ import time
 import weakref
 from typing import Any, NoReturn
 
-from paw.errors import EnvironmentFailure, describe
+from paw.envs.checked import Strict, checked
+from paw.errors import EnvironmentFailure, UserError, describe
 
 START_TIMEOUT_S = 120.0
 """Seconds for a child to start and import its game, which a busy machine can make slow."""
@@ -35,30 +36,35 @@ writing it cannot block."""
 WATCHDOG_S = 1.0
 
 
+class Reply(Strict):
+    text: str = ""
+    admissible: list[str] = []
+    won: bool = False
+    error: str = ""
+
+
 class Worker:
     """A game in a child process, with the interface of the game itself; the child is kept from episode to episode.
 
     Args:
         factory: "module:name" of a callable that makes the game, imported in the child.
         timeout_s: seconds one `start` or `step` may take.
-        max_reply_bytes: the longest reply accepted.
     """
 
     admissible: list[str]
     won: bool
 
-    def __init__(self, factory: str, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:
-        self.factory, self.timeout_s, self.max_reply_bytes = factory, timeout_s, max_reply_bytes
+    def __init__(self, factory: str, *, timeout_s: float) -> None:
+        self.factory, self.timeout_s = factory, timeout_s
         self._child: subprocess.Popen | None = None
 
     def start(self, **arguments: Any) -> str:
         """Make a new game from JSON-able `arguments`, in a new child if there is none; returns its first text.
 
-        Raises:
-            EnvironmentFailure: the child raised, died, hung, or answered too much or something else than text.
+        Raises EnvironmentFailure: the child raised, died, hung, or answered too much or something else than text.
         """
         if self._child is None:
-            command = [sys.executable, "-m", __name__, self.factory, str(self.max_reply_bytes)]
+            command = [sys.executable, "-m", __name__, self.factory]
             self._child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -88,23 +94,11 @@ class Worker:
         with contextlib.suppress(OSError):  # a dead child is named when its reply is missing
             self._child.stdin.write(json.dumps({what: argument}).encode() + b"\n")
         reply = self._receive(what, self.timeout_s)
-        text, admissible, won = reply.get("text"), reply.get("admissible"), reply.get("won")
-        if not (
-            isinstance(text, str)
-            and isinstance(admissible, list)
-            and all(isinstance(action, str) for action in admissible)
-            and isinstance(won, bool)
-        ):
-            self._fail(f"answered {what} with something else than text, admissible actions and a win flag")
-        try:
-            "".join([text, *admissible]).encode()
-        except UnicodeEncodeError:
-            self._fail(f"answered {what} with text that is not valid Unicode")
-        self.admissible, self.won = admissible, won
-        return text
+        self.admissible, self.won = reply.admissible, reply.won
+        return reply.text
 
-    def _receive(self, what: str, timeout_s: float) -> dict[str, Any]:
-        """The next line of the child as an object. Failing that, ends the child and raises EnvironmentFailure."""
+    def _receive(self, what: str, timeout_s: float) -> Reply:
+        """The next line of the child. Failing that, ends the child and raises EnvironmentFailure."""
         child = self._child
         assert child is not None and child.stdout is not None
         deadline, received = time.monotonic() + timeout_s, bytearray()
@@ -117,18 +111,14 @@ class Worker:
                 received += chunk
                 if not chunk:
                     self._fail(f"{_ending(child)} during {what}")
-                if len(received) > self.max_reply_bytes:
-                    self._fail(f"answered {what} with more than {self.max_reply_bytes} bytes")
+                if len(received) > MAX_REPLY_BYTES:
+                    self._fail(f"answered {what} with more than {MAX_REPLY_BYTES} bytes")
         try:
-            reply = json.loads(received.decode())
-        except UnicodeDecodeError:
-            self._fail(f"answered {what} with bytes that are not UTF-8")
-        except ValueError:
-            self._fail(f"answered {what} with something else than JSON")
-        if not isinstance(reply, dict):
-            self._fail(f"answered {what} with something else than a JSON object")
-        if "error" in reply:
-            self._fail(f"{what} raised {reply['error']}")
+            reply = checked(Reply, bytes(received), f"answered {what}")
+        except UserError as error:
+            self._fail(str(error))
+        if reply.error:
+            self._fail(f"{what} raised {reply.error}")
         return reply
 
     def _fail(self, reason: str) -> NoReturn:
@@ -156,7 +146,7 @@ def _kill(child: subprocess.Popen) -> None:
 # ---- the child
 
 
-def _serve(factory: str, max_reply_bytes: int) -> None:
+def _serve(factory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -166,8 +156,8 @@ def _serve(factory: str, max_reply_bytes: int) -> None:
 
     def reply(message: dict[str, Any]) -> None:
         line = json.dumps(message).encode()
-        if len(line) >= max_reply_bytes:
-            raise ValueError(f"an answer of {len(line)} bytes; {max_reply_bytes} is the limit")
+        if len(line) >= MAX_REPLY_BYTES:
+            raise ValueError(f"an answer of {len(line)} bytes; {MAX_REPLY_BYTES} is the limit")
         replies.write(line + b"\n")
 
     try:
@@ -197,4 +187,4 @@ def _watch(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1])

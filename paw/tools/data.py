@@ -1,17 +1,23 @@
 """`paw data`: where an environment's files are, whether a folder has them, or generated ones in their place.
 
-ALFWorld's games come by their own command (`paw.envs.alfworld.data`). The files of WebShop and of
-search-augmented QA are the user's to get: the command names the places, checks a folder and prints what is in it.
+ALFWorld's official games come through the alfworld package's own download command; a generated folder has the same
+layout, so alfworld itself can play it too. The files of WebShop and of search-augmented QA are the user's to get: the
+command names the places, checks a folder and prints what is in it.
 """
 
 import argparse
+import itertools
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.envs.alfworld import data as alfworld
+from paw.envs.alfworld import index
+from paw.envs.alfworld.problem import KINDS
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.settings import WebshopConfig
 from paw.errors import UserError
@@ -47,64 +53,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what `args` ask and print what the folder holds.
 
-    Raises:
-        UserError: nothing is there, a file is damaged, or the options do not fit together.
+    Raises UserError: nothing is there, a file is damaged, the download failed, or the options do not fit together.
     """
-    if args.env == "alfworld":
-        return alfworld.run(args)
-    folder: Path = (args.dir or Path.home() / ".cache" / args.env).expanduser()
-    if args.download:
+    alfworld = args.env == "alfworld"
+    home = (alfworld and os.environ.get("ALFWORLD_DATA")) or Path.home() / ".cache" / args.env
+    folder: Path = (args.dir or Path(home)).expanduser()
+    least, generate, report = {
+        "alfworld": (1, _generate_games, _report_games),
+        "webshop": (20, _generate_shop, _report_shop),
+        "search": (20, _generate_world, _report_search),
+    }[args.env]
+    if args.download and not alfworld:
         raise UserError(f"paw data {args.env}: --download is for alfworld; `paw data {args.env}` says where to get it")
-    if (args.generate is None) != (args.out is None) or (args.generate is not None and args.generate < 20):
-        raise UserError(f"paw data {args.env}: --generate takes a number from 20 on, and --out DIR to write to")
-    generate, report = (_generate_shop, _report_shop) if args.env == "webshop" else (_generate_world, _report_search)
-    if args.generate is not None:
+    if (args.generate is None) != (args.out is None) or (args.generate or least) < least or args.generate == 0:
+        raise UserError(
+            f"paw data {args.env}: --generate takes a number from {least} on, and --out DIR to write to; --dir names a "
+            "folder that is there"
+        )
+    if args.out:
         folder = args.out
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            generate(folder, args.generate, args.seed)
+            generate(folder, args)
         except OSError as error:
             raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    elif args.download:
+        _download_games(folder)
     report(folder, args.corpus)
     return 0
 
 
-def _generate_shop(folder: Path, products: int, seed: int) -> None:
+def _generate_games(folder: Path, args: argparse.Namespace) -> None:
+    """As many training games as asked for and a tenth as many unseen ones, of which training has none."""
+    from paw.envs.alfworld import generator
+
+    for split, stream, count in (("train", "train", args.generate), ("valid_unseen", "unseen", args.generate // 10)):
+        for game in generator.games(stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty):
+            generator.write(game, folder / index.FOLDER / split)
+
+
+def _download_games(folder: Path) -> None:
+    """Run alfworld-download; its output goes to the terminal."""
+    beside = Path(sys.executable).with_name("alfworld-download")
+    command = str(beside) if beside.is_file() else shutil.which("alfworld-download")
+    if command is None:
+        raise UserError("alfworld-download is not installed: pip install 'paw-trainer[alfworld]'")
+    status = subprocess.run([command, "--data-dir", str(folder)], check=False).returncode
+    if status != 0:
+        raise UserError(f"alfworld-download failed with exit code {status}; its own message is above")
+
+
+def _report_games(folder: Path, _: object) -> None:
+    root = index.find_root(folder, origin="--dir")
+    for split in index.SPLITS:
+        if (root / split).is_dir():
+            found = index.load_split(root, split)
+            kinds = Counter(kind for _, kind in found.games)
+            shares = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
+            print(f"{split:<12} {len(found.games):>5} games ({shares}), sha256 {found.digest[:16]}")
+    print(f"use them with --env.data {folder}")
+
+
+def _generate_shop(folder: Path, args: argparse.Namespace) -> None:
     from paw.envs.webshop import generator
 
-    generator.write(folder, products, seed)
+    generator.write(folder, args.generate, args.seed)
 
 
 def _report_shop(folder: Path, _: object) -> None:
     from paw.envs.webshop import catalogue
 
-    choices = [
-        WebshopConfig(catalogue=size, goals=goals) for size in ("small", "full") for goals in ("synthetic", "human")
-    ]
-    there = {"small": folder / "items_shuffle_1000.json", "full": folder / "items_shuffle.json"}
-    choices = [c for c in choices if there[c.catalogue].is_file()]
-    if not choices:
+    sizes = {"small": folder / catalogue.ITEMS, "full": folder / "items_shuffle.json"}
+    there = [size for size, path in sizes.items() if path.is_file()]
+    if not there:
         print(WEBSHOP)
         raise UserError(f"--dir {folder} has none of WebShop's products; the places above have them")
-    for choice in choices:
-        if choice.goals == "synthetic" or (folder / catalogue.HUMAN).is_file():
-            made = catalogue.load(folder, choice)
-            train = len(made.goals) - made.n_test
-            counts = f"{len(made.products):,} products, {made.n_test:,} goals to test, {train:,} to train"
-            print(f"{choice.catalogue:<6} {choice.goals:<10} {counts}, sha256 {made.digest[:16]}")
-    keys = ("", " --env.catalogue full")[all(choice.catalogue == "full" for choice in choices)]
-    print(f"use them with --env.data {folder}{keys}")
+    goals = ["synthetic", "human"] if (folder / catalogue.HUMAN).is_file() else ["synthetic"]
+    for size, kind in itertools.product(there, goals):
+        made = catalogue.load(folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind}))
+        train = len(made.goals) - made.n_test
+        counts = f"{len(made.products):,} products, {made.n_test:,} goals to test, {train:,} to train"
+        print(f"{size:<6} {kind:<10} {counts}, sha256 {made.digest[:16]}")
+    print(f"use them with --env.data {folder}{' --env.catalogue full' if there == ['full'] else ''}")
 
 
-def _generate_world(folder: Path, entities: int, seed: int) -> None:
+def _generate_world(folder: Path, args: argparse.Namespace) -> None:
     from paw.envs.search.world import World, split
 
-    world = World(entities, seed=seed)
-    questions = split([world])
-    _write(folder / CORPORA[0], ({"id": name, "contents": contents} for name, contents in world.documents))
-    for name in ("train", "test"):
-        rows = ({"question": q.text, "golden_answers": q.answers, "data_source": kind} for kind, q in questions[name])
-        _write(folder / f"{name}.jsonl", rows)
+    world = World(args.generate, seed=args.seed)
+    rows: dict[str, list[dict[str, Any]]] = {
+        CORPORA[0]: [{"id": name, "contents": contents} for name, contents in world.documents]
+    }
+    for name, questions in split([world]).items():
+        rows[f"{name}.jsonl"] = [
+            {"question": q.text, "golden_answers": q.answers, "data_source": kind} for kind, q in questions
+        ]
+    for name in (CORPORA[0], "train.jsonl", "test.jsonl"):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[name])
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _report_search(folder: Path, corpus: Path | None) -> None:
@@ -126,8 +172,3 @@ def _report_search(folder: Path, corpus: Path | None) -> None:
         return
     print(f"corpus {len(Corpus(corpus)):,} documents in {corpus}")
     print(f"use them with --env.data {folder} --env.corpus {corpus}")
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -130,11 +130,6 @@ def _terminal(environment: Guarded, task: Task) -> None:
         turns += 1
         _say(f"\n{outcome.observation}")
         if outcome.done:
-            steps = f"{turns} step{'s' if turns > 1 else ''}"
+            said = f"Won in turn {turns}, reward {outcome.reward:g}" if outcome.won else f"Not won by turn {turns}"
             score = "" if outcome.score is None else f", score {outcome.score:.2f}"
-            print(
-                f"\nWon in {steps}, reward {outcome.reward:g}{score}."
-                if outcome.won
-                else f"\nNot won in {steps}{score}."
-            )
-            return
+            return print(f"\n{said}{score}.")

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,15 +13,15 @@ from hypothesis import strategies as st
 
 from paw.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
 from paw.envs.alfworld.household import Household
-from paw.envs.alfworld.problem import KINDS, Game
-from paw.envs.alfworld.tables import ABILITIES, DIFFICULTIES, GOALS, HOLDS, SENTENCES, TASK_TYPES
+from paw.envs.alfworld.problem import KINDS, TASK_TYPES, Game
+from paw.envs.alfworld.tables import ABILITIES, DIFFICULTIES, GOALS, HOLDS, SENTENCES
 from paw.errors import UserError
 
 SEEDS = st.integers(0, 2**48)
 LEVELS = st.sampled_from(sorted(DIFFICULTIES))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, level=LEVELS, data=st.data())
 def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
     kind = data.draw(st.sampled_from(DIFFICULTIES[level].kinds))
@@ -38,15 +37,7 @@ def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
     assert len(game.walkthrough) <= 12
 
 
-@settings(max_examples=30, deadline=None)
-@given(seed=SEEDS, level=LEVELS)
-def test_a_seed_makes_one_game(seed, level):
-    first, second = generate(seed, difficulty=level), generate(seed, difficulty=level)
-    assert first.scene == second.scene
-    assert first.walkthrough == second.walkthrough
-
-
-def test_games_do_not_depend_on_the_process():
+def test_games_depend_on_the_seed_alone():
     code = (
         "from paw.envs.alfworld.generator import games\n"
         "for level in ('tiny', 'full'):\n"
@@ -67,21 +58,12 @@ def test_games_do_not_depend_on_the_process():
 
 @pytest.mark.parametrize("level", ["tiny", "small"])
 def test_splits_never_share_a_game(level):
-    contents = {
-        split: {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty=level)}
+    contents = [
+        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty=level)}
         for split in SPLITS
-    }
-    assert not contents["train"] & contents["warmup"]
-    assert not contents["train"] & contents["unseen"]
-    assert not contents["warmup"] & contents["unseen"]
-    assert all(len(content) > 550 for content in contents.values())  # and a split hardly repeats itself
-
-
-def test_split_looks_at_content_alone():
-    scene = generate(5, difficulty="tiny").scene
-    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
-    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
-    assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
+    ]
+    assert all(len(content) > 550 for content in contents)  # a split hardly repeats itself
+    assert len(set.union(*contents)) == sum(map(len, contents))
 
 
 def test_stream_can_be_entered_anywhere():
@@ -91,6 +73,10 @@ def test_stream_can_be_entered_anywhere():
     assert {game.name for game in games("train", 0, 2, difficulty="tiny", kinds=["look"])} == {
         game.name for game in games("train", 0, 2, difficulty="tiny", kinds=("look",))
     }
+    scene = whole[0]
+    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
+    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
+    assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +89,7 @@ def test_stream_can_be_entered_anywhere():
     ],
 )
 def test_presets_keep_their_promises(level, kinds, receptacles, objects):
-    made = [generate(seed, difficulty=level) for seed in range(200)]
+    made = [generate(seed, difficulty=level) for seed in range(100)]
     assert DIFFICULTIES[level].kinds == kinds
     assert {game.kind for game in made} == set(kinds)
     for game in made:
@@ -119,7 +105,7 @@ def test_presets_keep_their_promises(level, kinds, receptacles, objects):
 
 def test_objects_lie_where_alfworld_lets_them():
     for level in DIFFICULTIES:
-        for seed in range(40):
+        for seed in range(20):
             scene = generate(seed, difficulty=level).scene
             for _, type_, index in scene.objects:
                 assert type_ == "DeskLamp" or type_ in HOLDS[scene.receptacles[index][1]]
@@ -160,18 +146,6 @@ def test_written_layout_is_alfworlds(tmp_path):
     assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
     with pytest.raises(ValueError, match="was not generated"):
         write(Game.load(path), tmp_path)
-
-
-def test_speed():
-    """CPU time, best of three. The floors are far under what one core does: 2,700 tiny and 700 full games a second."""
-    for level, count, least in (("tiny", 200, 1000), ("full", 50, 100)):
-        best = 0.0
-        for repeat in range(3):
-            start = time.process_time()
-            for seed in range(count):
-                generate(repeat * count + seed, difficulty=level)
-            best = max(best, count / (time.process_time() - start))
-        assert best >= least, f"{best:.0f} {level} games/s"
 
 
 def test_mistakes_are_named():

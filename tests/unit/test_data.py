@@ -91,4 +91,4 @@ def test_mistakes(words, message, capsys):
 def test_a_damaged_file_is_named(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Who?", "golden_answers": []}) + "\n")
     (line,) = paw_data(capsys, "search", "--dir", tmp_path, code=2)
-    assert f"{tmp_path}/train.jsonl: line 1: " in line
+    assert f"{tmp_path}/train.jsonl, line 1: " in line

@@ -89,27 +89,18 @@ def close_once(self):
 FAULTS = {
     "members": [
         (broken(reward_max="ten"), "reward_max = 'ten'; for what it must be see EnvFactory in paw/"),
-        (broken(may_block=None), "may_block = None; for"),
         (broken(fingerprint=lambda self: str(random.random())), "it must be one text for the same tasks"),
     ],
     "tasks": [
         (tasks(counting), "asked again: "),
         (tasks(lambda split: ["a"] * 4), "'a'; it must be a paw.Task"),
-        (tasks(lambda split: [Task("a"), "b"]), "'b' among the tasks; each must be a Task"),
-        (tasks(lambda split: [Task("a", None)]), "it must be a paw.Task, its id and kind texts"),
         (tasks(lambda split: []), "is empty"),
         (tasks(raise_error), "raised KeyError: 'mine' (test_env_check.py, line"),
     ],
     "outcomes": [
-        (fixed(reward="1"), "Outcome.reward is '1'; it must be a number"),
         (fixed(reward=float("nan")), "Outcome.reward is nan"),
-        (fixed(done=1), "Outcome.done is 1; it must be True or False"),
         (fixed(observation=None), "Outcome.observation is None; it must be text"),
-        (fixed(score=2.0), "Outcome.score is 2.0; it must be a number from 0 to 1"),
-        (broken(step=lambda self, response: "fine"), "step() is 'fine'; it must be an Outcome"),
         (broken(context=lambda self: ""), "context() is empty"),
-        (broken(context=lambda self: 5), "context() is 5; it must be text"),
-        (broken(step=raise_error), "raised KeyError: 'mine'"),
     ],
     "task ids": [
         (tasks(lambda split: [Task(f"{split}/{i % 5}", payload=i) for i in range(9)]), "two tasks of 'valid_unseen'"),
@@ -143,22 +134,19 @@ FAULTS = {
     "garbage": [(fixed(valid=True), "the response '' is valid")],
     "well formed answers": [
         (broken(admissible_actions=lambda self: ["seven"]), "'seven', of oracle() or format_action(), is not valid"),
-        (broken(oracle=lambda self: "seven"), "'seven', of oracle()"),
-        (broken(format_action=lambda self, action: "seven"), "'seven', of "),
     ],
     "closes": [(broken(close=close_once), "raised AttributeError")],
 }
 
 
-@pytest.mark.parametrize(("rule", "fault"), [(rule, fault) for rule, faults in FAULTS.items() for fault in faults])
-def test_each_rule_can_fail(rule, fault):
-    given, seen = fault
-    try:
-        found = failed(given)
-    except Exception as error:  # what a run would not begin with either
-        found = {rule: str(error)}
-    assert rule in found, found
-    assert seen in found[rule]
+@pytest.mark.parametrize("rule", FAULTS)
+def test_each_rule_can_fail(rule):
+    for given, seen in FAULTS[rule]:
+        try:
+            found = failed(given)
+        except Exception as error:  # what a run would not begin with either
+            found = {rule: str(error)}
+        assert seen in found.get(rule, ""), found
 
 
 def test_no_rule_is_left_out():
@@ -198,19 +186,3 @@ def test_a_broken_one_is_reported(tmp_path, capsys):
     assert out.endswith(f"\n1 of {len(RULES)} rules failed; " + out.rpartition("; ")[2])
     assert cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0  # nobody wins
     assert json.loads(capsys.readouterr().out)["ok"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.py:Mine"], "there is no file"),
-        ([f"{EXAMPLE}:Gues"], "the file has no 'Gues'; did you mean 'Guess'?"),
-        (["webshp"], "did you mean 'webshop'?"),
-        (["alfworld", "--env.eval_split", "valid_seen"], "generated games have no split 'valid_seen'"),
-        (["alfworld", "--env.max_turn", "3"], "did you mean 'env.max_turns'?"),
-    ],
-)
-def test_a_users_mistake(words, message, capsys):
-    assert cli.main(["env", "check", *words]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert message in error[-1]

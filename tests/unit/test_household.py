@@ -64,17 +64,6 @@ def test_what_is_not_admissible_does_nothing():
     assert household.step("  go to desk 1 \n") == "You arrive at desk 1. On the desk 1, you see a desklamp 1."
 
 
-def test_doors_hide_what_is_inside():
-    household = kitchen()
-    assert play(household, "go to cabinet 2") == "You arrive at cabinet 2. The cabinet 2 is closed."
-    assert not any("mug 1" in command for command in household.admissible)
-    assert play(household, "open cabinet 2") == "You open the cabinet 2. The cabinet 2 is open. In it, you see a mug 1."
-    assert play(household, "take mug 1 from cabinet 2") == "You pick up the mug 1 from the cabinet 2."
-    assert play(household, "inventory") == "You are carrying: a mug 1."
-    assert play(household, "close cabinet 2") == "You close the cabinet 2."
-    assert "move mug 1 to cabinet 2" not in household.admissible
-
-
 def test_an_object_moved_between_neighbours_lies_next_to_them():
     household = kitchen()
     play(household, "go to countertop 1", "take mug 2 from countertop 1", "open cabinet 1", "move mug 2 to cabinet 1")
@@ -106,37 +95,16 @@ def test_states_of_an_object_and_that_only_a_held_one_can_be_examined():
     assert play(household, "examine mug 2") == "This is a normal mug 2. In it, you see nothing."
 
 
-def test_a_lamp_only_ever_turns_on_and_wins_with_the_object_in_hand():
-    household = kitchen("look")
-    assert household.game.kind == "look"
-    assert play(household, "go to desk 1", "use desklamp 1") == "You turn on the desklamp 1."
-    assert play(household, "use desklamp 1") == "You turn on the desklamp 1."
-    play(household, "go to countertop 1", "take mug 2 from countertop 1")
-    assert not household.won
-    play(household, "go to desk 1")
-    assert household.won
-    play(household, "move mug 2 to desk 1")
-    assert not household.won
-
-
-def test_two_objects_must_lie_in_one_receptacle():
-    household = kitchen()
-    play(household, "go to countertop 1", "take mug 2 from countertop 1", "open cabinet 1", "move mug 2 to cabinet 1")
-    assert not household.won
-    play(household, "open cabinet 2", "take mug 1 from cabinet 2", "move mug 1 to cabinet 1")
-    assert household.won
-    household.reset()
-    assert not household.won and household.held is None
-
-
 def test_expert_gathers_two_objects_that_lie_in_two_targets():
     household = kitchen()
     play(household, "go to countertop 1", "open cabinet 1", "take mug 2 from countertop 1", "move mug 2 to cabinet 1")
-    steps = 0
-    while not household.won and steps < 10:
-        play(household, oracle(household))
-        steps += 1
+    assert not household.won  # both must lie in one
+    for _ in range(10):
+        if not household.won:
+            play(household, oracle(household))
     assert household.won
+    household.reset()
+    assert not household.won and household.held is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,17 +120,6 @@ def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
             return
         play(household, oracle(household))
     pytest.fail(f"the expert has not won {household.game.name} in 20 steps")
-
-
-def test_official_sample_replays_to_a_win(official_games):
-    kinds = set()
-    for name, data in official_games(stop=480, step=12):
-        game = Game.from_data(data, name=name)
-        household = Household(game)
-        play(household, *game.walkthrough)
-        assert household.won, name
-        kinds.add(game.kind)
-    assert len(kinds) > 1
 
 
 @pytest.mark.slow
@@ -204,50 +161,47 @@ def test_speed():
     assert best >= 20_000, f"{best:.0f} steps/s"
 
 
-def corrupt(data: dict, **changes) -> str:
-    return json.dumps({key: value for key, value in {**data, **changes}.items() if value is not ...})
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda text, data: "", "not valid JSON"),
-        (lambda text, data: text[: len(text) // 2], "not valid JSON"),
-        (lambda text, data: "[1, 2]", "holds a JSON list"),
-        (lambda text, data: corrupt(data, pddl_problem=...), '"pddl_problem" is missing'),
-        (lambda text, data: corrupt(data, grammar=3), '"grammar" is no text'),
-        (lambda text, data: corrupt(data, walkthrough="look"), '"walkthrough" is no list'),
-        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"][:-30]), "cut off"),
-        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"][:99]), "(:goal"),
-        (lambda text, data: corrupt(data, pddl_problem=data["pddl_problem"].replace("(atLocation", "(at")), "no agent"),
-        (
-            lambda text, data: corrupt(
-                data, pddl_problem=data["pddl_problem"].replace("(inReceptacle", "(inReceptacle x")
-            ),
-            "has not two arguments",
-        ),
-        (
-            lambda text, data: corrupt(data, pddl_problem="(define (:init (a b)) (:goal (and (isSliced ?o))))"),
-            "none of ALFWorld's six",
-        ),
-        (lambda text, data: corrupt(data, grammar="{}"), "names no task"),
-        (lambda text, data: corrupt(data, grammar=data["grammar"].replace("move {o} to", "put {o} in")), "json_2.1.2"),
+        (lambda data: ..., "pddl_problem: Field required"),
+        (lambda data: data["pddl_problem"][:-30], "cut off"),
+        (lambda data: data["pddl_problem"][:99], "(:goal"),
+        (lambda data: data["pddl_problem"].replace("(atLocation", "(at"), "no agent"),
+        (lambda data: data["pddl_problem"].replace("(inReceptacle", "(inReceptacle x"), "has not two arguments"),
+        (lambda data: "(define (:init (a b)) (:goal (and (isSliced ?o))))", "none of ALFWorld's six"),
     ],
 )
-def test_a_damaged_file_is_one_clear_line(tmp_path, change, complaint):
+def test_a_damaged_problem_is_one_clear_line(tmp_path, change, complaint):
     path = write(generate(3, difficulty="tiny"), tmp_path)
-    text = path.read_text()
-    path.write_text(change(text, json.loads(text)))
+    data = json.loads(path.read_text())
+    data["pddl_problem"] = change(data)
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
+    assert complaint in refused(path)
+
+
+def refused(path: Path) -> str:
     with pytest.raises(UserError) as error:
         Game.load(path)
     message = str(error.value)
-    assert str(path) in message and complaint in message and "\n" not in message
+    assert str(path) in message and "\n" not in message
+    return message
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(UserError, match="cannot be read"):
-            Game.load(path)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        Game.load(tmp_path / "binary")
+def test_damaged_files_are_one_clear_line(tmp_path):
+    path = write(generate(3, difficulty="tiny"), tmp_path)
+    text, data = path.read_text(), json.loads(path.read_text())
+    grammar = data["grammar"].replace("move {o} to", "put {o} in")
+    for content, complaint in (
+        ("", "Invalid JSON"),
+        (text[: len(text) // 2], "Invalid JSON"),
+        ("\udcff", "Invalid JSON"),
+        ("[1, 2]", "Input should be an object"),
+        (json.dumps(data | {"grammar": 3}), "grammar: Input should be a valid string"),
+        (json.dumps(data | {"walkthrough": "look"}), "walkthrough: Input should be a valid array"),
+        (json.dumps(data | {"grammar": "{}"}), "names no task"),
+        (json.dumps(data | {"grammar": grammar}), "json_2.1.2"),
+    ):
+        path.write_bytes(content.encode(errors="surrogateescape"))
+        assert complaint in refused(path)
+    assert "cannot be read" in refused(tmp_path / "absent") and "cannot be read" in refused(tmp_path)

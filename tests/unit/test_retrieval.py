@@ -68,25 +68,9 @@ def test_bm25_splits_words_as_lucene():
     index = Bm25(["running shoes, size M", "the runner's socks", "a hat"])
     found = [[at for at, _ in hits] for hits in index.top(["run", "runner", "s", "m", "SOCK!", "THE a of"], 9)]
     assert found == [[0], [1], [], [0], [1], []]
-
-
-def test_bm25_ties_keep_the_order_of_the_texts():
-    texts = ["red hat"] * 50 + ["red"] + ["blue"] * 50
-    (hits,) = Bm25(texts).top(["red"], 5)
-    assert [at for at, _ in hits] == [50, 0, 1, 2, 3]
-    assert hits[1][1] == hits[4][1] < hits[0][1]
-
-
-def test_bm25_finds_nothing_where_no_word_is_shared():
-    index = Bm25(["red hat", "", "the of"])
-    assert index.top(["", "the", "unheard", "red"], 10) == [[], [], [], index.top(["red"], 1)[0]]
-    assert index.top([], 3) == [] and len(index.top(["hat"], 1000)[0]) == 1
-    assert Bm25(["the", ""]).top(["the red"], 3) == [[]]
-
-
-def test_a_repeated_word_counts_twice():
-    once, twice = (Bm25(["red hat", "blue"]).top([query], 1)[0][0][1] for query in ("red", "red red"))
-    assert twice == pytest.approx(2 * once)
+    (hits,) = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top(["red"], 5)
+    assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
+    assert Bm25(["the", ""]).top(["the red"], 3) == [[]] and Bm25(["red"]).top([], 3) == []
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
@@ -114,35 +98,23 @@ def test_a_corpus_gives_its_documents(tmp_path):
     assert list(Corpus(path)) == [("1", "rewritten")]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"id": 1}', '"contents" is missing'),
-        ('{"id": 1, "contents": " "}', '"contents" is missing, empty'),
-        ('{"id": 1, "contents": ["x"]}', '"contents" is missing, empty or not text'),
-        ('{"contents": "x"}', '"id" is missing'),
-        ('{"id": true, "contents": "x"}', '"id" is missing'),
-        ('["x"]', "not an object"),
-        ("{'id': 1}", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"id": 1, "contents": "\\ud800"}', "not Unicode"),
-        ('{"id": 1, "contents": "\xff"}', "not JSON"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path, cache, line, reason):
+def test_a_damaged_line_is_named(tmp_path, cache):
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
-        Corpus(path)
-    assert reason in str(error.value) and "\n" not in str(error.value)
-    assert not list(cache.iterdir())  # nothing half-made is left
-
-
-def test_a_cut_off_corpus_is_named(tmp_path):
-    whole = write(tmp_path / "whole.jsonl", NEWS).read_bytes()
-    (tmp_path / "cut.jsonl").write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=r"cut\.jsonl, line 5: not JSON \(the last line: is the file cut off\?\)"):
-        Corpus(tmp_path / "cut.jsonl")
+    for line, reason in (
+        ('{"id": 1}', "contents: Field required"),
+        ('{"id": 1, "contents": " "}', "contents: String should match pattern"),
+        ('{"id": true, "contents": "x"}', "id: str: Input should be a valid string"),
+        ('["x"]', "Input should be an object"),
+        ("[" * 100_000, "Invalid JSON: recursion limit exceeded"),
+        ('{"id": 1, "contents": "\\ud800"}', "Invalid JSON: "),
+        ('{"id": 1, "contents": "\xff"}', "Invalid JSON: invalid unicode"),
+    ):
+        path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1"))
+        with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
+            Corpus(path)
+        assert reason in str(error.value) and "\n" not in str(error.value)
+        assert str(error.value).endswith(" (the last line: is the file cut off?)")
+        assert not list(cache.iterdir())  # nothing half-made is left
 
 
 def test_a_corpus_that_is_not_there(tmp_path):
@@ -154,13 +126,6 @@ def test_a_corpus_that_is_not_there(tmp_path):
         Corpus(tmp_path / "empty.jsonl")
     with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())
-
-
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="set PAW_CACHE"):
-        Corpus(write(tmp_path / "c.jsonl", NEWS))
 
 
 # --- dense ---------------------------------------------------------------------------------------------------------

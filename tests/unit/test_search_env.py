@@ -1,19 +1,16 @@
 """Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
 
 import json
-import re
-import threading
-import time
 
 import pytest
 
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
+from paw.envs.base import admissible_responses, eval_tasks, train_tasks
 from paw.envs.search.data import Question
 from paw.envs.search.factory import SearchEnv
-from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, make_style
-from paw.envs.search.retrieval.base import Hit, make_retriever
+from paw.envs.search.prompt import CompactStyle, PaperStyle
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.reward import exact_match, normalize
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.envs.settings import SearchConfig
@@ -47,68 +44,33 @@ def world():
     return World(300)
 
 
-@pytest.mark.parametrize("entities", range(20, 60))
-def test_a_world_has_as_many_entities_as_asked_for_and_every_kind(entities):
-    world = World(entities, numbered=entities % 2 == 0)
-    assert len(world.entities) == len(world.documents) == entities
-    assert {entity.kind for entity in world.entities} == set(RELATIONS)
-    assert all(split([world]).values())
-
-
-def test_a_world_follows_from_its_seed():
+def test_a_world_follows_from_its_seed_and_has_every_kind():
+    for entities in (20, 41, 59):
+        small = World(entities, numbered=entities == 41)
+        assert len(small.entities) == len(small.documents) == entities and all(split([small]).values())
+        assert {entity.kind for entity in small.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
-
-
-def test_of_several_worlds_each_is_in_one_split():
-    made = split(make_worlds(20, numbered=True, count=10))
-    assert {name: {q.world for _, q in part} for name, part in made.items()} == {
-        "test": {0, 1},
-        "warmup": {2, 3, 4},
-        "train": {5, 6, 7, 8, 9},
-    }
-
-
-def test_names_and_aliases_are_unique(world):
-    names = [normalize(name) for entity in world.entities for name in set(map(normalize, entity.names))]
-    assert len(names) == len(set(names)) and all(names)
-
-
-def test_questions_are_unique_and_the_splits_apart(world):
-    texts = [question.text for _, question in world.questions]
-    assert len(texts) == len(set(texts)) > 1000
-    assert {kind for kind, _ in world.questions} == {"one-hop", "two-hop"}
+    parts = split(make_worlds(20, numbered=True, count=10))  # of several worlds each is in one split
+    found = {name: sorted({question.world for _, question in part}) for name, part in parts.items()}
+    assert found == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
 
 
 def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer(world):
+    names = [name for entity in world.entities for name in set(map(normalize, entity.names))]
+    texts = [question.text for _, question in world.questions]
+    assert len(names) == len(set(names)) and len(texts) == len(set(texts)) > 1000
     documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
     for kind, question in world.questions:
         assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
         assert question.hops[0] in question.text and question.answers[0] not in question.text
         for title, said in zip(question.hops, [*question.hops[1:], question.answers[0]], strict=True):
             assert said in documents[title].partition("\n")[2]
-
-
-def test_a_two_hop_question_takes_two_documents(world):
-    documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
-    for kind, question in world.questions:
-        if kind == "two-hop":
+        if kind == "two-hop":  # it takes two documents
             first, second = question.hops
-            assert second not in question.text
+            assert second not in question.text and first not in documents[second]
             assert question.answers[0] not in documents[first]
-            assert first not in documents[second]
-
-
-def test_documents_say_things_in_different_words(world):
-    said = "\n".join(contents for _, contents in world.documents)
-    sentences = [sentence for relations in RELATIONS.values() for one in relations for sentence in one.sentences]
-    assert all(re.search(sentence.format(s="[A-Z].*", o="[A-Z].*"), said) for sentence in sentences)
-    named, numbered = World(20), World(20, numbered=True)
-    assert named.documents[0][1] == (
-        '"Nakuk Nanorn"\nNakuk Nanorn is a nurse. Nakuk Nanorn was born in Wuvex. Nakuk Nanorn works for Geholal Works.'
-    )
-    assert numbered.documents[0][1] == '"person 1"\nperson 1 was born in town 7. person 1 works for company 16.'
 
 
 # --- the paper's prompts ------------------------------------------------------------------------------------------
@@ -123,20 +85,11 @@ After completing your reasoning, choose only one of the following actions (do no
 (1) If you find you lack some knowledge, you can call a search engine to get more external information using format: <search> your query </search>.
 (2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> </answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>.
 """  # noqa: E501
-THIRD = """
-You are an expert agent tasked with answering the given question step-by-step.
-Your question: Where is the Nile?
-
+HISTORY = """
 Prior to this step, you have already taken 2 step(s). Below is the interaction history where <search> </search> wrapped your past search queries and <information> </information> wrapped the corresponding search results returned by the external search engine. History:
 Step 1:<search>the Nile</search> <information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>
 
 Step 2: \n
-
-Now it's your turn to respond for the current step.
-You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags.\x20
-After completing your reasoning, choose only one of the following actions (do not perform both):
-(1) If you find you lack some knowledge, you can call a search engine to get more external information using format: <search> your query </search>.
-(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> </answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>.
 """  # noqa: E501
 
 
@@ -145,11 +98,13 @@ def test_the_papers_prompts_literally():
     assert environment.context() == FIRST
     environment.step("<think>Hm.</think><search> the Nile </search>")
     environment.step("I do not know.")
-    assert environment.context() == THIRD
+    assert environment.context() == FIRST.replace("Nile?\n", f"Nile?\n{HISTORY}")
 
 
-def test_history_is_cut_where_it_is_set_to_be():
-    environment = episode(history=1)
+def test_history_thought_and_braces():
+    environment = episode(Question("{history} %s {0}?", ("a",)), history=1, think=False)
+    assert "Your question: {history} %s {0}?\n" in environment.context()
+    assert "think" not in environment.context() and "step.\nChoose only one" in environment.context()
     environment.step("<search>the Nile</search>")
     environment.step("<search>Volta</search>")
     assert "Step 1:" not in environment.context()
@@ -157,67 +112,34 @@ def test_history_is_cut_where_it_is_set_to_be():
     environment = episode(history=0)
     environment.step("<search>the Nile</search>")
     assert environment.context() == FIRST
+    environment.reset(Task("u", "nq", Question("Who?", ("Ada",))))
+    assert environment.anchor() == "Who?"
 
 
-def test_without_a_thought_the_prompt_asks_for_none():
-    prompt = episode(think=False).context()
-    assert "think" not in prompt and "step.\nChoose only one" in prompt
-
-
-def test_a_question_with_braces_stays_as_it_is():
-    assert "Your question: {history} %s {0}?\n" in episode(Question("{history} %s {0}?", ("a",))).context()
-
-
-@pytest.mark.parametrize(
-    ("response", "action", "valid"),
-    [
+def test_projections():
+    for response, action, valid in (
         ("<think>a</think><search> red  shoes </search>", "search[red  shoes]", True),
-        ("<search>a</search>", "search[a]", True),
         ("<ANSWER>Paris\nFrance</Answer>", "answer[Paris\nFrance]", True),
         ("<answer></answer>", "answer[]", True),
         ("<search>a</search> text <answer>b</answer>", "search[a]", False),
         ("<answer>b</answer><search>a</search>", "search[a]", False),
         ("<answer>b</answer><search>a", "answer[b]", False),
         ("<search>a</search><search>b</search>", "search[a]", False),
-        ("<answer>a</answer><answer>b</answer>", "answer[a]", False),
         ("<search>a <search>b</search>", "search[a <search>b]", False),
-        ("<search><answer>a</answer></search>", "search[<answer>a</answer>]", False),
         ("a</search><search>b</search>", "", False),  # cut after the first closing tag
-        ("<answer>a</search>b</answer>", "", False),
         ("<search>a", "", False),
         ("search[a]", "", False),
-        ("", "", False),
-    ],
-)
-def test_paper_projection(response, action, valid):
-    played, well_formed = PaperStyle().parse_action(response)
-    assert (str(played), well_formed) == (action, valid)
-
-
-@pytest.mark.parametrize(
-    ("response", "action", "valid"),
-    [
-        ("\nsearch town 12", "search[town 12]", True),
-        ("answer river 3 ", "answer[river 3]", True),
-        ("search", "", False),
-        ("search town 12\nanswer river 3", "", False),
-        ("look at town 12", "", False),
-        ("", "", False),
-    ],
-)
-def test_compact_projection(response, action, valid):
-    played, well_formed = CompactStyle().parse_action(response)
-    assert (str(played), well_formed) == (action, valid)
-
-
-@pytest.mark.parametrize("style", ["paper", "compact"])
-@pytest.mark.parametrize("bare", ["search[town 12]", "answer[a [b] c]"])
-def test_an_answer_plays_its_bare_action(style, bare):
-    environment = episode(style=style)
-    outcome = environment.step(environment.format_action(bare))
-    assert (outcome.action, outcome.valid) == (bare, True)
-    assert make_style(style, history=4, think=True).parse_action(environment.format_action("look"))[1] is False
-    assert Action.parse(bare) != Action.parse("look") == Action("", "")
+    ):
+        played, well_formed = PaperStyle().parse_action(response)
+        assert (str(played), well_formed) == (action, valid)
+    responses = ("\nsearch town 12", "answer river 3 ", "search", "search town 12\nanswer river 3", "look at town 12")
+    found = [(str(action), valid) for action, valid in map(CompactStyle().parse_action, responses)]
+    assert found == [("search[town 12]", True), ("answer[river 3]", True), *[("", False)] * 3]
+    for style in ("paper", "compact"):
+        environment = episode(style=style)
+        assert environment.style.parse_action(environment.format_action("look"))[1] is False
+        outcome = environment.step(environment.format_action("answer[a [b] c]"))
+        assert (outcome.action, outcome.valid) == ("answer[a [b] c]", True)
 
 
 def test_what_is_found_is_told_as_the_search_tool_tells_it():
@@ -230,38 +152,21 @@ def test_what_is_found_is_told_as_the_search_tool_tells_it():
     assert CompactStyle().observation(['"town 1"\ntown 1 is\n old.', "no title"]) == "town 1 is old.\nno title"
 
 
-# --- exact match --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "golden", "right"),
-    [
-        ("the Beatles", ["Beatles"], True),
-        ("Beatles, The!", ["the beatles"], True),
-        ("An apple a day", ["apple day"], True),
-        ("theatre", ["atre"], False),  # articles are whole words
-        ("U.S.A.", ["USA"], True),
-        ("well-known", ["well known"], False),  # punctuation goes without a blank
-        ("  two   words\n", ["two words"], True),
-        ("1,000", ["1000"], True),
-        ("São Paulo", ["são paulo"], True),
-        ("Sao Paulo", ["São Paulo"], False),
-        ("the café’s", ["café’s"], True),  # a typographic apostrophe is no ASCII punctuation
-        ("cafés", ["café’s"], False),
-        ("STRASSE", ["straße"], False),  # lower(), not casefold()
-        ("yes", ["Yes."], True),
-        ("no", ["yes", "No"], True),
-        ("no", ["yes"], False),
-        ("Nile", ["River Nile"], False),
-        ("", ["Nile"], False),
-        ("", ["The The"], False),
-        ("The The", ["the the"], True),
-        ("?", ["A"], False),
-        ("anything", [], False),
-    ],
-)
-def test_exact_match(answer, golden, right):
-    assert exact_match(answer, golden) is right
+def test_exact_match():
+    right = [
+        *(("the Beatles", "Beatles"), ("Beatles, The!", "the beatles"), ("An apple a day", "apple day")),
+        *(("U.S.A.", "USA"), ("  two   words\n", "two words"), ("1,000", "1000"), ("São Paulo", "são paulo")),
+        ("the café’s", "café’s"),  # a typographic apostrophe is no ASCII punctuation
+        ("The The", "the the"),
+    ]
+    wrong = [
+        ("theatre", "atre"),  # articles are whole words
+        ("well-known", "well known"),  # punctuation goes without a blank
+        ("STRASSE", "straße"),  # lower(), not casefold()
+        *(("Sao Paulo", "São Paulo"), ("Nile", "River Nile"), ("", "Nile"), ("", "The The"), ("?", "A")),
+    ]
+    assert all(exact_match(answer, ["x", golden]) for answer, golden in right)
+    assert not any(exact_match(answer, ["x", golden]) for answer, golden in wrong) and not exact_match("", [])
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
@@ -278,36 +183,19 @@ def test_an_episode_of_a_search_and_an_answer():
     assert (answered.done, answered.won, answered.reward, answered.observation) == (True, True, 1.0, "")
     with pytest.raises(AssertionError):
         environment.step("<answer>again</answer>")
-
-
-def test_a_wrong_answer_ends_it_and_words_found_are_no_answer():
-    environment = episode(search=shelf(Nile="<answer>Africa</answer>"))
+    environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
     environment.step("<search>Nile</search>")
-    outcome = environment.step("<answer>Asia</answer>")
-    assert (outcome.done, outcome.won, outcome.reward) == (True, False, 0.0)
-
-
-def test_the_last_turn_finds_nothing_any_more():
-    environment = episode(max_turns=2)
     assert environment.step("nothing").observation == ""
-    last = environment.step("<search>Nile</search>")
-    assert (last.done, last.observation, last.action, last.valid) == (True, "", "search[Nile]", True)
+    last = environment.step("<search>Nile</search>")  # finds nothing any more, and words found are no answer
+    assert (last.done, last.won, last.observation, last.action, last.valid) == (True, False, "", "search[Nile]", True)
 
 
-def test_a_new_question_starts_from_nothing():
-    environment = episode()
-    environment.step("<search>Nile</search>")
-    environment.reset(Task("u", "nq", Question("Who?", ("Ada",))))
-    assert environment.anchor() == "Who?" and "Step 1" not in environment.context()
-
-
-@pytest.mark.parametrize("error", [ConnectionError("refused\nby peer"), UserError("no server"), ValueError("no JSON")])
-def test_a_failing_search_fails_its_episode_alone(error):
+def test_a_failing_search_fails_its_episode_alone():
     def broken(question, query):
-        raise error
+        raise UserError("no\nserver")
 
     environment = episode(search=broken)
-    with pytest.raises(EnvironmentFailure, match=f"search failed: {type(error).__name__}: [^\n]+$"):
+    with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
         environment.step("<search>Nile</search>")
     environment = episode(search=broken)
     empty = environment.step("<search> </search>")  # is not asked for: an agent cannot break its episode so
@@ -315,7 +203,7 @@ def test_a_failing_search_fails_its_episode_alone(error):
     assert environment.step("<answer>Africa</answer>").won
 
 
-@pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20), ("compact", 3, 20)])
+@pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20)])
 def test_the_expert_answers_every_generated_question(style, topk, entities):
     played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
@@ -329,20 +217,6 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
             assert outcome.won, task
 
 
-@pytest.mark.parametrize(("style", "turns"), [("paper", [True, False, True]), ("compact", [True, False, False])])
-def test_the_expert_goes_on_from_what_the_prompt_still_shows(style, turns):
-    """After a stray search the paper's prompt still holds the first document; the compact one has to find it again."""
-    played = factory(style=style, topk=1, entities=20)
-    task = next(task for task in eval_tasks(played, "train", 0, 0) if task.kind == "two-hop")
-    environment, hops = played.make(), task.payload.hops
-    environment.reset(task)
-    environment.step(environment.oracle())
-    environment.step(environment.format_action("search[something else]"))
-    expected = hops[1] if turns[2] else hops[0]
-    assert environment.oracle().endswith(environment.style.format_action(Action("search", expected)).split(">")[-1])
-    assert expected in environment.oracle()
-
-
 def test_actions_of_a_numbered_world_are_whole_lines_of_it():
     played = factory(style="compact", entities=20)
     environment = played.make()
@@ -353,30 +227,13 @@ def test_actions_of_a_numbered_world_are_whole_lines_of_it():
     assert factory().make().admissible_actions() == []
 
 
-def test_generated_tasks_are_seeded_and_their_splits_apart():
-    played = factory(entities=40)
-    train = [task for step in range(20) for task in train_tasks(played, step, 4, 3)]
-    ids = {task.id for task in train}
-    warm = {task.id for task in warmup_tasks(played, 0, 500, 3)}
-    held_out = {task.id for task in eval_tasks(played, "test", 0, 3)}
-    assert len(ids) == 80 and not ids & warm and not ids & held_out and not warm & held_out
-    assert [t.id for t in train_tasks(played, 7, 4, 3)] == [t.id for t in train[28:32]]
-    assert [t.id for t in warmup_tasks(played, 0, 4, 3)] == [t.id for t in warmup_tasks(factory(entities=40), 0, 4, 3)]
-
-
-def test_fingerprints_differ_where_results_do():
-    made = [factory(), factory(entities=101), factory(topk=2), factory(entities=20, style="compact")]
-    assert len({one.fingerprint() for one in made}) == 4 and factory().fingerprint() == made[0].fingerprint()
-    assert made[0].reward_max == 1.0 and made[0].invalid_penalty == 0.01 and made[0].may_block is False
-
-
-def test_settings_that_do_not_go_together(tmp_path):
+def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
     with pytest.raises(UserError, match="no split 'valid_unseen', only test, warmup, train"):
         factory(eval_split="valid_unseen")
-    with pytest.raises(UserError, match="no split 'dev'"):
-        factory(train_split="dev")
     with pytest.raises(UserError, match=r"env.corpus = .* needs env.data"):
         factory(search={"corpus": tmp_path / "corpus.jsonl"})
+    made = [factory(), factory(entities=101), factory(topk=2), factory(entities=20, style="compact")]
+    assert len({one.fingerprint() for one in made}) == 4 and factory().fingerprint() == made[0].fingerprint()
 
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
@@ -401,51 +258,3 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
 
     assert noisy(eval_tasks(played, "test", 60, 0)) == noisy(train_tasks(played, 0, 60, 0)) == 0
     assert 15 < noisy(train_tasks(played, 150, 60, 0)) < 45  # half of them, by default
-
-
-def test_a_server_answers_then_goes_down(monkeypatch):
-    """While it is there all is as in process; then an episode fails, and a new run is told its URL."""
-    uvicorn = pytest.importorskip("uvicorn", reason="pip install 'paw-trainer[search]'")
-    from paw.envs.search.retrieval import remote, server
-
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
-    local = factory(entities=20)
-    documents = World(20).documents
-    app = server.make_app(make_retriever(SearchConfig(), documents), SearchConfig(), documents=len(documents))
-    running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none"))
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    try:
-        while not running.started:
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-        played = factory(entities=20, search={"retriever": url})
-        assert played.may_block
-        environment, other = played.make(), local.make()
-        for task, same in zip(eval_tasks(played, "test", 0, 0), eval_tasks(local, "test", 0, 0), strict=True):
-            environment.reset(task)
-            other.reset(same)
-            outcome = environment.step(environment.oracle())
-            assert outcome == other.step(other.oracle()) and "Doc 1" in outcome.observation
-    finally:
-        running.should_exit = True
-        thread.join()
-    with pytest.raises(EnvironmentFailure, match=rf"search failed: .*{url}"):
-        environment.step("<search>Nile</search>")
-    with pytest.raises(UserError, match=url):
-        factory(entities=20, search={"retriever": url})
-
-
-def test_play_at_random_hardly_wins():
-    played = factory(style="compact", entities=20)
-    environment, won = played.make(), 0
-    tasks = eval_tasks(played, "train", 200, 0)
-    for start, task in enumerate(tasks):
-        environment.reset(task)
-        choices = admissible_responses(environment)
-        done, turn = False, 0
-        while not done:
-            outcome = environment.step(choices[(7 * start + 11 * turn) % len(choices)])
-            done, turn = outcome.done, turn + 1
-        won += outcome.won
-    assert won < 0.15 * len(tasks)

@@ -1,6 +1,5 @@
 """tau2-bench through its gymnasium interface, played with a stand-in of that (`tau2_stand_in`)."""
 
-import io
 import json
 import sys
 import time
@@ -99,33 +98,24 @@ def test_the_end_of_the_turns_ends_the_conversation():
     assert len(gym.actions) == 5 and json.loads(gym.actions[-1])["name"] == "done"
 
 
-@pytest.mark.parametrize(
-    ("response", "problem"),
-    [
-        ("", "within <action>"),
+def test_a_malformed_action_reaches_nobody():
+    environment = start(env={"max_turns": 20})
+    gym = environment._gym
+    for response, problem in (
         ("<action>Hello", "within <action>"),
         (f"{THOUGHT}<action> </action>", "within <action>"),
         ("<action>Hello</action>", "within <think>"),
         (f'{THOUGHT}<action>{{"name": "find"</action>', "in JSON"),
-        (f"{THOUGHT}<action>{'{' * 9000}</action>", "in JSON"),
         (f"{THOUGHT}<action>{{{'[' * 100_000}</action>", "in JSON"),
         (f'{THOUGHT}<action>{{"name": "find"}}</action>', '"arguments"'),
         (call("find", order="8").replace("find", "drop_tables"), "no tool 'drop_tables'"),
-    ],
-)
-def test_a_malformed_action_reaches_nobody(response, problem):
-    environment = start()
-    gym = environment._gym
-    outcome = environment.step(response)
-    assert (outcome.valid, outcome.done, gym.actions) == (False, False, [])
-    assert outcome.observation.startswith("Invalid action: ") and problem in outcome.observation
-    assert outcome.observation in environment.context()
-
-
-def test_without_thoughts():
-    environment = start(env={"think": False})
-    assert "<think>" not in environment.context()
-    assert environment.step("<action>Hello</action>").valid
+    ):
+        outcome = environment.step(response)
+        assert (outcome.valid, outcome.done, gym.actions) == (False, False, [])
+        assert outcome.observation.startswith("Invalid action: ") and problem in outcome.observation
+        assert outcome.observation in environment.context()
+    quiet = start(env={"think": False})
+    assert "<think>" not in quiet.context() and quiet.step("<action>Hello</action>").valid
 
 
 @pytest.mark.parametrize(
@@ -152,23 +142,16 @@ def test_what_breaks_at_the_start_is_a_failure():
         factory.make().reset(Task("retail/99", payload="99"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tau2": {"domain": "bank"}}, "env.domain = 'bank': tau2-bench has mock, retail"),
-        ({"env": {"eval_split": "valid_unseen"}}, "no split 'valid_unseen' to play; .* can be train, test"),
-        ({"env": {"train_split": "full"}}, "'full' to play"),
-        ({"tau2": {"domain": "mock"}}, "'mock' has no split 'train' to play; .* can be base"),
-    ],
-)
-def test_a_domain_or_split_that_is_not_there(changes, message):
-    with pytest.raises(UserError, match=message):
-        make_factory(config_of(**changes))
-
-
-def test_a_domain_without_splits_has_one():
-    factory = make_factory(config_of(tau2={"domain": "mock"}, env={"train_split": "base", "eval_split": "base"}))
-    assert len(eval_tasks(factory, "base", 0, 0)) == 3
+def test_a_domain_or_split_that_is_not_there():
+    for env, message in (
+        ({"domain": "bank"}, "env.domain = 'bank': tau2-bench has mock, retail"),
+        ({"eval_split": "valid_unseen"}, "no split 'valid_unseen' to play; .* can be train, test"),
+        ({"domain": "mock"}, "'mock' has no split 'train' to play; .* can be base"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_factory(config_of(env=env))
+    whole = make_factory(config_of(env={"domain": "mock", "train_split": "base", "eval_split": "base"}))
+    assert len(eval_tasks(whole, "base", 0, 0)) == 3
 
 
 def test_no_tau2(monkeypatch):
@@ -196,13 +179,6 @@ def test_it_keeps_the_rules(capsys):
     assert cli.main(["env", "check", "tau2", "--env.max_turns", "6"]) == 0
     out = capsys.readouterr().out
     assert "'train': 8, 'test': 4\n" in out and "all 14 rules hold" in out
-
-
-def test_a_person_plays(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"name": "find", "arguments": {"order": "9"}}\nHi\n'))
-    assert cli.main(["play", "tau2", "--json"]) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [message["feedback"] for message in said[1:]] == ['tool: {"order": "9"}', "user: As I said,\nthe order."]
 
 
 class Script:
@@ -250,17 +226,5 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
     assert read_triplets(tmp_path / "triplets.jsonl") == triplets
     triplets_config = config_of(env={"name": "next_state", "eval_split": "held_out"}, wm={"enabled": False})
     assert triplets[2].action == "Done." and "Done." in ask(triplets[2], triplets_config.env)
-
-
-def test_a_broken_service_costs_its_episodes_alone():
-    groups, stats = play(tau2={"user_model": "unreachable"})
+    groups, stats = play(tau2={"user_model": "unreachable"})  # costs its episodes alone
     assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]
-
-
-@pytest.mark.slow
-def test_training_on_it(paw_here, quick, tiny_llm, read_metrics, tmp_path):
-    small = {"model.path": tiny_llm(tmp_path / "model"), "env.name": "tau2", "env.eval_split": "test", "eval.games": 2}
-    small |= {"env.max_turns": 2, "run.updates": 1, "rollout.max_response_tokens": 3, "run.name": "served"}
-    paw_here("train", "quickstart", quick, small, cwd=tmp_path)
-    last = read_metrics(tmp_path / "runs" / "served")[-1]
-    assert last["step"] == 1 and last["health/env_failures"] == 0 and last["wm/selected_frac"] == 0.75

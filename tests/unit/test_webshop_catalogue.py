@@ -5,7 +5,6 @@ import json
 import math
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue, generator
 from paw.envs.webshop.catalogue import ENTRIES, HUMAN, ITEMS, Catalogue, generated, load
-from paw.envs.webshop.reward import base_colour, options_met, reward, type_reward
+from paw.envs.webshop.reward import base_colour, reward
 from paw.errors import UserError
 
 RULES = WebshopConfig(nouns="rules")
@@ -122,24 +121,15 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
     ("changed", "message"),
     [
         ({"items_shuffle_1000": '{"a": 1}'}, f"{ITEMS}: broken or cut short in product 1 (no array)"),
-        ({"items_shuffle_1000": "[\n\n{'asin'}]"}, f"{ITEMS}: broken or cut short in product 1 (Expecting property"),
         ({"items_shuffle_1000": '[{"asin": "' + "B" * 10_000}, "cut short in product 1 (Unterminated string"),
-        ({"items_shuffle_1000": ["B1"]}, f"{ITEMS}, product 1 (): Input should be a valid dictionary"),
-        (second_item(asin=...), f"{ITEMS}, product 2 (None): asin: Field required"),
         (second_item(query=...), f"{SECOND}query: Field required"),
         (second_item(name=5), f"{SECOND}name: Input should be a valid string, not 5"),
         (second_item(customization_options=["S"]), f"{SECOND}customization_options: should be like {{name: [{{'value"),
         (second_item(pricing="free"), f"{SECOND}pricing: should be like '$12.99', not 'free'"),
-        (second_item(small_description=[None]), f"{SECOND}small_description: 0: Input should be a valid string"),
         ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
         ({"items_ins_v2_1000": '{\n"B1": '}, f"{ENTRIES}, line 2: broken or cut short (Expecting value)"),
-        ({"items_ins_v2_1000": []}, f"{ENTRIES}: Input should be a valid dictionary, not []"),
         ({"items_ins_v2_1000": {}}, f"{ENTRIES} has no 'B000000001': it belongs to another products file"),
         ({"items_ins_v2_1000": {"B000000001": entry("x")}}, "B000000001: an instruction without 'instruction_attrib"),
-        (
-            {"items_human_ins": {"B000000001": ["x"]}},
-            f"{HUMAN}, B000000001, instruction 1: Input should be a valid dic",
-        ),
         ({"items_human_ins": {"B000000001": [{"instruction": "x"}]}}, "1: instruction_attributes: Field required"),
         ({"items_human_ins": {}}, "4 products make 0 goals with env.goals = 'human'"),
     ],
@@ -222,18 +212,3 @@ def test_values_of_options_differ_from_each_other():
         assert all({*base_colour(value).split()} <= {*value.split()} for value in values)
         if name == "color":
             assert len({base_colour(value) for value in values}) == len(values)
-
-
-def test_near_misses_surround_a_goal(made: Catalogue):
-    """Of the same brand and type stand products that fail in one thing: an attribute, an option or the price."""
-    missed = Counter()
-    for goal in made.goals[:60]:
-        for product in made.search(f"{goal.product.title} {goal.product.query}"):
-            chosen = {name: value for name, value in goal.options.items() if value in product.options.get(name, ())}
-            total = reward(product, goal, chosen, "rules") * (len(goal.attributes) + len(goal.options) + 1)
-            price, options = product.price > goal.price_upper, len(goal.options) - options_met(goal, chosen)
-            attributes = len(goal.attributes) + len(goal.options) + 1 - round(total) - price - options
-            parts = {"attributes": attributes > 0, "options": options > 0, "price": price}
-            if type_reward(product, goal, "rules") == 1 and sum(parts.values()) == 1:
-                missed[max(parts, key=parts.__getitem__)] += 1
-    assert all(missed[part] > 9 for part in ("attributes", "options", "price")), missed

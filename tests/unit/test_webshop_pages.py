@@ -94,21 +94,14 @@ def test_item_page_does_not_show_what_is_chosen():
     assert (session.page, session.product, session.options) == (1, None, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "rest"),
-    [
-        ("description", " [SEP] A shirt, number 0."),
-        ("features", " [SEP] Cotton: soft. [SEP] Washable."),
-        ("reviews", ""),
-    ],
-)
-def test_sub_pages_and_back_with_the_options_kept(name, rest):
-    session = play(SHIRTS, FIRST, "click[red]", f"click[{name}]", "click[buy now]")
-    assert text(session) == f"Back to Search [SEP] < Prev{rest}"
-    assert session.available() == ["click[back to search]", "click[< prev]"]
-    assert session.reward is None
-    session.step("click[< prev]")
-    assert (text(session), session.options) == (ITEM, {"color": "red"})
+def test_sub_pages_and_back_with_the_options_kept():
+    pages = {"description": " [SEP] A shirt, number 0.", "features": " [SEP] Cotton: soft. [SEP] Washable."}
+    for name, rest in {**pages, "reviews": ""}.items():
+        session = play(SHIRTS, FIRST, "click[red]", f"click[{name}]", "click[buy now]")
+        assert text(session) == f"Back to Search [SEP] < Prev{rest}"
+        assert session.available() == ["click[back to search]", "click[< prev]"] and session.reward is None
+        session.step("click[< prev]")
+        assert (text(session), session.options) == (ITEM, {"color": "red"})
 
 
 def test_the_purchase_ends_with_the_reward():
@@ -154,19 +147,16 @@ def test_odd_products():
 # ---- prompts
 
 
+HEAD = "\nYou are an expert autonomous agent operating in the WebShop e‑commerce environment."
+CLOSING = "\n].\n\nNow it's your turn to take one action for the current step.\n"
+
+
 def test_paper_first_turn():
     assert PaperStyle().prompt(play(), []) == (
-        "\n"
-        "You are an expert autonomous agent operating in the WebShop e‑commerce environment. \n"
-        f"Your task is to: {TASK}.\n"
+        f"{HEAD} \nYour task is to: {TASK}.\n"
         "Your current observation is: 'Search'.\n"
         "Your admissible actions of the current situation are: \n"
-        "[\n"
-        "'search[<your query>]',\n"
-        "'click[search]',\n"
-        "].\n"
-        "\n"
-        "Now it's your turn to take one action for the current step.\n"
+        f"[\n'search[<your query>]',\n'click[search]',{CLOSING}"
         "You should first reason step-by-step about the current situation, then think carefully which admissible "
         "action best advances the shopping goal. This reasoning process MUST be enclosed within <think> </think> "
         "tags. \n"
@@ -180,20 +170,13 @@ PAST = [("'Search'", "fly"), ("'Search'", "search[tea mug]"), ("'Back to Search'
 
 def test_paper_later_turn_has_the_last_two_numbered_from_one():
     assert PaperStyle(think=False).prompt(play(SHIRTS, FIRST, "click[reviews]"), PAST) == (
-        "\n"
-        "You are an expert autonomous agent operating in the WebShop e‑commerce environment.\n"
-        f"Your task is to: {TASK}.\n"
+        f"{HEAD}\nYour task is to: {TASK}.\n"
         "Prior to this step, you have already taken 3 step(s). Below are the most recent 2 observations and the "
         "corresponding actions you took: [Observation 2: ''Search'', Action 2: 'search[tea mug]']\n"
         "[Observation 3: ''Back to Search' [SEP] 'B0'', Action 3: 'click[b0oddasin9]']\n"
         "You are now at step 4 and your current observation is: 'Back to Search' [SEP] '< Prev'.\n"
         "Your admissible actions of the current situation are: \n"
-        "[\n"
-        "'click[back to search]',\n"
-        "'click[< prev]',\n"
-        "].\n"
-        "\n"
-        "Now it's your turn to take one action for the current step.\n"
+        f"[\n'click[back to search]',\n'click[< prev]',{CLOSING}"
         "You should choose an admissible action for current step and present it within <action> </action> tags.\n"
     )
 

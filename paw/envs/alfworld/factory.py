@@ -7,6 +7,8 @@ apart. Evaluation on files draws with replacement, as the reference code's indep
 import functools
 import hashlib
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, Style, task_text
 from paw.envs.alfworld.tables import get_difficulty
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import Endless, Lazy, Tasks
+from paw.envs.base import Endless, Tasks
 from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
@@ -33,9 +35,8 @@ TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 class AlfworldFactory:
     """The games of one `EnvConfig`.
 
-    Raises:
-        UserError: env.data is no ALFWorld folder or lacks env.eval_split, a split or kind of game is not generated, or
-            the textworld back end is not installed.
+    Raises UserError: env.data is no ALFWorld folder or lacks env.eval_split, a split or kind of game is not generated,
+    or the textworld back end is not installed.
     """
 
     Config = AlfworldConfig
@@ -73,16 +74,14 @@ class AlfworldFactory:
     def tasks(self, split: str, seed: int) -> Tasks:
         """The games of a split. Those of the warm-up are generated, whether or not training plays files.
 
-        Raises:
-            UserError: the split is unknown, missing or empty.
+        Raises UserError: the split is unknown, missing or empty.
         """
         if split == "warmup" or self._root is None:
             stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
             if stream is None:
                 raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
             return Endless(lambda i: self._generated(stream, seed, i))
-        games = self._split(split)
-        return Lazy(len(games), lambda i: self._from_file(*games[i]))
+        return Files(self._root, self._split(split), self._read)
 
     def make(self) -> "AlfworldEnv":
         return AlfworldEnv(self.config)
@@ -106,10 +105,6 @@ class AlfworldFactory:
         ]
         return f"{engine}alfworld {' '.join(hashes)} {kinds}"
 
-    def _from_file(self, task_id: str, kind: str) -> Task:
-        assert self._root is not None
-        return Task(task_id, kind, self._read(index.game_path(self._root, task_id)))
-
     def _generated(self, split: str, seed: int, i: int) -> Task:
         game = self._generate(split, seed, i)
         return Task(f"generated/{split}/{seed}/{i}", game.kind, game)
@@ -124,6 +119,22 @@ class AlfworldFactory:
         if not games:
             raise UserError(f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds")
         return games
+
+
+@dataclass
+class Files:
+    """The tasks of a split, read when they are played."""
+
+    root: Path
+    games: list[tuple[str, str]]
+    read: Callable[[Path], Game]
+
+    def __len__(self) -> int:
+        return len(self.games)
+
+    def __getitem__(self, i: int) -> Task:
+        task_id, kind = self.games[i]
+        return Task(task_id, kind, self.read(index.game_path(self.root, task_id)))
 
 
 class AlfworldEnv:
@@ -141,8 +152,7 @@ class AlfworldEnv:
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a parsed Game.
 
-        Raises:
-            EnvironmentFailure: the worker of the textworld back end died, hung or raised.
+        Raises EnvironmentFailure: the worker of the textworld back end died, hung or raised.
         """
         self._game: Game = task.payload
         if self._worker is None:

@@ -9,6 +9,7 @@ that belongs to another split is drawn again, so no two splits share a game what
 """
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from paw.envs.alfworld.oracle import solve
-from paw.envs.alfworld.problem import Game
+from paw.envs.alfworld.problem import TASK_TYPES, Game
 from paw.envs.alfworld.tables import (
     ABILITIES,
     GOALS,
@@ -26,7 +27,6 @@ from paw.envs.alfworld.tables import (
     LAMP_SPOTS,
     OPENABLE,
     SENTENCES,
-    TASK_TYPES,
     TREATMENTS,
     Difficulty,
     Room,
@@ -75,57 +75,46 @@ class Scene:
         return next(split for split, residues in SPLITS.items() if residue in residues)
 
 
-def generate(seed: int, *, difficulty: str | Difficulty = "full", kinds: Sequence[str] | None = None) -> Game:
+def generate(seed: int, *, difficulty: str = "full", kinds: Sequence[str] | None = None) -> Game:
     """The game of `seed`, of one of `kinds` (default: all that the difficulty offers), with its walkthrough.
 
-    Raises:
-        UserError: unknown difficulty, or a kind that it does not offer.
+    Raises UserError: unknown difficulty, or a kind that it does not offer.
     """
-    return _game(_draw(seed, *_resolve(difficulty, kinds)), get_difficulty(difficulty))
+    level = get_difficulty(difficulty)
+    return _game(_draw(seed, level, _offered(level, kinds)), level)
 
 
 def games(
-    split: str,
-    start: int,
-    count: int,
-    *,
-    seed: int = 0,
-    difficulty: str | Difficulty = "full",
-    kinds: Sequence[str] | None = None,
+    split: str, start: int, count: int, *, seed: int = 0, difficulty: str = "full", kinds: Sequence[str] | None = None
 ) -> Iterator[Game]:
     """Games `start`, ..., `start + count - 1` of an endless seeded stream.
 
     Streams of different splits ("train", "warmup", "unseen") have no game in common, whatever their seeds. Within one
     a tiny game may come twice.
 
-    Raises:
-        UserError: unknown split or difficulty, or a kind that the difficulty does not offer.
+    Raises UserError: unknown split or difficulty, or a kind that the difficulty does not offer.
     """
     if split not in SPLITS:
         raise UserError(f'split "{split}" of generated games is not known; choose one of {", ".join(SPLITS)}')
-    resolved = _resolve(difficulty, kinds)
+    level = get_difficulty(difficulty)
+    offered = _offered(level, kinds)
     for index in range(start, start + count):
-        attempt = 0
-        while (scene := _draw(_seed_of(split, seed, index, attempt), *resolved)).split() != split:
-            attempt += 1
-        yield _game(scene, resolved[0])
+        for attempt in itertools.count():
+            parts = json.dumps((split, seed, index, attempt)).encode()  # neighbouring games share nothing
+            scene = _draw(int.from_bytes(hashlib.sha256(parts).digest()[:6], "big"), level, offered)
+            if scene.split() == split:
+                break
+        yield _game(scene, level)
 
 
-def _seed_of(*parts: str | int) -> int:
-    """A seed of 48 bits from the parts: neighbouring games share nothing."""
-    return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:6], "big")
-
-
-def _resolve(difficulty: str | Difficulty, kinds: Sequence[str] | None) -> tuple[Difficulty, tuple[str, ...]]:
-    difficulty = get_difficulty(difficulty)
-    kinds = difficulty.kinds if kinds is None else tuple(kinds)
-    for kind in kinds:
-        if kind not in difficulty.kinds:
-            offered = ", ".join(difficulty.kinds)
-            raise UserError(f'task type "{kind}" is not offered by difficulty "{difficulty.name}"; it has {offered}')
+def _offered(level: Difficulty, kinds: Sequence[str] | None) -> tuple[str, ...]:
+    kinds = level.kinds if kinds is None else tuple(kinds)
     if not kinds:
         raise UserError("no task type to generate games of: kinds is empty")
-    return difficulty, kinds
+    if wrong := [kind for kind in kinds if kind not in level.kinds]:
+        offered = ", ".join(level.kinds)
+        raise UserError(f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}')
+    return kinds
 
 
 def _game(scene: Scene, difficulty: Difficulty) -> Game:
@@ -282,10 +271,7 @@ def _problem(scene: Scene) -> str:
     )
 
 
-@cache
-def _rules() -> tuple[str, str]:
-    """ALFWorld's domain and its grammar."""
-    return (_DATA / "alfred.pddl").read_text(encoding="utf-8"), (_DATA / "alfred.twl2").read_text(encoding="utf-8")
+_rules = cache(lambda: [(_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")])
 
 
 def write(game: Game, folder: str | Path) -> Path:
@@ -293,8 +279,7 @@ def write(game: Game, folder: str | Path) -> Path:
 
     Beside it lies the part of traj_data.json that alfworld's own environment and expert read.
 
-    Raises:
-        ValueError: `game` was read from a file, so there is nothing to write it from.
+    Raises ValueError: `game` was read from a file, so there is nothing to write it from.
     """
     scene = game.scene
     if not isinstance(scene, Scene):

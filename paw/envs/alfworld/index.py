@@ -1,34 +1,19 @@
-"""Which official games there are: found by scanning the folder once, then remembered.
-
-The index is `paw-index.json` next to the splits, or in the user's cache where the data is read-only. It holds ids
-relative to the folder, so it moves with the data; a split whose folders changed is scanned again.
-"""
+"""Which official games there are: found by scanning a split's folder, then remembered in the cache until it changes."""
 
 import hashlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from paw.cache import cached
+from paw.envs.alfworld.problem import TASK_TYPES
 from paw.errors import UserError
-from paw.files import write_file
 
 FOLDER = "json_2.1.1"
 GAME_FILE = "game.tw-pddl"
-INDEX = "paw-index.json"
 SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
 FIX = "run `paw data alfworld --download`, or point env.data at the folder that holds json_2.1.1"
-
-KIND_OF_TYPE = {
-    "pick_and_place_simple": "pick",
-    "look_at_obj_in_light": "look",
-    "pick_clean_then_place_in_recep": "clean",
-    "pick_heat_then_place_in_recep": "heat",
-    "pick_cool_then_place_in_recep": "cool",
-    "pick_two_obj_and_place": "two",
-}
-"""alfworld's TASK_TYPES, the only ones its own environment plays."""
 
 
 class Split(NamedTuple):
@@ -53,8 +38,7 @@ def load_split(root: Path, split: str) -> Split:
 
     As in alfworld's own loader, movable-receptacle and slicing tasks and unsolvable games are left out.
 
-    Raises:
-        UserError: the split is unknown, missing or empty.
+    Raises UserError: the split is unknown, missing or empty.
     """
     if split not in SPLITS:
         raise UserError(f"unknown ALFWorld split '{split}'; there are: {', '.join(SPLITS)}")
@@ -62,16 +46,16 @@ def load_split(root: Path, split: str) -> Split:
     if not folder.is_dir():
         there = ", ".join(name for name in SPLITS if (root / name).is_dir())
         raise UserError(f"{root} has no split '{split}' (it has: {there}); {FIX}")
-    stamp = _stamp(folder)
-    for place in _places(root):
-        known = _read(place).get(split)
-        if known is not None and known["stamp"] == stamp:
-            return Split([(name, kind) for name, kind in known["games"]], known["digest"])
-    found = _scan(root, split)
-    if not found.games:
-        raise UserError(f"{folder} holds no games (no {GAME_FILE} of a known task type); {FIX}")
-    _remember(root, split, {"stamp": stamp, "digest": found.digest, "games": found.games})
-    return found
+    tasks = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir())
+    stamp = hashlib.sha256(json.dumps([str(folder.resolve()), tasks]).encode()).hexdigest()[:16]
+    try:
+        kept = cached(
+            f"alfworld-{stamp}", lambda made: (made / "index.json").write_text(json.dumps(_scan(root, split)))
+        )
+        games, digest = json.loads((kept / "index.json").read_text())
+    except UserError:  # no games, or no room for an index: the scan says which
+        games, digest = _scan(root, split)
+    return Split([(name, kind) for name, kind in games], digest)
 
 
 def game_path(root: Path, task_id: str) -> Path:
@@ -80,9 +64,10 @@ def game_path(root: Path, task_id: str) -> Path:
 
 def _scan(root: Path, split: str) -> Split:
     games, digest = [], hashlib.sha256()
+    kinds = {type_: kind for kind, type_ in TASK_TYPES.items()}  # the only ones that alfworld's own environment plays
     for path in sorted((root / split).glob(f"*/*/{GAME_FILE}")):
         name = path.parent.relative_to(root).as_posix()
-        kind = KIND_OF_TYPE.get(name.split("/")[1].split("-")[0])
+        kind = kinds.get(name.split("/")[1].split("-")[0])
         if kind is None or "movable" in name or "Sliced" in name:
             continue
         try:
@@ -93,42 +78,6 @@ def _scan(root: Path, split: str) -> Split:
             continue
         games.append((name, kind))
         digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+    if not games:
+        raise UserError(f"{root / split} holds no games (no {GAME_FILE} of a known task type); {FIX}")
     return Split(games, digest.hexdigest())
-
-
-def _stamp(folder: Path) -> str:
-    """Changes when a task or a trial is added or removed: names and times of the task folders."""
-    entries = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir())
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-
-
-def _places(root: Path) -> list[Path]:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(os.environ.get("PAW_CACHE") or Path(home) / "paw")
-    return [root / INDEX, cache / f"alfworld-{hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]}.json"]
-
-
-def _read(place: Path) -> dict[str, Any]:
-    """The index at `place`; empty if there is none or it is not one, which only costs another scan."""
-    try:
-        index = json.loads(place.read_text(encoding="utf-8"))
-        for split, known in index.items():
-            sound = isinstance(known["stamp"], str) and isinstance(known["digest"], str)
-            if not sound or not all(_inside(split, name) and kind for name, kind in known["games"]):
-                return {}
-        return index
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _inside(split: str, name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) == 3 and parts[0] == split and ".." not in parts
-
-
-def _remember(root: Path, split: str, known: dict[str, Any]) -> None:
-    for place in _places(root):
-        with suppress(OSError):  # read-only data, or no room for an index: the next place, or none
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_file(place, json.dumps({**_read(place), split: known}))  # ranks may index at the same time
-            return

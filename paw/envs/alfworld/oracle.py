@@ -34,8 +34,7 @@ def oracle(household: Household) -> str:
 def solve(game: Game, *, max_steps: int = 60) -> list[str]:
     """The expert's commands from the start of `game` until it is won.
 
-    Raises:
-        ValueError: it is not won within `max_steps`.
+    Raises ValueError: it is not won within `max_steps`.
     """
     household, commands = Household(game), []
     while not household.won:

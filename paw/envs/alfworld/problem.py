@@ -9,14 +9,23 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from paw.envs.checked import Strict, checked
 from paw.errors import UserError
 
-KINDS = ("pick", "look", "clean", "heat", "cool", "two")
-"""ALFWorld's six task types, in the order of its TASK_TYPES."""
+TASK_TYPES = {
+    "pick": "pick_and_place_simple",
+    "look": "look_at_obj_in_light",
+    "clean": "pick_clean_then_place_in_recep",
+    "heat": "pick_heat_then_place_in_recep",
+    "cool": "pick_cool_then_place_in_recep",
+    "two": "pick_two_obj_and_place",
+}
+"""Our short names of the six task types -> ALFWorld's."""
+KINDS = tuple(TASK_TYPES)
 REQUIRED_STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 """The state the object of a goal must have been brought into."""
 
@@ -28,11 +37,16 @@ _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
 _TASK = re.compile(r'"rhs":\s*("Your task is to: (?:[^"\\]|\\.)*")')
 _SINK_RULE = re.compile(r"^\s*\(receptacleType \?r SinkType\)", re.MULTILINE)
 _STATE_PREDICATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
-_KEYS = ("pddl_domain", "grammar", "pddl_problem")
 
 
-@dataclass(frozen=True)
-class Goal:
+class GameFile(Strict):
+    pddl_domain: str
+    grammar: str
+    pddl_problem: str
+    walkthrough: list[str] | None = None
+
+
+class Goal(NamedTuple):
     kind: str
     """One of KINDS."""
     object: str
@@ -41,7 +55,7 @@ class Goal:
     """Type of the receptacle to put it in; for "look", of the lamp."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Game:
     """Everything about a problem that no action changes, and the state it starts from."""
 
@@ -50,48 +64,48 @@ class Game:
     goal: Goal
     name: str
     """Path of the file, or what the generator calls it."""
-    walkthrough: list[str] | None = field(repr=False)
+    walkthrough: list[str] | None
 
-    names: dict[str, str] = field(repr=False)
+    names: dict[str, str]
     """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
-    location: dict[str, str] = field(repr=False)
+    location: dict[str, str]
     """Receptacle id -> location id, receptacles in sorted order."""
-    at: dict[str, tuple[str, ...]] = field(repr=False)
+    at: dict[str, tuple[str, ...]]
     """Location id -> its receptacles, sorted."""
-    receptacle_type: dict[str, str] = field(repr=False)
-    object_type: dict[str, str] = field(repr=False)
-    can_contain: frozenset[tuple[str, str]] = field(repr=False)
+    receptacle_type: dict[str, str]
+    object_type: dict[str, str]
+    can_contain: frozenset[tuple[str, str]]
     """Pairs (receptacle type, object type)."""
-    openable: frozenset[str] = field(repr=False)
-    pickupable: frozenset[str] = field(repr=False)
-    cleanable: frozenset[str] = field(repr=False)
-    heatable: frozenset[str] = field(repr=False)
-    coolable: frozenset[str] = field(repr=False)
-    toggleable: frozenset[str] = field(repr=False)
-    sliceable: frozenset[str] = field(repr=False)
-    inner: dict[str, tuple[str, ...]] = field(repr=False)
+    openable: frozenset[str]
+    pickupable: frozenset[str]
+    cleanable: frozenset[str]
+    heatable: frozenset[str]
+    coolable: frozenset[str]
+    toggleable: frozenset[str]
+    sliceable: frozenset[str]
+    inner: dict[str, tuple[str, ...]]
     """Objects that are receptacles themselves (a bowl) -> what lies in them; nothing ever moves in or out."""
-    sink_types: frozenset[str] = field(repr=False)
+    sink_types: frozenset[str]
     """Receptacle types in which objects are cleaned."""
 
-    start: str = field(repr=False)
+    start: str
     """Location of the agent at the start."""
-    contents: dict[str, tuple[str, ...]] = field(repr=False)
+    contents: dict[str, tuple[str, ...]]
     """Receptacle id -> objects in or on it, sorted. An object can be in two at once."""
-    object_location: frozenset[tuple[str, str]] = field(repr=False)
+    object_location: frozenset[tuple[str, str]]
     """Pairs (object, location); an object's location need not be that of the receptacle it is in."""
-    opened: frozenset[str] = field(repr=False)
-    states: dict[str, frozenset[str]] = field(repr=False)
+    opened: frozenset[str]
+    states: dict[str, frozenset[str]]
     """Object id -> those of clean, hot, cool, sliced, toggled that hold at the start."""
 
-    destinations: dict[str, str] = field(repr=False)
+    destinations: dict[str, str]
     """Command "go to ..." -> receptacle id, for every receptacle."""
-    candidates: frozenset[str] = field(repr=False)
+    candidates: frozenset[str]
     """Objects that can fulfil the goal."""
-    targets: tuple[str, ...] = field(repr=False)
+    targets: tuple[str, ...]
     """Receptacles of the goal's type, sorted; for "look", the lamps."""
 
-    scene: Any = field(default=None, repr=False)
+    scene: Any = None
     """What the generator drew, from which `generator.write` writes the file; None for a game that was read."""
 
     @property
@@ -102,51 +116,33 @@ class Game:
     def load(cls, path: str | Path) -> "Game":
         """Read a game.tw-pddl file.
 
-        Raises:
-            UserError: the file cannot be read, is no complete game, or has a goal or grammar other than ALFWorld's.
+        Raises UserError: the file cannot be read, is no complete game, or has a goal or grammar other than ALFWorld's.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"game file {path}: cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise UserError(f"game file {path}: not valid JSON ({error}); download the games again") from error
         return cls.from_data(data, name=str(path))
 
     @classmethod
     def from_data(cls, data: Any, *, name: str) -> "Game":
-        """A game from the decoded JSON of its file; `name` says in errors where it came from.
-
-        Raises:
-            UserError: as `load`.
-        """
-        if not isinstance(data, dict):
-            raise UserError(f"game file {name}: holds a JSON {type(data).__name__}, not an object")
-        for key in _KEYS:
-            if not isinstance(data.get(key), str):
-                raise UserError(f'game file {name}: "{key}" is {"no text" if key in data else "missing"}')
-        walkthrough = data.get("walkthrough")
-        if walkthrough is not None and not (
-            isinstance(walkthrough, list) and all(isinstance(command, str) for command in walkthrough)
-        ):
-            raise UserError(f'game file {name}: "walkthrough" is no list of commands')
-        grammar = data["grammar"]
-        task = _TASK.search(grammar)
+        """A game from the content of its file, or that decoded; `name` says in errors where it came from."""
+        try:
+            file = checked(GameFile, data, f"game file {name}")
+        except UserError as error:
+            raise UserError(f"{error}; download the games again") from None
+        task = _TASK.search(file.grammar)
         if task is None:
             raise UserError(f'game file {name}: its grammar names no task ("Your task is to: ...")')
-        if "move {o} to {r}" not in grammar:
+        if "move {o} to {r}" not in file.grammar:
             raise UserError(
                 f'game file {name}: its grammar has no "move ... to ..." command, so it is older than release '
                 "json_2.1.2; download the games with alfworld >= 0.4.0, or play it with the textworld back end"
             )
-        return cls.parse(
-            data["pddl_problem"],
-            json.loads(task.group(1)),
-            walkthrough=walkthrough,
-            name=name,
-            # The domain inside the released games also cleans in a sink that has no basin.
-            sink_types=("sinkbasintype", "sinktype") if _SINK_RULE.search(data["pddl_domain"]) else ("sinkbasintype",),
-        )
+        # The domain inside the released games also cleans in a sink that has no basin.
+        sinks = ("sinkbasintype", "sinktype") if _SINK_RULE.search(file.pddl_domain) else ("sinkbasintype",)
+        sentence = json.loads(task.group(1))
+        return cls.parse(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=name, sink_types=sinks)
 
     @classmethod
     def parse(
@@ -160,9 +156,8 @@ class Game:
     ) -> "Game":
         """A game from the text of a PDDL `problem`.
 
-        Raises:
-            UserError: the text is no complete problem, lacks facts that every game has, or its goal is none of the six
-                task types.
+        Raises UserError: the text is no complete problem, lacks facts that every game has, or its goal is none of the
+        six task types.
         """
         text = _COMMENT.sub("", problem.lower())
         init, goal = text.find("(:init"), text.find("(:goal")
@@ -173,7 +168,7 @@ class Game:
         facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
         for predicate, arguments in _FACT.findall(text, init, goal):
             facts[predicate].append(tuple(arguments.split()))
-        parsed = _parse_goal(text[goal:], name)
+        wanted = _parse_goal(text[goal:], name)
 
         def pairs(predicate: str) -> list[tuple[str, str]]:
             try:
@@ -205,11 +200,11 @@ class Game:
             for thing in having(predicate):
                 states[thing] = states.get(thing, frozenset()) | {state}
         cleanable, heatable, coolable = having("cleanable"), having("heatable"), having("coolable")
-        able = {"clean": cleanable, "heat": heatable, "cool": coolable}.get(parsed.kind, object_type.keys())
-        target_type = object_type if parsed.kind == "look" else receptacle_type
+        able = {"clean": cleanable, "heat": heatable, "cool": coolable}.get(wanted.kind, object_type.keys())
+        target_type = object_type if wanted.kind == "look" else receptacle_type
         return cls(
             task=task,
-            goal=parsed,
+            goal=wanted,
             name=name,
             walkthrough=walkthrough,
             names=names,
@@ -233,8 +228,8 @@ class Game:
             opened=having("opened"),
             states=states,
             destinations={f"go to {names[receptacle]}": receptacle for receptacle in location},
-            candidates=frozenset(thing for thing, t in object_type.items() if t == parsed.object and thing in able),
-            targets=tuple(sorted(thing for thing, t in target_type.items() if t == parsed.target)),
+            candidates=frozenset(thing for thing, t in object_type.items() if t == wanted.object and thing in able),
+            targets=tuple(sorted(thing for thing, t in target_type.items() if t == wanted.target)),
         )
 
 

@@ -23,15 +23,6 @@ ABILITIES = {predicate: frozenset(types.split()) for predicate, types in _TABLES
 """Predicate -> the object types it holds for."""
 TREATMENTS = {"clean": ("SinkBasin", "cleanable"), "heat": ("Microwave", "heatable"), "cool": ("Fridge", "coolable")}
 """Kind of task -> where the object is treated, and which objects can be."""
-TASK_TYPES = {
-    "pick": "pick_and_place_simple",
-    "look": "look_at_obj_in_light",
-    "clean": "pick_clean_then_place_in_recep",
-    "heat": "pick_heat_then_place_in_recep",
-    "cool": "pick_cool_then_place_in_recep",
-    "two": "pick_two_obj_and_place",
-}
-"""Our short names of the task types -> ALFWorld's."""
 SENTENCES: dict[str, list[str]] = _TABLES["sentences"]
 GOALS: dict[str, str] = _TABLES["goals"]
 
@@ -92,14 +83,8 @@ DIFFICULTIES = {
 }
 
 
-def get_difficulty(difficulty: str | Difficulty) -> Difficulty:
-    """A preset by its name; a `Difficulty` is returned as it is.
-
-    Raises:
-        UserError: no preset has that name.
-    """
-    if isinstance(difficulty, Difficulty):
-        return difficulty
-    if difficulty not in DIFFICULTIES:
-        raise UserError(f'difficulty "{difficulty}" is not known; choose one of {", ".join(DIFFICULTIES)}')
-    return DIFFICULTIES[difficulty]
+def get_difficulty(name: str) -> Difficulty:
+    """A preset. UserError where none has that name."""
+    if name not in DIFFICULTIES:
+        raise UserError(f'difficulty "{name}" is not known; choose one of {", ".join(DIFFICULTIES)}')
+    return DIFFICULTIES[name]

@@ -12,8 +12,7 @@ from paw.errors import UserError
 class TextworldHousehold:
     """One game file, played by the real engine. `reset` starts it; `admissible` and `won` follow each text.
 
-    Raises:
-        UserError: alfworld or textworld is not installed.
+    Raises UserError: alfworld or textworld is not installed.
     """
 
     admissible: list[str]

@@ -6,12 +6,14 @@ Columns that are not needed, such as Search-R1's own prompt, are never read.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import BeforeValidator, Field
+
+from paw.envs.checked import Strict, checked, json_lines
 from paw.errors import UserError
 from paw.types import Task
 
@@ -29,6 +31,19 @@ SUFFIXES = (".parquet", ".jsonl")
 COLUMNS = ("question", "golden_answers", "data_source")
 TARGET = "reward_model.ground_truth.target"
 FIX = "docs/environments.md has the format"
+
+
+Text = Annotated[str, Field(pattern=r"\S")]
+
+
+class Row(Strict):
+    """Of a file."""
+
+    question: Text
+    golden_answers: Annotated[
+        list[Text], Field(min_length=1), BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+    ]
+    data_source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,23 +80,20 @@ def find_file(data: Path, split: str) -> Path:
 def load(path: Path) -> list[Task]:
     """The questions of a file in order: `Task(id, kind, Question)`, where kind is the data_source.
 
-    Raises:
-        UserError: the file is unreadable, damaged or empty, naming the line or row.
+    Raises UserError: the file is unreadable, damaged or empty, naming the line or row.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
-    tasks = []
     try:
-        for place, row in _parquet(path) if path.suffix == ".parquet" else _lines(path):
-            try:
-                kind, question = _question(row)
-            except ValueError as error:
-                raise UserError(f"env.data: {path}: {place}: {error}; {FIX}") from None
-            tasks.append(Task(f"{path.stem}/{len(tasks)}", kind or path.stem, question))
+        rows = list(_parquet(path) if path.suffix == ".parquet" else _lines(path))
     except OSError as error:
         raise UserError(f"env.data: {path}: {error.strerror}") from None
-    if not tasks:
+    if not rows:
         raise UserError(f"env.data: {path} holds no question; {FIX}")
+    tasks = []
+    for i, row in enumerate(rows):
+        question = Question(row.question.strip(), tuple(row.golden_answers))
+        tasks.append(Task(f"{path.stem}/{i}", short_name(row.data_source or "") or path.stem, question))
     return tasks
 
 
@@ -97,58 +109,29 @@ def short_name(source: str) -> str:
     return tail if tail in SETS else source
 
 
-def _question(row: Any) -> tuple[str, Question]:
-    """(data_source, question). ValueError saying what is wrong with the row."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{_short(row)} is no object")
-    text, answers, source = (row.get(column) for column in COLUMNS)
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"'question' is {_short(text)}")
-    answers = [answers] if isinstance(answers, str) else answers or row.get(TARGET)
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise ValueError(f"'golden_answers' is {_short(answers)}, not a list of texts")
-    if source is not None and not isinstance(source, str):
-        raise ValueError(f"'data_source' is {_short(source)}")
-    return short_name(source or ""), Question(text.strip(), tuple(answers))
+def _lines(path: Path) -> Iterator[Row]:
+    return (row for _, row in json_lines(path, Row, f"env.data: {path}"))
 
 
-def _short(value: Any) -> str:
-    return "missing" if value is None else repr(value)[:60]
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", json.loads(line)
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
-                reason = str(error).partition("\n")[0]
-                raise UserError(f"env.data: {path}: line {number} is no JSON: {reason}") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"env.data: reading {path.name} needs pyarrow: pip install 'paw-trainer[search]'") from None
+    number = 0
     try:
         with ParquetFile(path) as file:
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-            wanted = [*COLUMNS, TARGET]
-            present = [name for name in wanted if any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves)]
+            present = [name for name in (*COLUMNS, TARGET) if any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves)]
             if "question" not in present:
-                raise UserError(
-                    f"env.data: {path} has no column 'question'; it has {', '.join(file.schema_arrow.names)}"
-                )
-            number = 0
-            for batch in file.iter_batches(columns=present):
-                for row in batch.to_pylist():
-                    number += 1
-                    nested = row.get("reward_model") or {}
-                    yield f"row {number}", {**row, TARGET: (nested.get("ground_truth") or {}).get("target")}
+                names = ", ".join(file.schema_arrow.names)
+                raise UserError(f"env.data: {path} has no column 'question'; it has {names}")
+            for row in (row for batch in file.iter_batches(columns=present) for row in batch.to_pylist()):
+                number += 1
+                target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
+                answers = row.get("golden_answers") or target
+                yield checked(Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}")
     except (ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # without a number it is pyarrow's way to say: damaged
             raise

@@ -63,21 +63,17 @@ class Embedding:
             raise UserError(f"{key} = '{name}': it pools by {', '.join(asked)}; known are mean, first and last token")
         self._kept: dict[str, Tensor] = {}
 
-    def __call__(self, texts: Sequence[str]) -> Tensor:
-        """[N] texts -> [N, D] float32 unit vectors in host memory."""
-        if len(self._kept) > KEPT:
-            self._kept.clear()
-        if new := list(set(texts) - self._kept.keys()):
-            self._kept.update(zip(new, self.encode(new), strict=True))
-        return torch.stack([self._kept[text] for text in texts])
-
     def similarity(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Cosine of each pair of texts, in [-1, 1]."""
-        vectors_P2D = self([text for pair in pairs for text in pair]).unflatten(0, (-1, 2))
-        return (vectors_P2D[:, 0] * vectors_P2D[:, 1]).sum(-1).tolist()
+        if len(self._kept) > KEPT:
+            self._kept.clear()
+        if new := list({text for pair in pairs for text in pair} - self._kept.keys()):
+            self._kept.update(zip(new, self.encode(new), strict=True))
+        one_PD, two_PD = (torch.stack([self._kept[text] for text in side]) for side in zip(*pairs, strict=True))
+        return (one_PD * two_PD).sum(-1).tolist()
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """The same of at least one text, without a memory: for texts that do not come back."""
+        """[N] texts, at least one -> [N, D] float32 unit vectors in host memory."""
         order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), texts[at]))
         parts = [[texts[at] for at in order[start : start + BATCH]] for start in range(0, len(order), BATCH)]
         return torch.cat([self._encode(part) for part in parts])[torch.tensor(order).argsort()]

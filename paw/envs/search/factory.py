@@ -12,7 +12,7 @@ from paw.config import RunConfig
 from paw.envs.base import Endless, Tasks, shuffled
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
-from paw.envs.search.prompt import Action, Style, make_style, title
+from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, Style, title
 from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
@@ -28,9 +28,8 @@ WORLDS = 100
 class SearchFactory:
     """The questions of one configuration and the retriever that answers searches.
 
-    Raises:
-        UserError: env.data or env.corpus is missing, damaged, or without the other; a split is not there; a package
-            is not installed; or the server does not answer.
+    Raises UserError: env.data or env.corpus is missing, damaged, or without the other; a split is not there; a package
+    is not installed; or the server does not answer.
     """
 
     Config = SearchConfig
@@ -75,9 +74,8 @@ class SearchFactory:
     def tasks(self, split: str, seed: int) -> Tasks:
         """The questions of a split; with ZeroSearch those of training know the update in which they are asked.
 
-        Raises:
-            UserError: the split is unknown, missing, damaged or empty; or it is the warm-up's and questions come from
-                files: nobody shows how to answer those.
+        Raises UserError: the split is unknown, missing, damaged or empty; or it is the warm-up's and questions come
+        from files: nobody shows how to answer those.
         """
         if split == "warmup" and self.config.data:
             raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
@@ -132,7 +130,8 @@ class SearchEnv:
 
     def __init__(self, config: SearchConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
-        self.style: Style = make_style(config.style, history=config.history, think=config.think)
+        style = PaperStyle if config.style == "paper" else CompactStyle
+        self.style: Style = style(history=config.history, think=config.think)
         self._retrieve = search
         self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True
@@ -158,8 +157,7 @@ class SearchEnv:
 
         Nothing is observed after the last turn.
 
-        Raises:
-            EnvironmentFailure: the search failed.
+        Raises EnvironmentFailure: the search failed.
         """
         assert not self._done, "step() before reset() or after the end"
         action, valid = self.style.parse_action(response)
@@ -181,8 +179,7 @@ class SearchEnv:
     def oracle(self) -> str:
         """Search for the first document that is not in the prompt yet, of those that lead to the answer; then answer.
 
-        Raises:
-            NoOracleError: the question comes from a file.
+        Raises NoOracleError: the question comes from a file.
         """
         hops = self._question.hops
         if not hops:

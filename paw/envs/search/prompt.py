@@ -10,25 +10,16 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-FIRST_TURN = """
+HEAD = """
 You are an expert agent tasked with answering the given question step-by-step.
 Your question: {question}
-
-{instruction}
 """
-
-LATER_TURN = """
-You are an expert agent tasked with answering the given question step-by-step.
-Your question: {question}
-
+PAST = """
 Prior to this step, you have already taken {taken} step(s). Below is the interaction history where <search> </search> \
 wrapped your past search queries and <information> </information> wrapped the corresponding search results returned \
 by the external search engine. History:
 {history}
-
-{instruction}
 """
-
 # The blank before the line break is the reference's.
 THINK = (
     "You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags. \n"
@@ -68,23 +59,15 @@ class PaperStyle:
     """Figure 9 of the paper. With `history` 0 later turns look like the first, as in the reference."""
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
-        self.shown = history
-        """Observations of earlier turns that a prompt holds."""
-        self.think = think
-        self._instruction = INSTRUCTION.format(think=THINK if think else NO_THINK)
+        self.shown, self.think = history, think
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
-        if not (past and self.shown):
-            return FIRST_TURN.format(question=question, instruction=self._instruction)
-        taken = len(past)
-        first = max(0, taken - self.shown)
-        steps = [
-            f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past[first:], start=first + 1)
-        ]
-        return LATER_TURN.format(
-            question=question, taken=taken, history="\n".join(steps), instruction=self._instruction
-        )
+        text = HEAD.format(question=question)
+        if past and self.shown:
+            shown = [f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past, start=1)]
+            text += PAST.format(taken=len(past), history="\n".join(shown[-self.shown :]))
+        return f"{text}\n{INSTRUCTION.format(think=THINK if self.think else NO_THINK)}\n"
 
     def parse_action(self, response: str) -> tuple[Action, bool]:
         """The first <search> block, the text cut after it, else the first <answer> block; invalid if neither, both or
@@ -120,7 +103,9 @@ class CompactStyle:
     town 12 lies on river 13.
     """
 
-    shown = 1
+    def __init__(self, *, history: int = 1, think: bool = False) -> None:
+        self.shown = 1
+        """Observations of earlier turns that a prompt holds."""
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         lines = [f"task: {question}"]
@@ -151,8 +136,3 @@ def _tagged(action: Action) -> str:
 
 
 Style = PaperStyle | CompactStyle
-
-
-def make_style(style: str, *, history: int, think: bool) -> Style:
-    """The style named by `env.style`: "paper" or "compact" (`history` and `think` are the paper style's)."""
-    return PaperStyle(history=history, think=think) if style == "paper" else CompactStyle()

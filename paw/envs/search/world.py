@@ -9,8 +9,10 @@ import functools
 import hashlib
 import itertools
 import random
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from paw.envs.search.data import Question
@@ -28,104 +30,12 @@ class Relation(NamedTuple):
     question: str
     phrase: str
     """What a question calls the object by."""
-    sentences: tuple[str, ...]
+    sentences: list[str]
     """How documents say it; a numbered world has the first alone."""
 
 
-RELATIONS = {
-    "person": (
-        Relation(
-            "town",
-            "In which town was {s} born?",
-            "the birthplace of {s}",
-            (
-                "{s} was born in {o}.",
-                "{s} comes from {o}.",
-                "{s} grew up in {o}, the place of birth.",
-            ),
-        ),
-        Relation(
-            "company",
-            "Which company does {s} work for?",
-            "the employer of {s}",
-            ("{s} works for {o}.", "{s} is employed by {o}.", "{s} has spent a whole working life at {o}."),
-        ),
-    ),
-    "town": (
-        Relation(
-            "river",
-            "Which river does {s} lie on?",
-            "the river that flows through {s}",
-            ("{s} lies on {o}.", "{s} was built where an old road crosses {o}.", "The bridges of {s} span {o}."),
-        ),
-        Relation(
-            "person",
-            "Who is the mayor of {s}?",
-            "the mayor of {s}",
-            ("The mayor of {s} is {o}.", "{s} has elected {o} mayor.", "{o} is mayor of {s}."),
-        ),
-    ),
-    "river": (
-        Relation(
-            "lake",
-            "Which lake does {s} flow into?",
-            "the lake that {s} flows into",
-            ("{s} flows into {o}.", "The waters of {s} end in {o}.", "{s} reaches {o} after many bends."),
-        ),
-    ),
-    "lake": (
-        Relation(
-            "town",
-            "What is the largest town on the shores of {s}?",
-            "the largest town on the shores of {s}",
-            ("The largest town on {s} is {o}.", "Most people at {s} live in {o}.", "Ferries cross {s} from {o}."),
-        ),
-    ),
-    "company": (
-        Relation(
-            "person",
-            "Who founded {s}?",
-            "the founder of {s}",
-            ("{s} was founded by {o}.", "{o} set up {s}.", "The founder of {s} is {o}."),
-        ),
-        Relation(
-            "town",
-            "In which town does {s} have its head office?",
-            "the town where {s} has its head office",
-            ("{s} has its head office in {o}.", "{s} is run from {o}.", "The managers of {s} sit in {o}."),
-        ),
-    ),
-    "book": (
-        Relation(
-            "person",
-            "Who wrote {s}?",
-            "the author of {s}",
-            ("{s} was written by {o}.", "{o} is the author of {s}.", "{o} worked on {s} for years."),
-        ),
-        Relation(
-            "town",
-            "In which town is {s} set?",
-            "the town where {s} is set",
-            ("{s} is set in {o}.", "The story of {s} takes place in {o}.", "{s} tells of a summer in {o}."),
-        ),
-    ),
-}
-OPENINGS = {
-    "person": ("{s} is a {}.", ("painter", "chemist", "teacher", "singer", "surveyor", "nurse", "printer", "pilot")),
-    "town": ("{s} is a town known for its {}.", ("market", "clock tower", "orchards", "glass", "theatre", "harbour")),
-    "river": ("{s} is a {} river.", ("slow", "short", "winding", "cold", "broad", "shallow")),
-    "lake": ("{s} is a {} lake.", ("deep", "quiet", "large", "round", "salty")),
-    "company": ("{s} is a company that makes {}.", ("clocks", "boats", "paper", "tiles", "lenses", "bicycles")),
-    "book": ("{s} is a {} novel.", ("short", "long", "much read", "forgotten", "comic", "historical")),
-}
-NAMES = {  # forms of a name around its own word; the first is the usual one
-    "person": ("{given} {word}",),
-    "town": ("{word}", "town of {word}"),
-    "river": ("River {word}", "{word}", "{word} River"),
-    "lake": ("Lake {word}", "{word}", "{word} Lake"),
-    "company": ("{word} Works", "{word}"),
-    "book": ("The Road to {word}", "Road to {word}"),
-}
+_TEXTS = tomllib.loads(Path(__file__).with_name("world.toml").read_text(encoding="utf-8"))
+RELATIONS = {kind: [Relation(r[0], r[1], r[2], r[3:]) for r in rows] for kind, rows in _TEXTS["relations"].items()}
 CONSONANTS, VOWELS = "bdfghjklmnprstvwz", "aeiou"
 ENDINGS = ("n", "m", "r", "l", "k", "th", "nd", "rk", "rn", "x")
 
@@ -144,7 +54,7 @@ class World:
         self._numbered = numbered
         kinds = [kind for kind, share in SHARES.items() for _ in range(int(entities * share))]
         kinds += ["person"] * (entities - len(kinds))
-        words = _words(self._rng)
+        words = self._words()
         given = [next(words) for _ in range(40)]
         self.entities = [self._name(i, kind, words, given) for i, kind in enumerate(kinds)]
         of_kind: dict[str, list[int]] = {}
@@ -163,7 +73,17 @@ class World:
         if self._numbered:
             return Entity(kind, (f"{kind} {i + 1}",))
         word, first = next(words), self._rng.choice(given)
-        return Entity(kind, tuple(form.format(word=word, given=first) for form in NAMES[kind]))
+        return Entity(kind, tuple(form.format(word=word, given=first) for form in _TEXTS["names"][kind]))
+
+    def _words(self) -> Iterator[str]:
+        """Pronounceable words without end, all different."""
+        taken, choice = set(), self._rng.choice
+        while True:
+            syllables = (choice(CONSONANTS) + choice(VOWELS) for _ in range(choice((2, 3))))
+            word = ("".join(syllables) + choice(ENDINGS)).capitalize()
+            if word not in taken:
+                taken.add(word)
+                yield word
 
     def _document(self, i: int) -> str:
         kind, names = self.entities[i]
@@ -173,8 +93,8 @@ class World:
             sentences.append(wording.format(s=names[0], o=self.entities[o].names[0]))
         if not self._numbered:
             self._rng.shuffle(sentences)
-            form, fillers = OPENINGS[kind]
-            sentences.insert(0, form.format(self._rng.choice(fillers), s=names[0]))
+            form, fillers = _TEXTS["openings"][kind]
+            sentences.insert(0, form.format(self._rng.choice(fillers.split(", ")), s=names[0]))
         return f'"{names[0]}"\n{" ".join(sentences)}'
 
     def _questions(self, subjects: list[int]) -> Iterator[tuple[str, Question]]:
@@ -210,14 +130,3 @@ def digest(worlds: Sequence[World]) -> str:
     """Of everything: worlds of one digest are the same."""
     content = repr([(world.documents, world.questions) for world in worlds]).encode()
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _words(rng: random.Random) -> Iterator[str]:
-    """Pronounceable words without end, all different."""
-    taken = set()
-    while True:
-        syllables = (rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
-        word = ("".join(syllables) + rng.choice(ENDINGS)).capitalize()
-        if word not in taken:
-            taken.add(word)
-            yield word

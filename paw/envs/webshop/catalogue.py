@@ -15,17 +15,17 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from sys import intern
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, field_validator
 
+from paw.envs.checked import Strict, checked
 from paw.envs.search.retrieval.bm25 import Bm25
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import generator
 from paw.envs.webshop.reward import Goal, Product, choose_nouns, require_rapidfuzz
 from paw.errors import UserError
 
-T = TypeVar("T")
 SEED = 233
 HITS = 50
 ITEMS, ENTRIES, HUMAN = generator.FILES
@@ -35,11 +35,7 @@ LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars. A goal's is the larger of two drawn from the four next above its product's price."""
 
 
-class _Read(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class Item(_Read):
+class Item(Strict):
     """What the shop shows of an element of the products file."""
 
     asin: str
@@ -80,7 +76,7 @@ class Item(_Read):
             raise ValueError("should be like {name: [{'value': text}, ...]}") from None
 
 
-class Entry(_Read):
+class Entry(Strict):
     """Of a product in the attributes file."""
 
     attributes: list[str] = []
@@ -88,7 +84,7 @@ class Entry(_Read):
     instruction_attributes: list[str] | None = None
 
 
-class Written(_Read):
+class Written(Strict):
     """By a person, for a product."""
 
     instruction: str
@@ -124,9 +120,8 @@ class Catalogue:
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
     """The user's copy of WebShop's files, of the size that env.catalogue names.
 
-    Raises:
-        UserError: a file is missing, broken or lacks something; there are fewer than 2 goals; or a package of the
-            extra "webshop" is not installed.
+    Raises UserError: a file is missing, broken or lacks something; there are fewer than 2 goals; or a package of the
+    extra "webshop" is not installed.
     """
     require_rapidfuzz()
     names = [ITEMS, ENTRIES] if config.catalogue == "small" else ["items_shuffle.json", "items_ins_v2.json"]
@@ -162,27 +157,27 @@ def _stock(
 ) -> Catalogue:
     """Of the three files' contents; `written` is None where goals are synthetic."""
     kind, rng = choose_nouns(nouns), random.Random(SEED)
-    stock, goals = list(_clean(items, entries, rng, *sources)), []
-    for product, entry in stock:
+    products, goals = list(_clean(items, entries, rng, *sources)), []
+    for product in products:
         if written is not None:
             goals += _human_goals(product, written.get(product.asin, []), rng, f"{HUMAN}, {product.asin}")
         elif product.asin in entries:
-            goals += _synthetic_goals(product, entry, rng, f"{sources[1]}, {product.asin}")
+            goals += _synthetic_goals(product, entries[product.asin], rng, f"{sources[1]}, {product.asin}")
         else:
             raise UserError(f"{sources[1]} has no '{product.asin}': it belongs to another products file")
     if len(goals) < 2:
         wanted = "synthetic" if written is None else "human"
         raise UserError(
-            f"{sources[0]}: {len(stock)} products make {len(goals)} goals with env.goals = '{wanted}'; "
+            f"{sources[0]}: {len(products)} products make {len(goals)} goals with env.goals = '{wanted}'; "
             "at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)
-    return Catalogue([product for product, _ in stock], goals, digest.hexdigest(), kind)
+    return Catalogue(products, goals, digest.hexdigest(), kind)
 
 
 def _clean(
     items: Iterable[Any], entries: dict[str, Any], rng: random.Random, source: str, entry_source: str
-) -> Iterator[tuple[Product, Entry]]:
+) -> Iterator[Product]:
     """Products as the shop shows them. Skips what the reference skips: no asin, a long one, one seen before."""
     seen = {"nan"}
     for number, raw in enumerate(items, 1):
@@ -190,9 +185,9 @@ def _clean(
         if len(asin) > 10 or asin in seen:
             continue
         seen.add(asin)
-        item = _checked(Item, raw, f"{source}, product {number} ({asin})")
-        entry = _checked(Entry, entries.get(asin, {}), f"{entry_source}, {asin}")
-        product = Product(
+        item = checked(Item, raw, f"{source}, product {number} ({asin})")
+        entry = checked(Entry, entries.get(asin, {}), f"{entry_source}, {asin}")
+        yield Product(
             asin=asin,
             title=item.name,
             category=intern(item.category),
@@ -205,11 +200,11 @@ def _clean(
             price_text=" to ".join(f"${price}" for price in item.pricing),
             price=item.pricing[0] if len(item.pricing) == 1 else rng.uniform(*item.pricing),
         )
-        yield product, entry
 
 
-def _synthetic_goals(product: Product, entry: Entry, rng: random.Random, where: str) -> Iterator[Goal]:
+def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str) -> Iterator[Goal]:
     """One for every combination of options of a product that has an instruction; they share a price limit."""
+    entry = checked(Entry, raw, where)
     if entry.instruction is None:
         return
     if not entry.instruction_attributes:
@@ -225,10 +220,10 @@ def _synthetic_goals(product: Product, entry: Entry, rng: random.Random, where: 
 
 def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
     """One for each instruction written for a product; those without attributes are skipped."""
-    for number, raw in enumerate(_checked(list[Any], written, where), 1):
+    for number, raw in enumerate(checked(list[Any], written, where), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
-        entry = _checked(Written, raw, f"{where}, instruction {number}")
+        entry = checked(Written, raw, f"{where}, instruction {number}")
         limit, ending = _limit(product, rng)
         options = {str(i): value for i, value in enumerate(entry.instruction_options)}
         yield Goal(product, entry.instruction.strip(".") + ending, tuple(entry.instruction_attributes), options, limit)
@@ -285,22 +280,8 @@ def _read_object(path: Path, digest: Any) -> dict[str, Any]:
     data = path.read_bytes()
     digest.update(data)
     try:
-        return _checked(dict[str, Any], json.loads(data), str(path))
+        return checked(dict[str, Any], json.loads(data), str(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: no UTF-8; download it again") from None
-
-
-def _checked(kind: type[T], value: Any, where: str) -> T:
-    """`value` as a `kind`. UserError with the first problem."""
-    try:
-        return _adapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = "".join(f": {part}" for part in problem["loc"])
-        value = "" if problem["type"] == "missing" else f", not {problem['input']!r:.60}"
-        raise UserError(f"{where}{place}: {problem['msg'].removeprefix('Value error, ')}{value}") from None
-
-
-_adapter = functools.cache(TypeAdapter)

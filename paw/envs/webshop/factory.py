@@ -35,8 +35,7 @@ class Visit(NamedTuple):
 class WebshopFactory:
     """The goals of one catalogue.
 
-    Raises:
-        UserError: env.data lacks a file or one is damaged, a package is missing, or there is no such split.
+    Raises UserError: env.data lacks a file or one is damaged, a package is missing, or there is no such split.
     """
 
     Config = WebshopConfig

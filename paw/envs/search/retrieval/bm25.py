@@ -50,16 +50,8 @@ class Bm25:
         )
 
     def _build(self, bm25s: Any, texts: Iterable[str]) -> Any:
-        stems: dict[str, int] = {}
-        ids: dict[str, int] = {}
-        rows: list[list[int]] = []
-        for text in texts:
-            words = WORD.findall(text.lower())
-            for word in words:
-                if word not in ids:
-                    stop = word in self._stopwords
-                    ids[word] = -1 if stop else stems.setdefault(self._stemmer.stemWord(word), len(stems))
-            rows.append([found for word in words if (found := ids[word]) >= 0])
+        options: dict[str, Any] = {"token_pattern": WORD.pattern, "stopwords": "en", "stemmer": self._stemmer}
+        rows, stems = bm25s.tokenize(texts, show_progress=False, **options)
         index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
         with np.errstate(invalid="ignore"):  # 0 / 0 where no text has a word
             index.index((rows, stems or {"": 0}), create_empty_token=False, show_progress=False)

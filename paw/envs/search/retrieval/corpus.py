@@ -4,23 +4,29 @@ Every line is checked once, when the file is first seen; where lines start is th
 that the 14 GB of Wikipedia open at once and take no memory.
 """
 
-import json
 import os
 import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Annotated, TypeVar, overload
 
 import numpy as np
+from pydantic import Field
 
 from paw.cache import cached, stamp
+from paw.envs.checked import Strict, json_lines
 from paw.errors import UserError, to_stderr
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal."""
+
+
+class Document(Strict):
+    id: str | int
+    contents: Annotated[str, Field(pattern=r"\S")]
 
 
 class Corpus(Sequence[tuple[str, str]]):
@@ -46,50 +52,22 @@ class Corpus(Sequence[tuple[str, str]]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         start, end = self._starts[at % len(self)], self._starts[at % len(self) + 1]
-        return _parse(os.pread(self._file.fileno(), int(end - start), int(start)))
+        found = Document.model_validate_json(os.pread(self._file.fileno(), int(end - start), int(start)))
+        return str(found.id), found.contents
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        with self.path.open("rb") as file:
-            yield from (_parse(line) for line in file if not line.isspace())
+        return ((str(found.id), found.contents) for _, found in json_lines(self.path, Document, str(self.path)))
 
     def _index(self, folder: Path) -> None:
-        starts, offset = array("q"), 0
-        size = max(self.path.stat().st_size >> 20, 1)
-        with self.path.open("rb") as file:
-            seen = progress(file, None, f"checking {self.path.name} ({size:,} MB)")
-            for number, line in enumerate(seen, 1):
-                if not line.isspace():
-                    try:
-                        _parse(line)
-                    except ValueError as error:
-                        cut = "" if line.endswith(b"\n") else " (the last line: is the file cut off?)"
-                        raise UserError(f"{self.path}, line {number}: {error}{cut}") from None
-                    starts.append(offset)
-                offset += len(line)
+        size = self.path.stat().st_size
+        lines = progress(
+            json_lines(self.path, Document, str(self.path)), None, f"checking {self.path.name} ({size >> 20:,} MB)"
+        )
+        starts = array("q", (offset for offset, _ in lines))
         if not starts:
             raise UserError(f"env.corpus = '{self.path}': there is no document in it")
-        starts.append(offset)
+        starts.append(size)
         np.save(folder / "starts.npy", np.frombuffer(starts, np.int64))
-
-
-def _parse(line: bytes) -> tuple[str, str]:
-    """(id, contents) of one line. ValueError that says what is wrong with it."""
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
-        raise ValueError("not JSON") from None
-    if not isinstance(document, dict):
-        raise ValueError('not an object {"id", "contents"}')
-    name, contents = document.get("id"), document.get("contents")
-    if not isinstance(name, str | int) or isinstance(name, bool):
-        raise ValueError('"id" is missing, or neither text nor a whole number')
-    if not isinstance(contents, str) or not contents.strip():
-        raise ValueError('"contents" is missing, empty or not text')
-    try:
-        contents.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        raise ValueError("not Unicode") from None
-    return str(name), contents
 
 
 def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:

@@ -44,14 +44,19 @@ class DenseRetriever:
         self._faiss: Any = faiss
         self._documents, self._lock = documents, threading.Lock()
         self._encoder = Embedding(encoder, key="env.encoder", tokens=TOKENS)
-        self._query, self._passage = ("query: ", "passage: ") if "e5" in _name(encoder) else ("", "")
+        name = Path(encoder).name.lower()
+        self._query, self._passage = ("query: ", "passage: ") if "e5" in name else ("", "")
         first = self._passages(slice(0, 1))[0]
-        if found := _flat_index(documents, encoder):
+        corpus = documents.path if isinstance(documents, Corpus) else None
+        beside = sorted(corpus.parent.glob("*_Flat.index")) if corpus else []  # of Search-R1's making
+        if found := next((path for path in beside if path.name.removesuffix("_Flat.index").lower() in name), None):
             self._index = self._faiss.read_index(str(found), self._faiss.IO_FLAG_MMAP_IFC)
             shape = self._index.ntotal, self._index.d
             self._vectors_ND = self._faiss.rev_swig_ptr(self._index.get_xb(), shape[0] * shape[1]).reshape(shape)
         else:
-            found = cache_dir() / f"dense-{_digest(documents, encoder)}.f32"
+            source = stamp(corpus) if corpus else "\0".join(contents for _, contents in documents)
+            digest = hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
+            found = cache_dir() / f"dense-{digest}.f32"
             if not found.is_file():
                 self._write(found, width=len(first))
             self._vectors_ND = np.memmap(found, np.float32, "r").reshape(-1, len(first))
@@ -95,21 +100,3 @@ class DenseRetriever:
                 partial.rename(path)
         except OSError as error:
             raise UserError(f"cannot write {partial}: {error.strerror}; set PAW_CACHE") from None
-
-
-def _name(encoder: str) -> str:
-    return Path(encoder).name.lower()
-
-
-def _digest(documents: Documents, encoder: str) -> str:
-    corpus = isinstance(documents, Corpus)
-    source = stamp(documents.path) if corpus else "\0".join(contents for _, contents in documents)
-    return hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
-
-
-def _flat_index(documents: Documents, encoder: str) -> Path | None:
-    """The index of Search-R1's making beside the corpus, if there is one for this encoder."""
-    if not isinstance(documents, Corpus):
-        return None
-    beside = sorted(documents.path.parent.glob("*_Flat.index"))
-    return next((path for path in beside if path.name.removesuffix("_Flat.index").lower() in _name(encoder)), None)

@@ -1,11 +1,12 @@
 """A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another of the same form."""
 
-import json
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
+
+from paw.envs.checked import problem
 from paw.envs.http import BadAnswer, Loop, bounded
 from paw.envs.search.retrieval.base import Hit
 from paw.errors import UserError, clean
@@ -15,6 +16,24 @@ TRIES, PATIENT_TRIES = 3, 10
 PAUSE_S = 0.5
 """Before the second try; then twice as long each time, 60 times that at most."""
 AWAY = (502, 503, 504)
+
+
+class Item(BaseModel):
+    """{"document": {...}, "score"}, or the bare document, which has no score."""
+
+    id: Any = ""
+    contents: str
+    score: FiniteFloat = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, item: Any) -> Any:
+        inner = item.get("document") if isinstance(item, dict) else None
+        return {**inner, "score": item.get("score", 0.0)} if isinstance(inner, dict) else item
+
+
+class Answer(BaseModel):
+    result: list[list[Item]]
 
 
 class RemoteRetriever:
@@ -47,13 +66,14 @@ class RemoteRetriever:
             return []
         text = self._ask({"queries": list(queries), "topk": topk, "return_scores": True})
         try:
-            result = json.loads(text)["result"]
-            if len(result) != len(queries):
-                raise ValueError(f"{len(result)} lists of hits for {len(queries)} queries")
-            return [[_hit(item) for item in items][:topk] for items in result]
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            reason = f"it does not answer as a retriever ({clean(repr(error))})"
-            raise UserError(f"{self._url}: {reason}: {clean(text, 200)}") from None
+            found = Answer.model_validate_json(text).result
+            if len(found) != len(queries):
+                raise ValueError(f"{len(found)} lists of hits for {len(queries)} queries")
+        except ValueError as error:
+            reason = problem(error) if isinstance(error, ValidationError) else error
+            answer = clean(text, 200)
+            raise UserError(f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}") from None
+        return [[Hit(str(item.id), item.contents, item.score) for item in items[:topk]] for items in found]
 
     def _ask(self, request: dict[str, Any]) -> str:
         """The body of the answer 200."""
@@ -77,13 +97,3 @@ class RemoteRetriever:
             if answer.status_code < 500 or (answer.status_code not in AWAY and tried + 1 >= TRIES):
                 break
         raise UserError(f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")
-
-
-def _hit(item: Any) -> Hit:
-    """From {"document": {...}, "score"}, or from the bare document, which has no score."""
-    document, score = item.get("document", item), float(item.get("score", 0.0))
-    if not isinstance(document["contents"], str):
-        raise TypeError("contents are not text")
-    if not math.isfinite(score):
-        raise ValueError(f"the score is {score}")
-    return Hit(str(document.get("id", "")), document["contents"], score)

@@ -9,7 +9,6 @@ Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where 
 """
 
 import asyncio
-import json
 import resource
 import signal
 import socket
@@ -18,8 +17,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paw.envs.checked import problem
 from paw.envs.search.retrieval.base import Documents, Hit, Retriever, make_retriever
 from paw.envs.search.retrieval.corpus import Corpus
+from paw.envs.search.world import World
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError, to_stderr
 
@@ -62,16 +63,14 @@ class Query(BaseModel):
 
 def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
     """The FastAPI application. A request is one batch in a thread; it may take `config.timeout_s`, as may its body."""
-    from fastapi import FastAPI, HTTPException, Request, Response
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException as AnyHTTPException
     from starlette.requests import ClientDisconnect
 
     app = FastAPI(openapi_url=None)
     pool = ThreadPoolExecutor(WORKERS, "search")
     waiting: set[asyncio.Future[Any]] = set()
-
-    def answer(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        return Response(json.dumps(content), status, headers, "application/json")
 
     async def body(request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -83,19 +82,8 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
                 raise HTTPException(413, f"the body has more than {MAX_BYTES:,} bytes")
         return bytes(parts)
 
-    async def search(queries: list[str], topk: int) -> list[list[Hit]]:
-        if len(waiting) >= MAX_WAITING:
-            raise HTTPException(503, f"{MAX_WAITING} requests are waiting already; try again")
-        found = asyncio.get_running_loop().run_in_executor(pool, retriever.search, queries, topk)
-        waiting.add(found)
-        found.add_done_callback(waiting.discard)
-        try:
-            return await asyncio.wait_for(found, config.timeout_s)
-        except TimeoutError:
-            raise HTTPException(503, f"not done within {config.timeout_s:g} s; try again with fewer queries") from None
-
     @app.post("/retrieve")
-    async def retrieve(request: Request) -> Response:
+    async def retrieve(request: Request) -> JSONResponse:
         try:
             asked = Query.model_validate_json(await asyncio.wait_for(body(request), config.timeout_s))
         except TimeoutError:
@@ -104,26 +92,33 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
         except ClientDisconnect:
             raise HTTPException(400, "the connection ended before the body did") from None
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = "".join(f"{part}: " for part in problem["loc"])
-            raise HTTPException(400, where + problem["msg"].removeprefix("Value error, ")) from None
-        hits = await search(asked.queries or [asked.query or ""], asked.topk or config.topk)
-        return answer({"result": [[_result(hit, scored=asked.return_scores) for hit in row] for row in hits]})
+            raise HTTPException(400, problem(error)) from None
+        if len(waiting) >= MAX_WAITING:
+            raise HTTPException(503, f"{MAX_WAITING} requests are waiting already; try again")
+        queries, topk = asked.queries or [asked.query or ""], asked.topk or config.topk
+        found = asyncio.get_running_loop().run_in_executor(pool, retriever.search, queries, topk)
+        waiting.add(found)
+        found.add_done_callback(waiting.discard)
+        try:
+            hits = await asyncio.wait_for(found, config.timeout_s)
+        except TimeoutError:
+            raise HTTPException(503, f"not done within {config.timeout_s:g} s; try again with fewer queries") from None
+        return JSONResponse({"result": [[_result(hit, scored=asked.return_scores) for hit in row] for row in hits]})
 
     @app.get("/health")
-    async def health() -> Response:
-        return answer({"status": "ok", "documents": documents, "retriever": config.retriever})
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok", "documents": documents, "retriever": config.retriever})
 
     @app.exception_handler(AnyHTTPException)
-    async def failed(request: Request, error: AnyHTTPException) -> Response:
+    async def failed(request: Request, error: AnyHTTPException) -> JSONResponse:
         detail = error.detail
         if error.status_code in (404, 405):
             detail = f"no {request.method} {request.url.path} here: there are POST /retrieve and GET /health"
-        return answer({"error": detail}, error.status_code, dict(error.headers or {}))
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return answer({"error": f"the search failed: {error}"}, 500)
+    async def broken(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": f"the search failed: {error}"}, 500)
 
     return app
 
@@ -227,7 +222,10 @@ def serve(search: SearchConfig, *, host: str, port: int) -> int:
             listener = socket.create_server((host, port), family=family, backlog=2048)
         except (OSError, OverflowError) as error:
             raise UserError(f"paw serve retriever: --host {host} --port {port}: {error}") from None
-        documents = Corpus(search.corpus) if search.corpus else _world(search)
+        if search.corpus:
+            documents: Documents = Corpus(search.corpus)
+        else:
+            documents = World(search.entities, numbered=search.style == "compact").documents
         retriever = make_retriever(search.model_copy(update={"corpus": None}), documents)
         app = make_app(retriever, search, documents=len(documents))
     except ImportError as error:
@@ -239,9 +237,3 @@ def serve(search: SearchConfig, *, host: str, port: int) -> int:
     to_stderr(f"{url}: {len(documents):,} documents of {search.corpus or 'the generated world'}, {search.retriever}")
     server.run(sockets=[listener])
     return 0
-
-
-def _world(search: SearchConfig) -> Documents:
-    from paw.envs.search.world import World
-
-    return World(search.entities, numbered=search.style == "compact").documents
