@@ -150,7 +150,8 @@ class Report:
         try:  # in a session of its own: Ctrl-C reaches this process alone
             options: Any = {"capture_output": True, "text": True, "errors": "replace", "start_new_session": True}
             done = subprocess.run(command, stdin=subprocess.DEVNULL, env=env, **options)
-            why = done.stderr.strip().rpartition("\n")[2].removeprefix("paw: ") if done.returncode else ""
+            said = done.stderr.strip().rpartition("\n")[2].removeprefix("paw: ")
+            why = (said or f"exit code {done.returncode}") if done.returncode else ""
         except OSError as error:
             why = str(error)
         if why:
