@@ -81,26 +81,15 @@ def main() -> None:
         wanted, found = predicted(config, shape, world), simulate(config, shape, world)
         plan_gib, simulated_gib = max(wanted.values()), max(found.update, found.step)
         real = measured(config, shape) if world == 1 and plan_gib < USABLE * size else None
-        row = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": name,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "model": model,
-            "gpus": world,
-            "optimizer": optimizer,
-            "offload": config.optim.offload,
-            "checkpointing": checkpointing,
-            "tokens": tokens,
-            "plan_update_gib": f"{wanted['update']:.2f}",
-            "simulated_update_gib": f"{found.update:.2f}",
-            "plan_step_gib": f"{wanted['step']:.2f}",
-            "simulated_step_gib": f"{found.step:.2f}",
-            "plan_gib": f"{plan_gib:.2f}",
-            "simulated_gib": f"{simulated_gib:.2f}",
-            "ratio": f"{plan_gib / simulated_gib:.3f}",
-            "measured_gib": f"{max(real.update, real.step):.2f}" if real else "",
-        }
+        row = {"date": datetime.now(UTC).date(), "device": name, "torch": torch.__version__}
+        row |= {"transformers": transformers.__version__, "model": model, "gpus": world, "optimizer": optimizer}
+        row |= {"offload": config.optim.offload, "checkpointing": checkpointing, "tokens": tokens}
+        for phase in ("update", "step"):
+            row |= {f"plan_{phase}_gib": f"{wanted[phase]:.2f}"}
+            row |= {f"simulated_{phase}_gib": f"{getattr(found, phase):.2f}"}
+        row |= {"plan_gib": f"{plan_gib:.2f}", "simulated_gib": f"{simulated_gib:.2f}"}
+        row |= {"ratio": f"{plan_gib / simulated_gib:.3f}"}
+        row |= {"measured_gib": f"{max(real.update, real.step):.2f}" if real else ""}
         print(*row.values(), flush=True)
         rows.append({key: str(value) for key, value in row.items()})
     write(RESULTS / "memory_plan.csv", rows)

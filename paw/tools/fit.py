@@ -140,14 +140,11 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
         )
 
 
-def check_fits(
-    config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None, hosts: int = 1
-) -> None:
+def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
     """Raise UserError for what cannot fit, with the plan's numbers and the nearest settings that do, to paste.
 
     A plan is an upper end: here the whole card counts as usable and one sequence of KV cache as enough.
     """
-    machine: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": hosts}
     reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
