@@ -19,7 +19,7 @@ from paw.envs.base import warmup_tasks
 from paw.errors import UserError
 
 FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
-PUT = re.compile(r"\bput (?:the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
+PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 DETOURS = 2
 """Places without the object that an example looks into first: the expert knows where it is, a player has to search."""
@@ -32,11 +32,7 @@ def move_for_put(text: str) -> str:
     >>> move_for_put("> put mug 1 in/on desk 2\\nYou put the mug 1 in/on the desk 2.")
     '> move mug 1 to desk 2\\nYou move the mug 1 to the desk 2.'
     """
-    return PUT.sub(lambda found: f"move {_the(found)}{found[1]} to {_the(found)}{found[2]}", text)
-
-
-def _the(found: re.Match[str]) -> str:
-    return "the " if found[0].startswith("put the ") else ""
+    return PUT.sub(r"move \1\2 to \1\3", text)
 
 
 def alfworld_examples(kind: str, count: int = 2) -> list[str]:

@@ -38,25 +38,25 @@ class Threads:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         call = self._submit(function, *args)
         while left := self._left(call):
-            wait([call.done], left)
-        return self._result(call)
+            wait([call], left)
+        return self._answer(call)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`call`, while the loop goes on."""
         call = self._submit(function, *args)
         while left := self._left(call):
-            await asyncio.wait([asyncio.wrap_future(call.done)], timeout=left)
-        return self._result(call)
+            await asyncio.wait([asyncio.wrap_future(call)], timeout=left)
+        return self._answer(call)
 
     def close(self, *last: Callable[[], Any]) -> None:
         """End the threads after the `last` calls, whatever those raise. None waits longer than the deadline."""
-        wait([self._submit(function).done for function in last], self.timeout_s)
+        wait([self._submit(function) for function in last], self.timeout_s)
         for _ in range(self._workers):
             self._calls.put(None)
         self._calls, self._workers, self._open = SimpleQueue(), 0, 0
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> "_Call":
-        call = _Call(function, args)
+        call = _Call(function, *args)
         self._open += 1
         if self.count:
             self._calls.put(call)
@@ -72,23 +72,22 @@ class Threads:
 
     def _left(self, call: "_Call") -> float:
         """Seconds until the call is late; 0 where it has ended."""
-        most = self.timeout_s or DAY_S
-        since = time.monotonic() - call.began[0] if call.began else 0.0
-        return 0.0 if call.done.done() else max(0.0, most - since)
+        since = time.monotonic() - call.began if call.thread else 0.0
+        return 0.0 if call.done() else max(0.0, (self.timeout_s or DAY_S) - since)
 
-    def _result(self, call: "_Call") -> Any:
+    def _answer(self, call: "_Call") -> Any:
         self._open -= 1
-        if not call.done.cancel():
-            value, error = call.done.result()
+        if not call.cancel():
+            value, error = call.result()
             if error is not None:
                 raise error
             return value
-        assert call.began
-        thread = call.began[1]
+        assert call.thread
         # One that runs Python code ends by this; one that waits in C does when it returns.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        number = ctypes.c_ulong(call.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
         self.given_up += 1
-        self._lost = [lost for lost in (*self._lost, thread) if lost.is_alive()]
+        self._lost = [lost for lost in (*self._lost, call.thread) if lost.is_alive()]
         self._workers -= 1
         self._hire()
         if len(self._lost) <= MAX_LOST:
@@ -99,26 +98,27 @@ class Threads:
         )
 
 
-class _Call:
-    """`done` holds what it returned and what it raised; who gives it up cancels that."""
+class _Call(Future[tuple[Any, BaseException | None]]):
+    """What it returned, and what it raised. Who gives it up cancels it."""
 
-    began: tuple[float, threading.Thread] | None = None
+    began, thread = 0.0, None
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function, self.args = function, args
-        self.done: Future[tuple[Any, BaseException | None]] = Future()
+    def __init__(self, *call: Any) -> None:
+        super().__init__()
+        self.call = call
 
     def make(self) -> bool:
         """Whether it was in time."""
-        self.began = time.monotonic(), threading.current_thread()
+        self.began, self.thread = time.monotonic(), threading.current_thread()
+        function, *args = self.call
         try:
-            answer = self.function(*self.args), None
+            answer = function(*args), None
         except (StopIteration, asyncio.CancelledError) as error:  # of a coroutine these say other things
             answer = None, EnvironmentFailure(describe(error))
         except BaseException as error:
             answer = None, error
         try:
-            self.done.set_result(answer)
+            self.set_result(answer)
         except InvalidStateError:
             return False
         return True

@@ -29,10 +29,6 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-QWEN25_TEMPLATE = (
-    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{%- endif %}" + CHATML
-)
 QWEN3_TEMPLATE = (
     "{%- for m in messages %}{%- if m.role == 'assistant' %}"
     "{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}"
@@ -87,7 +83,6 @@ def thinker(*, flagged=False):
 
 
 TOKENIZERS = {
-    "qwen2.5": make(QWEN_SPLIT, QWEN25, QWEN_PLAIN, QWEN25_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>"),
     "qwen3": make(QWEN_SPLIT, QWEN25, QWEN_PLAIN, QWEN3_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>"),
     "qwen3.5": thinker(),
     "llama3": make(
@@ -171,7 +166,7 @@ def test_separator_and_end(name):
 
 # Not "inst": there the last space of the separator merges with the word that follows; nor "qwen3.5", whose history has
 # no thinking.
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "unflagged"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "unflagged"])
 def test_a_conversation_is_prompt_response_separator(name):
     chat, tokenizer = CHATS[name], TOKENIZERS[name]
     messages = [("user", "go to shelf 1"), ("assistant", "look"), ("user", "You see a mug.")]

@@ -165,16 +165,6 @@ def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rol
         play(rollouts)
 
 
-def test_environments_are_kept_and_closed_once(model):
-    rollouts = scripted(model)
-    for _ in range(3):
-        play(rollouts)
-    assert rollouts.factory.made == 12
-    rollouts.close()
-    rollouts.close()
-    assert rollouts.factory.closed == 12
-
-
 @pytest.mark.parametrize("think", [None, lambda environment: None])
 def test_a_failing_episode_is_left_out_and_changes_no_other(model, think):
     whole = turns_of(play(scripted(model))[0])
@@ -187,8 +177,11 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model, think):
         ]
     assert stats.failures == ["task 0: RuntimeError: broken at step 1"] and stats.groups_dropped == 0
     assert rollouts.factory.closed == 1
-    again, stats = play(rollouts)  # the broken environment was replaced
-    assert len(episodes_of(again)) == 12 and stats.failures == []
+    again, stats = play(rollouts)  # the broken environment was replaced, the others are kept
+    assert len(episodes_of(again)) == 12 and stats.failures == [] and rollouts.factory.made == 13
+    for _ in range(2):
+        rollouts.close()
+        assert rollouts.factory.closed == 13
 
 
 def test_environments_that_may_block_step_at_the_same_time(model):
@@ -214,7 +207,7 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
     assert [turn.response_ids for turn in turns_of(groups)] == [t.response_ids for t in turns_of(play(rollouts)[0])]
 
 
-def test_a_group_below_two_members_is_dropped(model):
+def test_a_group_below_two_members_is_dropped_and_all_may_be(model):
     failures = [("step 1", ("task 0", i)) for i in range(3)] + [("reset", ("task 2", i)) for i in range(4)]
     groups, stats = play(scripted(model, *failures))
     assert [group.task.id for group in groups] == ["task 1"]
@@ -222,22 +215,14 @@ def test_a_group_below_two_members_is_dropped(model):
     groups, stats = play(scripted(model, ("step 0", ("task 1", 0))), group_size=1)
     assert [group.task.id for group in groups] == ["task 0", "task 2"]
     assert stats.groups_dropped == 1
-
-
-def test_nothing_is_left_when_everything_fails_even_closing(model):
-    rollouts = scripted(model, always="step 0")
+    rollouts = scripted(model, always="step 0")  # closing them fails, too
     groups, stats = play(rollouts)
-    assert groups == []
-    assert (len(stats.failures), stats.groups_dropped) == (12, 3)
+    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3)
     assert rollouts.engine.pending == 0
 
 
-def test_seeds_are_stable_and_apart():
+def test_seeds_are_stable():
     assert derive_seed(0, "train/0", 1, 2, 3) == 8473358073702443013
-    seeds = {
-        derive_seed(*draw) for draw in itertools.product((0, 1), ("train/0", "eval"), range(8), range(8), range(8))
-    }
-    assert len(seeds) == 2048 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 # --- agents: what they see and what becomes of it ---------------------------------------------------------------------
