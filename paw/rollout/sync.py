@@ -1,9 +1,8 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from paw.errors import UserError
 from paw.model.ranks import full_tensor
@@ -21,16 +20,11 @@ class StaleWeightsError(UserError):
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
     """Hand every parameter of a Hugging Face causal LM to `engine`; on FSDP2 a collective call of all ranks."""
     named = full_parameters(model)
-    engine.sync(checkpoint_parameters(model, named) if engine.checkpoint_names else named, version)
+    if engine.checkpoint_names:
+        from paw.rollout.engines.vllm import checkpoint_parameters
 
-
-def checkpoint_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same under the names of the model's files, where transformers keeps the experts of a layer in one tensor."""
-    for name, tensor in named:
-        if tensor.dim() == 3:
-            yield from revert_weight_conversion(model, {name: tensor}).items()  # type: ignore[arg-type]
-        else:
-            yield name, tensor
+        named = checkpoint_parameters(model, named)
+    engine.sync(named, version)
 
 
 def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:

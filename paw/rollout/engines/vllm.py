@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from paw.errors import UserError, describe
 from paw.model.ranks import lost_peer, out_of_memory
@@ -174,6 +175,15 @@ class VllmEngine(Engine):
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             super().close()
+
+
+def checkpoint_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same under the names of the model's files, where transformers keeps the experts of a layer in one tensor."""
+    for name, tensor in named:
+        if tensor.dim() == 3:
+            yield from revert_weight_conversion(model, {name: tensor}).items()  # type: ignore[arg-type]
+        else:
+            yield name, tensor
 
 
 def _repack_experts(model: Any) -> None:
