@@ -310,7 +310,7 @@ def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: 
     name, held = claim(config, resume=resume, numbered=numbered)
     stack.enter_context(held)
     if resume:
-        from paw.state.changes import changes
+        from paw.state.resume import changes
 
         return name, changes(config.run.dir / name, config)
     taken = f"{config.run.dir / config.run.name} is another run's: this one is {name}"

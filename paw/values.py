@@ -1,6 +1,5 @@
 """What configurations are made of: sections, ranges, and text that a file can hold."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -22,7 +21,8 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 
 def check_texts(value: Any) -> Any:
     """`value` itself. ValueError for text that config.toml, a terminal or a file system could not hold."""
-    for text in _texts(value):
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for text in (str(part) for part in parts if isinstance(part, str | Path)):  # deeper ones fit no key
         if len(text) > LONGEST_TEXT:
             raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
@@ -70,9 +70,3 @@ class PluginSection(Section):
         """The plug-in's own keys: what its function takes."""
         base = next(made for made in type(self).__mro__ if PluginSection in made.__bases__)
         return {key: getattr(self, key) for key in type(self).model_fields if key not in base.model_fields}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts of a value, those of a list or a table too; deeper ones fit no key."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return (str(part) for part in parts if isinstance(part, str | Path))

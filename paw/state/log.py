@@ -15,12 +15,11 @@ import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from io import FileIO
-from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paw.errors import UserError, clean
-from paw.files import fsync, json_object, open_append, update_of, write_file, writing
+from paw.files import fsync, open_append, write_file, writing
 
 Metrics = Mapping[str, Any]
 OLDER = {"wm/live_frac": "optim/gradient_frac"}
@@ -47,10 +46,12 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with writing(f"to run directory {run_dir}"):
             run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                self.history = self._rewind(paths[0], resume_step)
+                from paw.state.resume import gaps, rewind
+
+                self.history = rewind(paths[0], resume_step, self.lost)
                 # Samples are of evaluations: one that has not reached its line will be repeated.
-                self._rewind(paths[1], resume_step if self.evaluated(resume_step) else resume_step - 1)
-                self._report_gaps(paths[0], resume_step)
+                rewind(paths[1], resume_step if self.evaluated(resume_step) else resume_step - 1, self.lost)
+                self.lost += gaps(paths[0], self.history, resume_step)
             elif used := [path for path in paths if path.exists() and path.stat().st_size]:
                 raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
             self._metrics, self._samples = map(open_append, paths)
@@ -91,41 +92,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append something worth reading, such as one episode's turns, to samples.jsonl."""
         _append(self._samples, _plain({"step": step, **record}))
-
-    def _rewind(self, path: Path, step: int) -> list[dict[str, Any]]:
-        """Drop lines after `step`, and the torn one a kill may have left; returns what stays."""
-        if not path.is_file():
-            return []
-        kept: list[dict[str, Any]] = []
-        broken: list[int] = []
-
-        def copy(new: IO[bytes]) -> None:
-            with path.open("rb") as old:
-                for number, line in enumerate(old, 1):
-                    record = json_object(line)
-                    update = update_of(record)
-                    if not line.endswith(b"\n"):
-                        continue
-                    if record is None or update is None:
-                        broken.append(number)
-                    elif update <= step:
-                        new.write(line)
-                        kept.append(today(record))
-
-        write_file(path, copy)
-        if broken:
-            self.lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
-        return kept
-
-    def _report_gaps(self, path: Path, last: int) -> None:
-        """A sentence where lines of the updates 0 to `last` are missing."""
-        missing = sorted(set(range(last + 1)).difference(record["step"] for record in self.history))
-        runs = [[step for _, step in run] for _, run in groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0])]
-        if missing:
-            which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
-            which += ", ..." if len(runs) > 9 else ""
-            lacks = f"{path} lacks {len(missing)} of {last + 1} lines (updates {which})"
-            self.lost.append(f"{lacks}; the run goes on without them")
 
     def __exit__(self, *_: object) -> None:
         self._metrics.close()

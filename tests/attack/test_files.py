@@ -16,9 +16,9 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
-from paw.state.changes import changes
 from paw.state.claim import claim
 from paw.state.log import MetricsLog
+from paw.state.resume import changes
 from paw.tools.postmortem import examine, tell
 from paw.tools.report import write_report
 

@@ -14,8 +14,8 @@ import pytest
 from paw.config import Config
 from paw.errors import UserError
 from paw.recipe import dump
-from paw.state.changes import changes
 from paw.state.claim import InUseError, claim, holder, lock
+from paw.state.resume import changes
 
 HOLD = """
 import os, sys, time

@@ -11,7 +11,7 @@ import pytest
 from paw.config import Config
 from paw.keys import keys_of
 from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
-from paw.state.changes import flat
+from paw.state.resume import flat
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
 from paw.tools.fit import check_fits, get

@@ -1,12 +1,19 @@
-"""What a resumed run may change: all but what its past or its checkpoints would have no meaning without."""
+"""Resuming, but for the checkpoint: what may change, and the logs cut back to it.
+
+All may change but what the run's past or its checkpoints would have no meaning without.
+"""
 
 import tomllib
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paw.config import Config
 from paw.errors import UserError, shown
+from paw.files import json_object, update_of, write_file
 from paw.hints import MOVED
+from paw.state.log import today
 
 FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
@@ -56,3 +63,39 @@ def flat(tree: dict[str, Any]) -> dict[str, Any]:
     """Sections as one dict of dotted keys."""
     sections = ((name, table) for name, table in tree.items() if isinstance(table, dict))
     return {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
+
+
+def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
+    """Drop a log's lines after `step`, and the torn one a kill may have left; returns what stays, adds to `lost`."""
+    if not path.is_file():
+        return []
+    kept: list[dict[str, Any]] = []
+    broken: list[int] = []
+
+    def copy(new: IO[bytes]) -> None:
+        with path.open("rb") as old:
+            for number, line in enumerate(old, 1):
+                record = json_object(line)
+                update = update_of(record)
+                if not line.endswith(b"\n"):
+                    continue
+                if record is None or update is None:
+                    broken.append(number)
+                elif update <= step:
+                    new.write(line)
+                    kept.append(today(record))
+
+    write_file(path, copy)
+    if broken:
+        lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
+    return kept
+
+
+def gaps(path: Path, history: list[dict[str, Any]], last: int) -> Iterator[str]:
+    """A sentence where lines of the updates 0 to `last` are missing."""
+    missing = sorted(set(range(last + 1)).difference(record["step"] for record in history))
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0])]
+    if missing:
+        which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
+        which += ", ..." if len(runs) > 9 else ""
+        yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
