@@ -131,7 +131,6 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.model import launcher
     from paw.recipe import load_named, warnings
     from paw.state import signals
     from paw.state.claim import check_claim, run_names
@@ -165,11 +164,16 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         from paw.hub import check_hub
 
         check_hub(config.model.path)
-    launcher.die_with_launcher()
+    if "RANK" in os.environ:
+        from paw.model.launcher import die_with_launcher
+
+        die_with_launcher()
     with signals.leaving_at_once():
         if options.gpus != 1:
+            from paw.model.launcher import launch
+
             words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-            return launcher.launch(options.gpus, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
+            return launch(options.gpus, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
         from paw.train import train
 
         report = train(config, resume=resume, numbered=numbered)

@@ -80,7 +80,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser) -> Command:
                 help="folder name, such as step_000050 (default: the newest that verifies)",
             )
             add("--out", type=Path, help="folder to write (default: RUN/hf)")
-            return _calling("paw.state.export", "export_run")
+            return _calling("paw.state.restore", "export_run")
         case "warmup":
             add("recipe", nargs="?", default="quickstart")
             return _warmup

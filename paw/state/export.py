@@ -5,7 +5,6 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch import Tensor
 from paw import __version__
 from paw.config import Config
 from paw.envs import make_factory
-from paw.errors import UserError, to_stderr
+from paw.errors import to_stderr
 from paw.files import fsync, fsync_tree, writing
-from paw.model.policy import Policy, load_policy, load_tokenizer, weights_dtype
-from paw.recipe import dump, load
-from paw.rollout.sync import full_parameters
+from paw.model.policy import Policy
+from paw.recipe import dump
 from paw.state.record import read_info
 
 CARD = """---
@@ -78,33 +76,6 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
     settings = "".join(f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items())
     tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
     return tokenizer
-
-
-def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
-    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
-    from paw.state.restore import load as load_checkpoint
-    from paw.state.restore import newest
-
-    if not (run / "config.toml").is_file():
-        raise UserError(f"{run}: no run directory (config.toml is missing)")
-    config, folder = load(run / "config.toml"), run / "checkpoints"
-    chosen = folder / checkpoint_name if checkpoint_name else None
-    if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
-        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
-    base = start_model(run, config)
-    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
-    if config.lora.rank:
-        from paw.model.lora import add_adapters
-
-        add_adapters(policy.lm, config.lora, seed=config.run.seed)
-
-    read = partial(load_checkpoint, like={"model": policy.named_parameters_once()})
-    found = (chosen, read(chosen)) if chosen else newest(folder, read)
-    assert found, "a checkpoint was there"
-    _, (tensors, state) = found
-    policy.load(tensors["model"])
-    weights = dict(full_parameters(policy.lm, once=True))
-    return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])
 
 
 def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:

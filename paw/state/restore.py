@@ -6,6 +6,7 @@ Rank 0 reads the files; the others are sent their shares.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from paw.errors import describe, shown, to_stderr
+from paw.errors import UserError, describe, shown, to_stderr
 from paw.files import cause, json_object
 from paw.model.ranks import Ranks, distribute_like
 from paw.state.checkpoint import (
@@ -119,6 +120,35 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, o
         )
         if has != wants:
             raise CheckpointError(f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?")
+
+
+def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
+    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
+    from paw.model.policy import load_policy, load_tokenizer, weights_dtype  # what only verifies does without
+    from paw.recipe import load as load_config
+    from paw.rollout.sync import full_parameters
+    from paw.state.export import export, start_model
+
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run}: no run directory (config.toml is missing)")
+    config, folder = load_config(run / "config.toml"), run / "checkpoints"
+    chosen = folder / checkpoint_name if checkpoint_name else None
+    if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
+        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
+    base = start_model(run, config)
+    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    if config.lora.rank:
+        from paw.model.lora import add_adapters
+
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+
+    read = partial(load, like={"model": policy.named_parameters_once()})
+    found = (chosen, read(chosen)) if chosen else newest(folder, read)
+    assert found, "a checkpoint was there"
+    _, (tensors, state) = found
+    policy.load(tensors["model"])
+    weights = dict(full_parameters(policy.lm, once=True))
+    return export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])
 
 
 # --- into a run ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from paw.rollout.engines import make_engine
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import kinds, success_metrics, success_text
 from paw.rollout.sync import push_weights
-from paw.state.export import export_run, start_model
+from paw.state.export import start_model
+from paw.state.restore import export_run
 
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:

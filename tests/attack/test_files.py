@@ -160,23 +160,6 @@ def test_a_word_that_goes_too_far_is_one_line(capfd, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@fuzz
-@given(name=TEXTS)
-def test_a_run_lies_in_its_directory_or_nowhere(name):
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Path(folder) / "a" / "runs"
-        try:
-            tree = {"model": {"path": "m"}, "run": {"dir": str(runs), "name": name}}
-            found, held = claim(validate(tree, origin="x"), resume="", numbered=False)
-        except UserError as error:
-            told(error)
-            assert not runs.exists()
-        else:
-            held.close()
-            assert found == name and [path.name for path in runs.iterdir()] == [name]
-        assert {path.name for path in Path(folder).iterdir()} <= {"a"}
-
-
 # --- files of a run ------------------------------------------------------------------------------------------------
 
 RECORDS = st.dictionaries(st.sampled_from(["step", "eval/success", "reward/mean", "a"]), VALUES)
