@@ -70,16 +70,9 @@ def _room(name: str) -> Room:
     return Room(counts, tuple(table["objects"].split()), tuple(table["kinds"].split()), table["scenes"])
 
 
-_ROOMS = tuple(map(_room, ("kitchen", "living_room", "bedroom", "bathroom")))
 DIFFICULTIES = {
-    difficulty.name: difficulty
-    for difficulty in (
-        # Small enough to be learnt from scratch in minutes on a processor: every name ends in 1.
-        Difficulty("tiny", (_room("tiny_kitchen"),), receptacles=(4, 5), per_type=1, objects=(3, 5), copies=1),
-        Difficulty("small", _ROOMS, receptacles=(5, 8), per_type=2, objects=(5, 8), copies=2),
-        Difficulty("medium", _ROOMS, receptacles=(9, 14), per_type=4, objects=(10, 16), copies=3),
-        Difficulty("full", _ROOMS),
-    )
+    name: Difficulty(name, tuple(map(_room, table.pop("rooms").split())), **table)
+    for name, table in _TABLES["difficulties"].items()
 }
 
 

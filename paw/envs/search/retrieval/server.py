@@ -12,6 +12,7 @@ import asyncio
 import resource
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -24,24 +25,15 @@ from paw.envs.search.world import World
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError, to_stderr
 
-MAX_QUERIES = 1024
-"""Of one request."""
-MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
-"""Of a request's body, and of its head."""
-HEAD_S = 10
-"""For a request's head, from its first byte or the connection's start."""
-MAX_CONNECTIONS = 2048
-"""Open at once. Of more, the one that has been without a request for longest is closed."""
-SPARE_FILES = 64
-"""File descriptors left for everything else."""
-WORKERS = 4
-"""Requests searched for at once."""
-MAX_WAITING = 512
-"""Requests being searched for or waiting to be; more are turned away."""
-KEEP_ALIVE_S = 75
-"""Longer than clients keep a connection unused, so that they are the ones to close it."""
-SHUTDOWN_S = 5
-"""For the requests in work when the server is told to end."""
+MAX_BYTES, MAX_HEAD, MAX_QUERIES = 4 << 20, 16 << 10, 1024
+"""Of a request: bytes of its body and of its head, and queries."""
+MAX_CONNECTIONS, SPARE_FILES = 2048, 64
+"""Open at once (of more, the one longest without a request is closed); file descriptors left for everything else."""
+WORKERS, MAX_WAITING = 4, 512
+"""Requests searched for at once; those searched for or waiting, of which more are turned away."""
+HEAD_S, KEEP_ALIVE_S, SHUTDOWN_S = 10, 75, 5
+"""Seconds for a request's head, from its first byte or the connection's start; for an unused connection, longer than
+clients keep one, so that they are the ones to close it; for the requests in work when the server is to end."""
 
 
 class Query(BaseModel):
@@ -103,7 +95,12 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
             hits = await asyncio.wait_for(found, config.timeout_s)
         except TimeoutError:
             raise HTTPException(503, f"not done within {config.timeout_s:g} s; try again with fewer queries") from None
-        return JSONResponse({"result": [[_result(hit, scored=asked.return_scores) for hit in row] for row in hits]})
+
+        def result(hit: Hit) -> dict[str, Any]:
+            document = {"id": hit.id, "contents": hit.contents}
+            return {"document": document, "score": hit.score} if asked.return_scores else document
+
+        return JSONResponse({"result": [[*map(result, row)] for row in hits]})
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -194,17 +191,12 @@ def make_server(app: Any, config: SearchConfig) -> Any:
 
 def _connections() -> int:
     """How many may be open at once: MAX_CONNECTIONS, where the limit of open files lets itself be raised so far."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
-
-
-def _result(hit: Hit, *, scored: bool) -> dict[str, Any]:
-    document = {"id": hit.id, "contents": hit.contents}
-    return {"document": document, "score": hit.score} if scored else document
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if soft < MAX_CONNECTIONS + SPARE_FILES:
+        soft = min(hard, MAX_CONNECTIONS + SPARE_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
 
 
 def serve(search: SearchConfig, *, host: str, port: int) -> int:
