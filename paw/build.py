@@ -56,6 +56,17 @@ class Parts:
     """Of run.json: start (the model it began from), backend of the head, warmup_s."""
 
 
+def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> Ranks:
+    """Meet the peers that torchrun's variables tell of. Raises UserError where these do not fit together or this
+    machine, and for ranks that would be left without one of the `tasks`."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    from paw.model.parallel import DistributedRanks, read_variables
+
+    variables = read_variables(tasks)
+    return DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s) if variables[1] > 1 else Ranks()
+
+
 def check_environment(config: Config) -> EnvFactory:
     """The environment of the run. UserError where it cannot be played, not by the run's agent, or lacks what the world
     model's weight needs."""

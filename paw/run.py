@@ -17,17 +17,16 @@ import torch
 
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
-from paw.build import Parts, build, check_environment, check_extras, check_memory
+from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
 from paw.errors import LINE_CHARS, UserError, clean, to_stderr
 from paw.files import write_file, writing
-from paw.model.policy import Policy, pick_device
-from paw.model.ranks import PeerLostError, Ranks, join_ranks, lost_peer, out_of_memory
+from paw.model.policy import Policy, full_parameters, pick_device
+from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
-from paw.rollout.sync import full_parameters
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved

@@ -10,8 +10,8 @@ from typing import Any
 from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, size
+from paw.envs.threads import Threads
 from paw.errors import OURS, UserError, describe, shown
-from paw.rollout.threads import Threads
 from paw.types import Task
 
 FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")

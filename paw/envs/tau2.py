@@ -23,8 +23,8 @@ from typing import Any
 
 from paw.envs.base import Tasks
 from paw.envs.settings import Tau2Config
+from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
-from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
 
 INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"

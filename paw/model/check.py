@@ -19,8 +19,6 @@ from paw.errors import UserError
 from paw.model.attention import token_mixers
 from paw.model.precision import running_in
 from paw.model.ranks import out_of_memory
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.transformers import TransformersEngine
 from paw_kernels import best_backend, token_stats
 
 if TYPE_CHECKING:
@@ -61,34 +59,12 @@ def check_path(policy: "Policy", path: str) -> float:
     kind, difference = policy.lm.config.model_type, logp_difference(policy)
     largest, mean = float(difference.max()), float(difference.mean())
     exact = policy.dtype == torch.float32
-    found, bound = (_typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
+    found, bound = (typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
     if not found <= bound:  # NaN as well
         raise UserError(
             f"model.path = '{path}': model type '{kind}' cannot be trained here: log-probs of packed rows are off by"
             f" {largest:.2g} nats (mean {mean:.2g}) from the model's own, beyond rounding ({bound:g}); a layer or the"
             " head does something that the trainer does not know"
-        )
-    return largest
-
-
-def check_sampling(lm: PreTrainedModel) -> float:
-    """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
-    lengths in a batch. UserError where they are not the model's own."""
-    vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
-    engine = TransformersEngine(lm, end_ids=[])
-    for key, length in enumerate(LENGTHS):
-        prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
-        engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
-    with running_in(torch.float32, lm):
-        for done in engine.step():
-            row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
-            found.append((_own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
-    difference = torch.cat(found)
-    largest = float(difference.max())
-    if not _typical(difference, lm) <= EXACT:
-        raise UserError(
-            f"rollout.engine = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
-            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --rollout.engine vllm"
         )
     return largest
 
@@ -99,7 +75,7 @@ def number_of_experts(config: Any) -> int:
     return next((n for name in names if (n := getattr(config.get_text_config(), name, None))), 0)
 
 
-def _typical(difference: Tensor, lm: PreTrainedModel) -> float:
+def typical(difference: Tensor, lm: PreTrainedModel) -> float:
     """The largest; with experts the median, because rounding sends the odd token to another expert."""
     return float(difference.median() if number_of_experts(lm.config) else difference.max())
 
@@ -132,12 +108,12 @@ def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tenso
         return token_stats(hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)).logp
 
     found = policy(ours)
-    expected = torch.cat([policy(partial(_own_logp, policy.lm, row)) for row in ids.split(list(lengths))])
+    expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in ids.split(list(lengths))])
     return (found - expected).abs()
 
 
 @torch.no_grad()
-def _own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
+def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
     """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for

@@ -3,7 +3,7 @@
 Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from paw.model.attention import ATTENTION, pack_rows, separate_rows
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
-from paw.model.ranks import distribute_like
+from paw.model.ranks import distribute_like, full_tensor
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
@@ -125,6 +125,23 @@ class Policy(nn.Module):
         """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
             parameter.copy_(distribute_like(parameter, tensors[name]))
+
+
+def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged.
+
+    A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
+    embedding's name does not reach.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=once):
+        if ".lora_" in name:
+            continue
+        weight = full_tensor(parameter.detach())
+        if ".base_layer." in name:
+            from paw.model.lora import merged
+
+            name, weight = name.replace(".base_layer.", "."), merged(model, name, weight)
+        yield name, weight
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,5 @@
 """The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -57,17 +56,6 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others."""
-
-
-def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the peers that torchrun's variables tell of. Raises UserError where these do not fit together or this
-    machine, and for ranks that would be left without one of the `tasks`."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return Ranks()
-    from paw.model.parallel import DistributedRanks, read_variables
-
-    variables = read_variables(tasks)
-    return DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s) if variables[1] > 1 else Ranks()
 
 
 class PeerLostError(UserError):

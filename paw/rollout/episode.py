@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.config import Config, EnvConfig
+from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.rollout.guard import Guarded
-from paw.rollout.threads import Threads
 from paw.types import Outcome, Trajectory, Turn
 
 if TYPE_CHECKING:

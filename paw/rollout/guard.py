@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import OwnFactory
+from paw.envs.threads import Threads
 from paw.errors import EnvironmentFailure, NoOracleError, shown
-from paw.rollout.threads import Threads
 from paw.types import Outcome, Task
 
 MAX_REWARD = 1e6

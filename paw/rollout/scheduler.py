@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
+from paw.envs.threads import Threads
 from paw.errors import OURS, UserError, describe, shown, to_stderr
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion, Engine, Request
 from paw.rollout.episode import ContextFull, EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
-from paw.rollout.threads import Threads
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from paw.errors import UserError
-from paw.model.ranks import full_tensor
+from paw.model.policy import full_parameters
 from paw.rollout.engines.base import Engine
 
 LIMIT, TOLERATED = 0.5, 0.05
@@ -25,23 +25,6 @@ def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
 
         named = checkpoint_parameters(model, named)
     engine.sync(named, version)
-
-
-def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged.
-
-    A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
-    embedding's name does not reach.
-    """
-    for name, parameter in model.named_parameters(remove_duplicate=once):
-        if ".lora_" in name:
-            continue
-        weight = full_tensor(parameter.detach())
-        if ".base_layer." in name:
-            from paw.model.lora import merged
-
-            name, weight = name.replace(".base_layer.", "."), merged(model, name, weight)
-        yield name, weight
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:

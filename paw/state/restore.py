@@ -124,9 +124,13 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, o
 
 def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
     """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
-    from paw.model.policy import load_policy, load_tokenizer, weights_dtype  # what only verifies does without
+    from paw.model.policy import (  # what only verifies does without
+        full_parameters,
+        load_policy,
+        load_tokenizer,
+        weights_dtype,
+    )
     from paw.recipe import load as load_config
-    from paw.rollout.sync import full_parameters
     from paw.state.export import export, start_model
 
     if not (run / "config.toml").is_file():

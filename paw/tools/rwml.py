@@ -32,11 +32,20 @@ from paw.files import write_file
 from paw.model.attention import pick_attention
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
-from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
+from paw.model.policy import (
+    DTYPES,
+    Policy,
+    full_parameters,
+    load_policy,
+    load_tokenizer,
+    pick_backend,
+    pick_device,
+    weights_dtype,
+)
 from paw.rollout.chat import Chat
 from paw.rollout.engines import make_engine
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import full_parameters, push_weights
+from paw.rollout.sync import push_weights
 from paw.state.export import export
 from paw.tools.player import open_player, progress, resolve, tell
 from paw.types import Group, Sample, Task

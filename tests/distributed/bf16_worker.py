@@ -12,11 +12,12 @@ from joint import Objective, make_lm, make_rows, tiny_policy
 
 from paw.algo import loss
 from paw.algo.samples import micro_batches
+from paw.build import join_ranks
 from paw.config import LoraConfig
 from paw.model.lora import add_adapters
 from paw.model.parallel import exit_now
 from paw.model.policy import Policy
-from paw.model.ranks import Ranks, full_tensor, join_ranks
+from paw.model.ranks import Ranks, full_tensor
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from paw.build import join_ranks
 from paw.errors import UserError
 from paw.model.launcher import launch
-from paw.model.ranks import join_ranks
 from paw.state import restore
 from paw.tools import quickstart
 

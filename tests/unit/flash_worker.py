@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from paw.build import join_ranks
 from paw.config import OptimConfig
 from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
 from paw.model.parallel import exit_now
-from paw.model.ranks import distribute_like, full_tensor, join_ranks
+from paw.model.ranks import distribute_like, full_tensor
 from paw.recipe import validate
 from paw.state import checkpoint, restore, train_state
 from paw.tools.plan import plan

@@ -10,11 +10,11 @@ from paw.algo.loss import log_probs
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
 from paw.model.lora import adapters_off, add_adapters, check_targets, import_peft
-from paw.model.policy import DTYPES, Policy
+from paw.model.policy import DTYPES, Policy, full_parameters
 from paw.recipe import dump
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.sync import full_parameters, push_weights, sampler_mismatch
+from paw.rollout.sync import push_weights, sampler_mismatch
 from paw.train import train
 
 pytest.importorskip("peft")

@@ -10,9 +10,9 @@ from test_chat import thinker
 from test_transformers_engine import END, assert_same, make_requests, naive, run
 
 from paw.errors import UserError
-from paw.model.check import check_model, check_path, check_sampling, logp_difference
+from paw.model.check import check_model, check_path, logp_difference
 from paw.model.policy import Policy, load_policy
-from paw.rollout.engines.transformers import TransformersEngine
+from paw.rollout.engines.transformers import TransformersEngine, check_sampling
 
 VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"
 SIZES = dict(

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paw.errors import UserError
-from paw.rollout.sync import StaleWeightsError, full_parameters, sampler_mismatch
+from paw.model.policy import full_parameters
+from paw.rollout.sync import StaleWeightsError, sampler_mismatch
 
 
 def make_model(*, tied):

@@ -40,9 +40,8 @@ def make_engine(
             gpu_memory_utilization=limits.gpu_memory_utilization,
             sleep_level=limits.sleep_level,
         )
-    from paw.model.check import check_sampling
     from paw.model.precision import parameters_as
-    from paw.rollout.engines.transformers import TransformersEngine
+    from paw.rollout.engines.transformers import TransformersEngine, check_sampling
 
     model: Any = policy.lm
     if own_weights:

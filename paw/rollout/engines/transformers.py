@@ -21,7 +21,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from paw.errors import UserError
 from paw.model.attention import token_mixers
+from paw.model.check import EXACT, LENGTHS, own_logp, typical
 from paw.model.logits import LogitTransform
+from paw.model.precision import running_in
 from paw.rollout.engines.base import Completion, Engine, Request
 
 
@@ -242,3 +244,25 @@ def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
     finally:
         model.config._attn_implementation = attention
         model.train(training)
+
+
+def check_sampling(lm: PreTrainedModel) -> float:
+    """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
+    lengths in a batch. UserError where they are not the model's own."""
+    vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
+    engine = TransformersEngine(lm, end_ids=[])
+    for key, length in enumerate(LENGTHS):
+        prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
+        engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
+    with running_in(torch.float32, lm):
+        for done in engine.step():
+            row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
+            found.append((own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
+    difference = torch.cat(found)
+    largest = float(difference.max())
+    if not typical(difference, lm) <= EXACT:
+        raise UserError(
+            f"rollout.engine = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
+            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --rollout.engine vllm"
+        )
+    return largest
