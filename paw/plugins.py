@@ -6,10 +6,6 @@ hand one over as it is, see `give`. Nothing is imported for a name that was not 
 
 A plug-in may have settings, which then are keys of its section of the recipe: a class those of its `Config`, a subclass
 of `Section`; a function its keyword-only parameters.
-
->>> def best_of(samples, *, depth: int = 3): ...
->>> list(settings(best_of, "best_of").model_fields)
-['depth']
 """
 
 import importlib
@@ -85,10 +81,7 @@ def give(plugin: Any) -> str:
 
 
 def load(kind: str, name: str) -> Any:
-    """The class, function or object that `name` means.
-
-    Raises UserError where there is none, or where its module or file cannot be imported.
-    """
+    """The class, function or object that `name` means. UserError where there is none, or it cannot be imported."""
     if not name:
         raise UserError("it is not set: give a built-in name, 'module:name' or 'FILE.py:name'")
     if name.startswith("given:"):

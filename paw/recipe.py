@@ -48,8 +48,7 @@ def base_names() -> list[str]:
 def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe by name or path, apply `{"a.b": value}` overrides (texts as on the command line), validate.
 
-    Raises UserError for a recipe that is unknown or built on itself, malformed TOML, an unknown key or a value out of
-    range.
+    Raises UserError for whatever is unknown, malformed or out of range.
     """
     tree, origins = read_recipe(str(recipe))
     return override(tree, overrides or {}, origin=str(recipe), origins=origins)
@@ -113,9 +112,8 @@ def _set(layer: dict[str, Any], key: str, value: Any, keys: dict[str, Key], tree
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
-    """Build a Config from nested dicts; the first problem becomes a one-line UserError.
-
-    It names where the key comes from by `origins`, or `origin`; of several keys at once, the command line's.
+    """Build a Config from nested dicts; the first problem becomes a one-line UserError, which names where the key comes
+    from by `origins`, or `origin`; of several keys at once, the command line's.
     """
 
     def where(key: str, message: str = "") -> str:
@@ -221,10 +219,7 @@ def put(tree: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 
 
 def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tables of a recipe, by name or path, over those of its bases; and the recipe each dotted key comes from.
-
-    Raises UserError for a recipe that is unknown, is no TOML, or is built on itself.
-    """
+    """The tables of a recipe, by name or path, over those of its bases; and the recipe each dotted key comes from."""
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, tables in _lineage(recipe):

@@ -164,5 +164,4 @@ def rng_name(rank: int) -> str:
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
-    """The error that names a checkpoint's file and what is wrong with it."""
     return CheckpointError(f"checkpoint {path} is damaged ({name}): {what}")

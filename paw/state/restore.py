@@ -242,10 +242,9 @@ def _small(stem: str, dimensions: int) -> bool:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
 ) -> None:
-    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
+    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding; learning rates too.
 
-    Learning rates are restored too; betas, weight decay and the like stay as the optimizer was built. Raises
-    CheckpointError where a compressed state does not fit; for others, see `check_optimizer`.
+    Raises CheckpointError where a compressed state does not fit; for others, see `check_optimizer`.
     """
     by_name = dict(parameters)
     restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
