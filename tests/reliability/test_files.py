@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -135,21 +134,3 @@ def test_a_disk_that_fills_up_during_an_update(paw_here, quick, quick_model, sma
     assert done.stderr.startswith("paw: cannot write ") and done.stderr.count("\n") == 1
     assert (disk / "run" / "config.toml").read_bytes() == before
     assert not list((disk / "run").glob(".tmp_*"))
-
-
-@pytest.mark.slow
-def test_a_full_disk_at_a_resume_costs_nothing(paw_here, quick, quick_run, small_disk):
-    disk = small_disk(8192)
-    run = disk / "run"
-    shutil.copytree(quick_run, run)
-    with pytest.raises(OSError), (disk / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    words = ["train", "quickstart", quick, {"run.dir": disk, "run.name": "run", "run.updates": 3}, "--resume", "auto"]
-    done = paw_here(*words, code=2)
-    assert done.stderr == f"paw: cannot write {run}/config.toml: No space left on device: free some space\n"
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    (disk / "ballast").unlink()
-    paw_here(*words)
-    assert (run / "checkpoints" / "step_000003").is_dir()
