@@ -1,10 +1,8 @@
 """Tasks are pure functions that never mix splits; every bad folder is one line that names it."""
 
-import argparse
 import importlib.util
 import json
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from paw.envs.alfworld.problem import TASK_TYPES
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
-from paw.tools import data
 
 HAS_TEXTWORLD = importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")
 
@@ -221,47 +218,3 @@ def test_official_games_and_the_real_engine_in_a_worker_says_the_same(official: 
         assert task in generated or task.id.split("/")[1].startswith(TASK_TYPES[task.kind])
     theirs.close()
     assert not HAS_TEXTWORLD or "textworld" in real.fingerprint()
-
-
-# ---- paw data
-
-
-def data_command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    data.add_arguments(parser)
-    return data.run(parser.parse_args(["alfworld", *words]))
-
-
-def test_data_generates_a_folder_to_train_on(tmp_path: Path, capsys):
-    out = tmp_path / "games"
-    assert data_command("--generate", "12", "--out", str(out), "--difficulty", "tiny") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("train           12 games (")
-    assert lines[1].startswith("valid_unseen     1 games (")
-    assert lines[-1] == f"use them with --env.data {out}"
-    assert len(train_tasks(factory(data=out), 0, 12, 0)) == 12
-
-
-def test_data_mistakes():
-    for words, message in (
-        (["--generate", "3"], "--out DIR"),
-        (["--generate", "0", "--out", "x"], "from 1 on"),
-        (["--out", "x"], "--generate takes a number"),
-        (["--dir", "/nonexistent"], "is no folder"),
-        (["--generate", "3", "--out", "/dev/null/x", "--difficulty", "tiny"], "cannot be written"),
-    ):
-        with pytest.raises(UserError, match=message):
-            data_command(*words)
-
-
-def test_data_download_runs_the_packages_own_command(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(UserError, match=r"not installed: pip install 'paw-trainer\[alfworld\]'"):
-        data_command("--download", "--dir", str(tmp_path / "games"))
-    script = tmp_path / "bin" / "alfworld-download"
-    script.parent.mkdir()
-    script.write_text('#!/bin/sh\n[ "$1" = --data-dir ] && exit 7\n')
-    script.chmod(0o755)
-    with pytest.raises(UserError, match="alfworld-download failed with exit code 7"):
-        data_command("--download", "--dir", str(tmp_path / "games"))

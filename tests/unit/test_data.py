@@ -1,14 +1,16 @@
-"""`paw data`: what a folder holds, what is generated, and what is missing. ALFWorld: test_alfworld_factory.py."""
+"""`paw data`: what a folder holds, what is generated, and what is missing."""
 
 import json
+import sys
 
 import pytest
 
 from paw import cli
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks
-from paw.envs.settings import SearchConfig, WebshopConfig
+from paw.envs.alfworld.factory import AlfworldFactory
+from paw.envs.base import eval_tasks, train_tasks
+from paw.envs.settings import AlfworldConfig, SearchConfig, WebshopConfig
 
 
 @pytest.fixture(autouse=True)
@@ -70,25 +72,37 @@ def test_without_files_it_says_where_they_are(tmp_path, capsys):
     assert lines[-1].startswith(f"paw: --dir {tmp_path}/.cache/search has neither train nor test questions")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["webshop", "--download"], "--download is for alfworld"),
-        (["search", "--generate", "30"], "and --out DIR to write to"),
-        (["search", "--out", "x"], "--generate takes a number"),
-        (["webshop", "--generate", "3", "--out", "x"], "from 20 on"),
-        (
-            ["search", "--generate", "30", "--out", "/dev/null/x"],
-            "--out /dev/null/x: cannot be written: Not a directory",
-        ),
-    ],
-)
-def test_mistakes(words, message, capsys):
-    (line,) = paw_data(capsys, *words, code=2)
-    assert message in line
+def test_households_are_generated_and_played(tmp_path, capsys):
+    out = tmp_path / "games"
+    lines = paw_data(capsys, "alfworld", "--generate", 12, "--out", out, "--difficulty", "tiny")
+    assert lines[0].startswith("train           12 games (") and lines[1].startswith("valid_unseen     1 games (")
+    assert lines[-1] == f"use them with --env.data {out}"
+    assert len(train_tasks(AlfworldFactory(AlfworldConfig(data=out)), 0, 12, 0)) == 12
 
 
-def test_a_damaged_file_is_named(tmp_path, capsys):
+def test_download_runs_the_packages_own_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    words = ["alfworld", "--download", "--dir", tmp_path / "games"]
+    assert "not installed: pip install 'paw-trainer[alfworld]'" in paw_data(capsys, *words, code=2)[0]
+    script = tmp_path / "bin" / "alfworld-download"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\n[ "$1" = --data-dir ] && exit 7\n')
+    script.chmod(0o755)
+    assert "alfworld-download failed with exit code 7" in paw_data(capsys, *words, code=2)[0]
+
+
+def test_mistakes(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Who?", "golden_answers": []}) + "\n")
-    (line,) = paw_data(capsys, "search", "--dir", tmp_path, code=2)
-    assert f"{tmp_path}/train.jsonl, line 1: " in line
+    for words, message in (
+        ("webshop --download", "--download is for alfworld"),
+        ("search --generate 30", "and --out DIR to write to"),
+        ("alfworld --out x", "--generate takes a number from 1 on"),
+        ("alfworld --generate 0 --out x", "from 1 on"),
+        ("alfworld --dir /nonexistent", "is no folder"),
+        ("webshop --generate 3 --out x", "from 20 on"),
+        ("search --generate 30 --out /dev/null/x", "--out /dev/null/x: cannot be written: Not a directory"),
+        (f"search --dir {tmp_path}", f"{tmp_path}/train.jsonl, line 1: "),
+    ):
+        (line,) = paw_data(capsys, *words.split(), code=2)
+        assert message in line

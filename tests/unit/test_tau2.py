@@ -56,11 +56,7 @@ def test_splits_are_seeded_and_apart():
     assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
     assert eval_tasks(factory, "test", 6, 3) == eval_tasks(factory, "test", 6, 3) != eval_tasks(factory, "test", 6, 4)
     assert factory.may_block and factory.reward_max == 10.0
-    assert (
-        factory.fingerprint()
-        == make_factory(config_of()).fingerprint()
-        != make_factory(config_of(env={"train_split": "test"}))
-    )
+    assert factory.fingerprint() == make_factory(config_of()).fingerprint()
     assert factory.fingerprint().startswith("tau2 1.0.1 retail ")
 
 
@@ -71,12 +67,7 @@ def test_a_conversation_is_won():
     assert prompt.partition("# Conversation\n")[2].startswith("user: Hi, please cancel order 8.\n\nNow")
     assert environment.anchor() == environment.task == "user: Hi, please cancel order 8."
     outcome = environment.step(call("cancel", order="8", requestor="user"))
-    assert (outcome.observation, outcome.reward, outcome.done, outcome.valid) == (
-        'tool: {"order": "8"}',
-        0.0,
-        False,
-        True,
-    )
+    assert outcome.observation == 'tool: {"order": "8"}' and not outcome.done and outcome.valid
     assert environment.context().count("assistant: ") == 1
     outcome = environment.step(environment.format_action("It is cancelled."))
     assert (outcome.action, outcome.reward, outcome.won, outcome.score) == ("It is cancelled.", 10.0, True, 1.0)

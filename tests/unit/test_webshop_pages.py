@@ -194,10 +194,8 @@ def test_paper_projection():
     """What it shares with ALFWorld's is tested there."""
     response = "<think>a</think> <ACTION> Click[buy now] </action> b <action>c</action>"
     assert PaperStyle().parse_action(response, {}) == ("click[buy now]", True)
-    assert PaperStyle().parse_action("<think>a</think>I would like to CLICK[buy now]", {}) == (
-        "ke to click[buy now]",
-        False,
-    )
+    unparsed = "<think>a</think>I would like to CLICK[buy now]"
+    assert PaperStyle().parse_action(unparsed, {}) == ("ke to click[buy now]", False)
     assert PaperStyle().format_action("click[red]") == "<think>I should click[red].</think><action>click[red]</action>"
 
 
