@@ -56,8 +56,6 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     """As billed, what a stop string cut off included."""
-    cut: bool
-    """Whether it ended at max_tokens."""
     stop: str = ""
     """The stop string that ended it, where the server says so or a tag is left open; else ""."""
 
@@ -207,7 +205,7 @@ class Endpoint:
         return {"model": self.config.model, "messages": messages, **kept, **({"extra_body": extra} if extra else {})}
 
     def _retry_after(self, headers: Any) -> float:
-        """Seconds that a Retry-After header asks for, as a number or a date, LONGEST_WAIT_S at most; 0 without one."""
+        """Seconds that a Retry-After header asks for, as a number or a date; LONGEST_WAIT_S at most."""
         value, seconds = headers.get("retry-after", ""), 0.0
         with suppress(ValueError, TypeError, OverflowError):
             if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
@@ -265,7 +263,7 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
         if not (found or cut):  # vLLM names the stop string that it left out; elsewhere an open tag tells
             left_open = (word for word in stop if content.rfind(word.replace("/", "")) > content.rfind(word))
             found = reason if reason in stop else next(left_open, "")
-        return Reply(content, counts[0], counts[1], cut, found)
+        return Reply(content, counts[0], counts[1], found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"malformed answer: {clean(text, 200) or 'an empty body'}") from None
 

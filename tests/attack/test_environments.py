@@ -16,13 +16,12 @@ from toyworld import make_chat, make_engine, practised_model
 
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks, train_tasks
+from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
 from paw.rollout import threads
-from paw.rollout.episode import Episode
 from paw.rollout.scheduler import Rollouts
 from paw.tools.warmup import demonstrations
-from paw.types import Task, Trajectory
+from paw.types import Task
 
 
 @pytest.fixture(scope="module")
@@ -264,25 +263,6 @@ def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
     factory = rollouts(oracle=exits, admissible_actions=lambda game: [], everywhere=True).factory
     with pytest.raises(UserError, match=r"^warm-up: 101 games in a row failed \(SystemExit: 0\)$"):
         next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"make": raises(RuntimeError("no licence"))}, "RuntimeError: no licence"),
-        ({"step": raises(Unprintable())}, UNPRINTABLE),
-        ({"step": waits}, "TimeoutError: no answer within 0.3 s"),
-    ],
-)
-def test_an_evaluation_loses_an_episode_and_plays_the_others(rollouts, wrong, reason):
-    played = rollouts(step_timeout_s=0.3, **wrong)
-    tasks, seen = eval_tasks(played.factory, "held_out", 6, 0), []
-    episodes = [Episode(Trajectory(task, 0), i, 0, "eval", 1.0) for i, task in enumerate(tasks)]
-    played.run(episodes, at_once=1, ended=seen.append)
-    assert [episode.index for episode in seen] == [*range(6)]
-    (failure,) = [episode.trajectory.failure for episode in episodes if episode.trajectory.failure]
-    assert failure.startswith(reason)
-    assert {len(episode.steps) for episode in episodes if not episode.trajectory.failure} == {3}
 
 
 def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):

@@ -36,7 +36,7 @@ def speaker(tiny_llm, tmp_path_factory):
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     answer = torch.tensor(chat.response_ids("<search>a</search>"))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-    for task in train_tasks(factory, 0, 250, seed=1):
+    for task in train_tasks(factory, 0, 150, seed=1):
         head = torch.tensor(chat.prompt_ids(PROMPT.format(question=task.payload.text)))
         logits = lm(input_ids=torch.cat([head, answer])[None]).logits[0, len(head) - 1 : -1]
         torch.nn.functional.cross_entropy(logits, answer).backward()

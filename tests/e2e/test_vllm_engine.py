@@ -163,18 +163,6 @@ def test_sync_replaces_weights_tied_head_adapters_and_cached_prompts(setup):
     push_weights(model, engine, version=6)
 
 
-def test_requests_may_join_while_others_run(setup):
-    _, engine = setup
-    requests = make_requests(max_tokens=25)
-    want = {r.key: c.token_ids for r, c in zip(requests, run(engine, requests), strict=True)}
-    got, waiting = {}, list(requests)
-    while waiting or engine.pending:
-        if waiting:
-            engine.submit(waiting.pop())
-        got |= {c.key: c.token_ids for c in engine.step()}
-    assert got == want
-
-
 def test_a_response_that_is_complete_ends_there_and_leaves_the_others_alone(setup):
     _, engine = setup
     requests = make_requests(max_tokens=25)

@@ -117,7 +117,7 @@ PASSING = {
 def test_an_answer(server, ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     reply = ask[0]("hello", stop=["</action>"])
-    assert reply == Reply("<think>x</think><action>look", 11, 5, False, "</action>")
+    assert reply == Reply("<think>x</think><action>look", 11, 5, "</action>")
     (sent,) = server.requests
     assert sent == {
         "model": "m",

@@ -294,7 +294,7 @@ class Librarian:
 
     async def complete(self, prompt, **_):
         self.asked.append(prompt)
-        return Reply(self.text, 1, 1, False)
+        return Reply(self.text, 1, 1)
 
 
 def test_a_simulated_search_engine():

@@ -243,7 +243,7 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
     class Writer:
         async def complete(self, prompt, **_):
             quality = "noisy" if "noisy" in prompt else "useful"
-            return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0, cut=False)
+            return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0)
 
     monkeypatch.setattr(zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config))
     played = factory(search={"retriever": "zerosearch"})
