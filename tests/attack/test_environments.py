@@ -15,10 +15,9 @@ from environments import FAKE, Honest, exits, factory, raises
 from toyworld import make_chat, make_engine, practised_model
 
 from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
-from paw.envs import make_factory
+from paw.envs import make_factory, threads
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
-from paw.rollout import threads
 from paw.rollout.scheduler import Rollouts
 from paw.tools.warmup import demonstrations
 from paw.types import Task
