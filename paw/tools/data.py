@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     Raises UserError: nothing is there, a file is damaged, the download failed, or the options do not fit together.
     """
     alfworld = args.env == "alfworld"
-    home = (alfworld and os.environ.get("ALFWORLD_DATA")) or Path.home() / ".cache" / args.env
-    folder: Path = (args.dir or Path(home)).expanduser()
+    home = os.environ.get("ALFWORLD_DATA") if alfworld else None
+    folder: Path = (args.dir or Path(home or Path.home() / ".cache" / args.env)).expanduser()
     least, generate, report = {
         "alfworld": (1, _generate_games, _report_games),
         "webshop": (20, _generate_shop, _report_shop),

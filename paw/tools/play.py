@@ -132,4 +132,5 @@ def _terminal(environment: Guarded, task: Task) -> None:
         if outcome.done:
             said = f"Won in turn {turns}, reward {outcome.reward:g}" if outcome.won else f"Not won by turn {turns}"
             score = "" if outcome.score is None else f", score {outcome.score:.2f}"
-            return print(f"\n{said}{score}.")
+            print(f"\n{said}{score}.")
+            return

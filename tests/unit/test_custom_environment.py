@@ -13,7 +13,6 @@ from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
 from paw.recipe import load
-from paw.rollout.guard import Guarded
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
 
@@ -49,22 +48,6 @@ def test_a_factory_says_the_rest():
     assert [task.id for task in train_tasks(factory, 2, 2, 7)] == ["train/7/4", "train/7/5"]
     assert len(eval_tasks(factory, "test", 40, 0)) == 40  # drawn with replacement
     assert len(eval_tasks(factory, "train", 0, 0)) == 256  # of an endless split
-
-
-def test_the_example_plays():
-    config = configure(max_turns=7)
-    factory = make_factory(config)
-    environment = Guarded(factory.make(), config.env)
-    for task in eval_tasks(factory, "valid_unseen", 0, seed=0):
-        assert environment.reset(task) == "I think of a number." == environment.anchor()
-        outcomes = [environment.step("no idea")]
-        assert not outcomes[0].valid and environment.anchor() == outcomes[0].observation
-        while not outcomes[-1].done:
-            assert environment.oracle() in environment.admissible_actions()
-            assert environment.format_action("7") == "7"
-            outcomes.append(environment.step(environment.oracle()))
-        assert outcomes[-1].won == (outcomes[-1].reward == factory.reward_max) and len(outcomes) <= 7
-    environment.close()
 
 
 def test_it_is_named_by_module_or_file(tmp_path, monkeypatch):

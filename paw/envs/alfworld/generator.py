@@ -271,7 +271,9 @@ def _problem(scene: Scene) -> str:
     )
 
 
-_rules = cache(lambda: [(_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")])
+@cache
+def _rules() -> list[str]:
+    return [(_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")]
 
 
 def write(game: Game, folder: str | Path) -> Path:

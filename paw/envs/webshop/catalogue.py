@@ -260,7 +260,8 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                         raise json.JSONDecodeError("no array", text, at)
                     at, gap = found.end(), re.compile(r"[\s,]*")
                     if text[at : at + 1] == "]":
-                        return digest.update(file.read().encode())
+                        digest.update(file.read().encode())
+                        return
                     value, at = scan(text, at)
                 except json.JSONDecodeError as error:
                     chunk = file.read(CHUNK) if len(text) - at < LARGEST else ""
