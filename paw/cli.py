@@ -126,7 +126,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
         else:
             from paw.commands import add_arguments
 
-            sub.set_defaults(command=add_arguments(name, sub))
+            sub.set_defaults(command=add_arguments(name, sub, SHORT.values()))
     return parser
 
 

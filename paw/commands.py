@@ -2,16 +2,14 @@
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.cli import OVERRIDES, SHORT, Overrides
-from paw.config import Config
-from paw.errors import UserError, to_stderr
-from paw.keys import keys_of
-from paw.recipe import layered, load, override, read_recipe, recipe_names
+from paw.errors import to_stderr
+from paw.recipe import load
 
+Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
 MODULES = {
     "plan": "paw.tools.fit",
@@ -25,8 +23,8 @@ MODULES = {
 NO_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
 
 
-def add_arguments(name: str, sub: argparse.ArgumentParser) -> Command:
-    """Add a command's arguments to its parser; returns what runs it."""
+def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str]) -> Command:
+    """Add a command's arguments to its parser; returns what runs it. `short`: words for the keys of an endpoint."""
     add = sub.add_argument
     if name in NO_OVERRIDES:
         sub.epilog = None
@@ -38,10 +36,10 @@ def add_arguments(name: str, sub: argparse.ArgumentParser) -> Command:
     match name:
         case "eval":
             agents = "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for"
-            sub.epilog = f"{agents} {' '.join(f'--{key}' for key in SHORT.values())}); {OVERRIDES}"
+            sub.epilog = f"{agents} {' '.join(f'--{key}' for key in short)}); {sub.epilog}"
             add("--json", action="store_true", dest="as_json", help="print one JSON object")
             add("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
-            return _calling("paw.agents.evaluate", "evaluate")
+            return _calling("paw.tools.evaluate", "evaluate")
         case "rollout":
             add("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
             add("--out", default="-", help="file for the episodes (default: standard output)")
@@ -94,25 +92,6 @@ def add_arguments(name: str, sub: argparse.ArgumentParser) -> Command:
     module = importlib.import_module(MODULES[name])
     module.add_arguments(sub)
     return (lambda options, _: module.run(options)) if name in NO_OVERRIDES else module.run
-
-
-def load_played(recipe: str | None, overrides: Overrides, defaults: Overrides | None = None) -> Config:
-    """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
-
-    `defaults` are overrides of keys that the environment has. Raises UserError as `load` does, or if nothing is named.
-    """
-    name = overrides.get("env.name")
-    if recipe is None and name is None:
-        raise UserError("say what is played with --recipe NAME or --env NAME")
-    if recipe is None and f"{name}-grpo" in recipe_names():
-        recipe = f"{name}-grpo"
-        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
-    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
-    keys = keys_of(Config, layered(tree, {"env": {"name": name}} if name else {}))
-    given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
-    if name == "search" and given.get("env.data", "").lower() == "none":
-        given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
-    return override(tree, given, origin=recipe or "command line", origins=origins)
 
 
 def _calling(module: str, function: str) -> Command:

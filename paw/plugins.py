@@ -61,6 +61,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "rewards": {},
     "callbacks": CALLBACKS,
+    "retrievers": {"zerosearch": "paw.agents.zerosearch:make_simulator"},
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 _files: dict[tuple[str, int, int], ModuleType] = {}

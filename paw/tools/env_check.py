@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from paw.commands import load_played
 from paw.envs import make_factory
 from paw.envs.base import Tasks, admissible_responses, size, train_tasks, warmup_tasks
 from paw.errors import OURS, NoOracleError, UserError, clean, describe, shown
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
+from paw.tools.played import load_played
 from paw.types import Outcome, Task
 
 

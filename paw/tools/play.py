@@ -14,7 +14,6 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
-from paw.commands import load_played
 from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.factory import AlfworldFactory
@@ -26,6 +25,7 @@ from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
 from paw.rollout.episode import shown
 from paw.rollout.guard import Guarded
+from paw.tools.played import load_played
 from paw.types import Outcome, Task
 
 MOST_SHOWN = 100_000

@@ -7,8 +7,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from paw.agents.results import kind_lines, kind_rows
-from paw.commands import load_played
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
@@ -22,6 +20,8 @@ from paw.rollout.success import kinds, success_metrics, success_text
 from paw.rollout.sync import push_weights
 from paw.state.export import start_model
 from paw.state.restore import export_run
+from paw.tools.played import load_played
+from paw.tools.results import kind_lines, kind_rows
 
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:

@@ -8,7 +8,6 @@ import pytest
 
 from paw.agents.endpoint import Limiter, Reply
 from paw.agents.examples import alfworld_examples
-from paw.agents.results import summarise, table
 from paw.agents.zerosearch import Simulator
 from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
@@ -17,6 +16,7 @@ from paw.errors import UserError
 from paw.rollout.episode import Episode, Model, asked, find_agent, shown
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import wilson
+from paw.tools.results import summarise, table
 from paw.types import Trajectory
 
 

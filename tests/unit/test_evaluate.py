@@ -2,8 +2,8 @@
 
 import pytest
 
-from paw.agents.results import kind_lines, kind_rows
 from paw.rollout.success import kinds, success_metrics, wilson
+from paw.tools.results import kind_lines, kind_rows
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from paw import plugins
 from paw.config import RunConfig
 from paw.envs.base import Endless, Tasks, shuffled
 from paw.envs.search import data, world
@@ -65,9 +66,7 @@ class SearchFactory:
         self._simulator, self._per_update = None, tasks_per_update
         self._retriever = functools.cache(self._make_retriever)
         if config.retriever == "zerosearch":
-            from paw.agents.zerosearch import make_simulator
-
-            self._simulator = make_simulator(config.simulator, run)
+            self._simulator = plugins.load("retrievers", "zerosearch")(config.simulator, run)
         else:
             self._retriever(0)  # what is missing is reported now
 

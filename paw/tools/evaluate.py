@@ -12,9 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from paw.agents import results
 from paw.agents.endpoint import Endpoint, EndpointModel
-from paw.commands import load_played
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
@@ -23,6 +21,8 @@ from paw.files import write_file
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
+from paw.tools import results
+from paw.tools.played import load_played
 from paw.types import Trajectory
 
 GIVE_UP = 32

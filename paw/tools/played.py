@@ -1,0 +1,27 @@
+"""What a command plays that has a model, and maybe no recipe."""
+
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.keys import keys_of
+from paw.recipe import layered, override, read_recipe, recipe_names
+
+Overrides = dict[str, str]
+
+
+def load_played(recipe: str | None, overrides: Overrides, defaults: Overrides | None = None) -> Config:
+    """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
+
+    `defaults` are overrides of keys that the environment has. Raises UserError as `load` does, or if nothing is named.
+    """
+    name = overrides.get("env.name")
+    if recipe is None and name is None:
+        raise UserError("say what is played with --recipe NAME or --env NAME")
+    if recipe is None and f"{name}-grpo" in recipe_names():
+        recipe = f"{name}-grpo"
+        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
+    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
+    keys = keys_of(Config, layered(tree, {"env": {"name": name}} if name else {}))
+    given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
+    if name == "search" and given.get("env.data", "").lower() == "none":
+        given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
+    return override(tree, given, origin=recipe or "command line", origins=origins)
