@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, ROOT, write
 from bench.kernels import commit, cpu_name
-from paw.envs.search.retrieval.base import Retriever, make_retriever
+from paw.envs.search.retrieval import Retriever, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.search.world import World
 from paw.envs.settings import SearchConfig

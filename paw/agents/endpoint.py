@@ -24,7 +24,8 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, to_stderr
-from paw.rollout.episode import Context, ContextFull, Earlier, EnvHandle, Model, Stop, asked, shown
+from paw.rollout.chat import Context, ContextFull, shown
+from paw.rollout.episode import Earlier, EnvHandle, Model, Stop, asked
 from paw.rollout.further import cut_at
 from paw.types import Turn
 

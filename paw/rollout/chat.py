@@ -20,7 +20,18 @@ from paw.errors import UserError
 
 MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
 SPACED = f" \n{MARK}\n "
+Context = str | list[dict[str, str]]
+"""One user message, or a conversation of messages {"role", "content"}."""
 THINKING = ("<think>", "</think>")
+
+
+class ContextFull(Exception):
+    """What the model is to go on with does not fit its context. The episode is over, with what it has."""
+
+
+def shown(context: Context) -> str:
+    """A context as one text."""
+    return context if isinstance(context, str) else "\n".join(message["content"] for message in context)
 
 
 class Chat:

@@ -17,23 +17,18 @@ from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
+from paw.rollout.chat import Context, shown
 from paw.rollout.guard import Guarded
 from paw.types import Outcome, Trajectory, Turn
 
 if TYPE_CHECKING:
     from paw.rollout.scheduler import Rollouts
 
-Context = str | list[dict[str, str]]
-"""One user message, or a conversation of messages {"role", "content"}."""
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions: the environment that asks them."""
 CALLS_PER_TURN = 100
 """Calls of the model for each of env.max_turns, after which an agent counts as one that never ends."""
 HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
-
-
-class ContextFull(Exception):
-    """What the model is to go on with does not fit its context. The episode is over, with what it has."""
 
 
 @dataclass
@@ -307,8 +302,3 @@ def derive_seed(*parts: int | str) -> int:
 def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
     """(the message that is to be answered, the answer so far)."""
     return (context, "") if continues is None else (continues.message, continues.answer + shown(context))
-
-
-def shown(context: Context) -> str:
-    """A context as one text."""
-    return context if isinstance(context, str) else "\n".join(message["content"] for message in context)

@@ -1,16 +1,19 @@
 """Prompts that go on from what was said before, and answers that end at a stop string: what `plain` does not need."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from paw.rollout.chat import Chat
-from paw.rollout.episode import Context, ContextFull, Earlier, EngineModel, shown
+from paw.rollout.chat import Chat, Context, ContextFull, shown
 from paw.types import Turn
+
+if TYPE_CHECKING:
+    from paw.rollout.episode import Earlier, EngineModel
 
 TAIL = 8
 """Tokens looked at beyond as many as a stop string has characters: a character may have several."""
 
 
-def further(model: EngineModel, context: Context, continues: Earlier) -> tuple[list[int], str]:
+def further(model: "EngineModel", context: Context, continues: "Earlier") -> tuple[list[int], str]:
     """(ids of a conversation or of what continues a response, how the template opens the answer).
 
     Of what goes on from an earlier turn, that turn's own ids come first. Raises ContextFull where there are too many.

@@ -19,9 +19,9 @@ from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.threads import Threads
 from paw.errors import OURS, UserError, describe, shown, to_stderr
-from paw.rollout.chat import Chat
+from paw.rollout.chat import Chat, ContextFull
 from paw.rollout.engines.base import Completion, Engine, Request
-from paw.rollout.episode import ContextFull, EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
+from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.types import Group, Task, Trajectory
 

@@ -11,7 +11,6 @@ A name is absent where it was not measured: never 0 in its place.
 import errno
 import json
 import os
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from io import FileIO
@@ -22,7 +21,11 @@ from paw.errors import UserError, clean
 from paw.files import fsync, open_append, write_file, writing
 
 Metrics = Mapping[str, Any]
-OLDER = {"wm/live_frac": "optim/gradient_frac"}
+TROUBLE = {
+    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
+    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
+}  # fmt: skip
+"""Shown where it is not 0."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -98,12 +101,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._samples.close()
 
 
-def today(record: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl under the names of today."""
-    renamed = {name: re.sub("^world/", "wm/", name) for name in record}
-    return {OLDER.get(name, name): record[old] for old, name in renamed.items()}
-
-
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON has it: numpy's and torch's scalars are numbers, NaN and infinities null."""
     text = json.dumps(record, default=lambda scalar: scalar.item())
@@ -119,3 +116,12 @@ def _append(file: FileIO, record: Mapping[str, Any]) -> None:
     with writing(file.name):
         while rest:  # a disk that fills up takes a part
             rest = rest[file.write(rest) :]
+
+
+def texts(forms: Mapping[str, str], metrics: Mapping[str, Any]) -> list[str]:
+    """The metrics that are there, each as its form writes it."""
+    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def trouble(metrics: Mapping[str, Any]) -> list[str]:
+    return texts(TROUBLE, {name: value for name, value in metrics.items() if value})

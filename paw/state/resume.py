@@ -3,6 +3,7 @@
 All may change but what the run's past or its checkpoints would have no meaning without.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator
 from itertools import groupby
@@ -13,7 +14,6 @@ from paw.config import Config
 from paw.errors import UserError, shown
 from paw.files import json_object, update_of, write_file
 from paw.hints import MOVED
-from paw.state.log import today
 
 FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
@@ -23,6 +23,8 @@ FIXED = {
     **dict.fromkeys(("optim.name", "optim.master_bits"), "its checkpoints hold this optimizer's state"),
 }
 """Keys that a resumed run keeps, and why."""
+
+OLDER = {"wm/live_frac": "optim/gradient_frac"}
 
 
 def changes(directory: Path, config: Config) -> list[str]:
@@ -99,3 +101,9 @@ def gaps(path: Path, history: list[dict[str, Any]], last: int) -> Iterator[str]:
         which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
         which += ", ..." if len(runs) > 9 else ""
         yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
+
+
+def today(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl under the names of today."""
+    renamed = {name: re.sub("^world/", "wm/", name) for name in record}
+    return {OLDER.get(name, name): record[old] for old, name in renamed.items()}

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
 from paw.rollout.success import success_text
+from paw.state.log import texts, trouble
 from paw.types import Group, Sample, Trajectory
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ LINE = {
     "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
 }  # fmt: skip
 """The line of an update: metric -> how it is written."""
-TROUBLE = {
-    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
-    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
-}  # fmt: skip
-"""Shown where it is not 0."""
 MAX_EPISODES, MAX_TURNS = 3, 20
 """Of an evaluation, and of an episode: samples are for reading, the rest is for metrics."""
 
@@ -75,15 +70,6 @@ class Progress:
     def on_end(self, run: "Run") -> None:
         if self._view:
             self._view.stop()
-
-
-def texts(forms: Mapping[str, str], metrics: Mapping[str, Any]) -> list[str]:
-    """The metrics that are there, each as its form writes it."""
-    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
-
-
-def trouble(metrics: Mapping[str, Any]) -> list[str]:
-    return texts(TROUBLE, {name: value for name, value in metrics.items() if value})
 
 
 class Samples:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paw.errors import LINE_CHARS, clean
-from paw.tools.callbacks import texts, trouble
+from paw.state.log import texts, trouble
 
 if TYPE_CHECKING:
     from paw.run import Run

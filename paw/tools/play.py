@@ -23,7 +23,7 @@ from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import EnvironmentFailure, UserError, clean, to_stderr
-from paw.rollout.episode import shown
+from paw.rollout.chat import shown
 from paw.rollout.guard import Guarded
 from paw.tools.played import load_played
 from paw.types import Outcome, Task

@@ -9,8 +9,8 @@ from typing import Any
 
 from paw.errors import UserError
 from paw.files import json_object, text_of, update_of
-from paw.state.log import today
 from paw.state.record import read_info
+from paw.state.resume import today
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""

@@ -16,7 +16,7 @@ import pytest
 from paw.agents.endpoint import Endpoint
 from paw.config import EndpointConfig
 from paw.errors import UserError
-from paw.rollout.episode import ContextFull
+from paw.rollout.chat import ContextFull
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paw.envs.search.retrieval import remote, server
-from paw.envs.search.retrieval.base import Hit, make_retriever
+from paw.envs.search.retrieval import Hit, make_retriever, remote, server
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError

@@ -13,7 +13,8 @@ from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollout.episode import Episode, Model, asked, find_agent, shown
+from paw.rollout.chat import shown
+from paw.rollout.episode import Episode, Model, asked, find_agent
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import wilson
 from paw.tools.results import summarise, table

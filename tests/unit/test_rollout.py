@@ -12,8 +12,9 @@ from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import Endless, train_tasks
 from paw.errors import UserError
+from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Request
-from paw.rollout.episode import ContextFull, derive_seed
+from paw.rollout.episode import derive_seed
 from paw.rollout.scheduler import Rollouts
 from paw.types import Outcome, Task
 

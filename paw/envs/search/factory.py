@@ -14,7 +14,7 @@ from paw.envs.base import Endless, Tasks, shuffled
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, Style, title
-from paw.envs.search.retrieval.base import Hit, Retriever, make_retriever
+from paw.envs.search.retrieval import Hit, Retriever, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
