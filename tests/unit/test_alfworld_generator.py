@@ -56,10 +56,9 @@ def test_games_depend_on_the_seed_alone():
     assert len(printed) == 1
 
 
-@pytest.mark.parametrize("level", ["tiny", "small"])
-def test_splits_never_share_a_game(level):
+def test_splits_never_share_a_game():
     contents = [
-        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty=level)}
+        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty="tiny")}
         for split in SPLITS
     ]
     assert all(len(content) > 550 for content in contents)  # a split hardly repeats itself
