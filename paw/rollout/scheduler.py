@@ -9,6 +9,8 @@ which others it was batched with.
 import asyncio
 import inspect
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -166,20 +168,28 @@ class Rollouts:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._error = self._error or error
+                self._end(error)
             self._left -= 1
             self._changed.set()
 
         outer = asyncio._get_running_loop()  # of a notebook, which runs its cells inside; asyncio has one a thread
         asyncio._set_running_loop(None)
         tasks = [self._loop.create_task(play(episode)) for episode in episodes]
+        # Inside a library's task Ctrl-C would become another error. Between an engine's steps nothing else runs.
+        listens = (
+            not self.engine
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if listens:
+            self._loop.add_signal_handler(signal.SIGINT, self._end, KeyboardInterrupt())
         try:
             self._loop.run_until_complete(self._drive())
         finally:
-            self._error = self._error or asyncio.CancelledError()
+            self._end(asyncio.CancelledError())
+            if listens:
+                self._loop.remove_signal_handler(signal.SIGINT)
             if left := [task for task in tasks if not task.done() and task.cancel()]:
-                # Ctrl-C may have struck inside a library's own task, which nobody awaits any more.
-                self._loop.set_exception_handler(lambda *_: None)
                 self._loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             asyncio._set_running_loop(outer)
 
@@ -198,6 +208,11 @@ class Rollouts:
         self._idle.clear()
         if not self._loop.is_closed():
             self._loop.close()
+
+    def _end(self, error: BaseException) -> None:
+        """Have the play end with this error, or an earlier one."""
+        self._error = self._error or error
+        self._changed.set()
 
     async def _drive(self) -> None:
         while self._left and not self._error:
