@@ -19,7 +19,7 @@ from paw.model.parallel import exit_now
 from paw.model.ranks import distribute_like, full_tensor
 from paw.recipe import validate
 from paw.state import checkpoint, restore, train_state
-from paw.tools.plan import plan
+from paw.tools.plan import Plan
 from paw.tools.shapes import from_config
 
 
@@ -136,7 +136,7 @@ def planned(_):
         found = sum(t.nbytes for p in model.parameters() for k, t in optimizer.state_tensors(p).items() if k != "step")
         tree = {"model": {"path": "here"}, "optim": {"name": "flash-adamw", "master_bits": master_bits}}
         shape = from_config(settings.to_dict(), origin="here")
-        wanted = plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"]["optimizer"]
+        wanted = Plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"]["optimizer"]
         assert found == round(wanted * 2**30), (found, wanted * 2**30)
 
 

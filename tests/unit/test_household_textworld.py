@@ -1,7 +1,7 @@
 """The native engine against the real one, string for string: feedback, every admissible command, the win flag.
 
 The real engine takes one to three seconds to start a game. PAW_TEXTWORLD_GAMES sets how many official and how many
-generated games are played (12 each by default); hundreds are for a machine of one's own.
+generated games are played (6 each by default); hundreds are for a machine of one's own.
 """
 
 import json
@@ -17,7 +17,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.tables import GOALS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
-GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "12"))
+GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "6"))
 HANDLING = ("take", "move", "open", "close", "clean", "heat", "cool", "slice", "use")
 
 
@@ -81,7 +81,7 @@ def test_generated_games(engine, tmp_path):
     rng = random.Random(1)
     mismatches, wins = [], 0
     for index in range(GAMES):
-        level = ("tiny", "small", "medium", "full")[index // 3 % 4]
+        level = ("tiny", "small", "medium", "full")[index % 4]
         kind = KINDS[index % (5 if level == "tiny" else 6)]
         path = write(generate(index, difficulty=level, kinds=[kind]), tmp_path)
         found, won = play_both(engine, path, rng, wander=rng.choice((0, 15, 40)))
@@ -102,6 +102,6 @@ def test_quirks(engine, tmp_path):
         path.parent.mkdir()
         goal = GOALS[kind].format(object="Mug", target=target)
         path.write_text(json.dumps({**data, "pddl_problem": problem.replace("GOAL", goal), "walkthrough": None}))
-        for _ in range(3):
+        for _ in range(2):
             mismatches += play_both(engine, path, rng, wander=60)[0]
     assert not mismatches, "\n".join(mismatches)

@@ -73,7 +73,7 @@ class Engine:
         if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
             raise UserError(
                 f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
-                f" {self.positions} positions; see rollout.max_prompt_tokens and rollout.max_response_tokens"
+                f" {self.positions} positions; lower rollout.max_prompt_tokens and rollout.max_response_tokens"
             )
         self._requests[request.key] = request
 
