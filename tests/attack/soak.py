@@ -96,7 +96,7 @@ def disturbed(folder: Path, model: Path, *, updates: int, faults: int, seed: int
         resume = ["--resume", "auto"] if (run / "metrics.jsonl").exists() else []
         child = start([*command, *resume], env, file_limit=limit)
         # Ctrl-C while Python itself starts is Python's to answer.
-        stride = max(1, min(updates // 6, 2 * updates // faults))
+        stride = max(1, min(updates // 6, updates // faults))  # all of them fit
         target = lines(run) + rng.randint(int(fault == "interrupt"), stride)
         deadline = time.monotonic() + 300
         while child.poll() is None and lines(run) < target and time.monotonic() < deadline:

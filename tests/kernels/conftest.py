@@ -7,6 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+EMULATED = [pytest.param(order, marks=pytest.mark.slow) for order in ("forward", "shuffled")]
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,7 @@ def machine(request):
     yield from _machine(request)
 
 
-@pytest.fixture(scope="module", params=["torch", "forward", "shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["torch", *EMULATED, pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine_or_torch(request):
     """The same for operators that also exist in plain torch."""
     import cuda_on_cpu

@@ -56,6 +56,7 @@ def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -4,9 +4,12 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
+
 GUESS = f"{Path(__file__).parents[2] / 'docs' / 'example_environment.py'}:Guess"
 
 
+@pytest.mark.slow
 def test_kl_without_a_reference_is_absent_and_appears_once_there_is_one(paw_here, tiny_llm, tmp_path):
     settings = {
         "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.name": "run",

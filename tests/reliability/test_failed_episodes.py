@@ -66,6 +66,7 @@ def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, environment, settings, recipe, tmp_path):
     name = environment(ONE_TURN_WINS, MOST_FAIL)
     done = paw_here("train", recipe, settings, {"env.name": name})

@@ -160,6 +160,7 @@ def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
     assert "--resume step_000100: no such checkpoint in" in error and error.endswith("there are: step_000040\n")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_process_of_its_own(paw):
     done = paw(*TRAIN, {"optim.lrr": 1}, code=2)
     assert done.stdout == ""

@@ -54,6 +54,7 @@ KNOWN = {
     "Olmo2": {},
     "Phi3": {},
 }
+SLOW, RECURRENT = ("FalconH1", "Qwen3_5", "Qwen3Next", "OlmoHybrid", "GraniteMoeHybrid"), [pytest.mark.slow]
 SAMPLED = [name for name in KNOWN if name not in ("Gemma2", "Gemma3", "Cohere2")]  # sliding windows: by vLLM alone
 
 
@@ -86,7 +87,7 @@ def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     check_path(policy, "here")
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=RECURRENT * (name in SLOW)) for name in SAMPLED])
 def test_the_transformers_engine_samples_from_them(name):
     lm, requests = make(name), make_requests(8)
     engine = TransformersEngine(lm, end_ids={END})

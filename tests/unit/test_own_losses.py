@@ -26,6 +26,7 @@ def own(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
     """One update each way: with ours by another name the same, with one's own another."""
 

@@ -143,6 +143,7 @@ def test_truncated_log_still_gives_a_report(tmp_path):
     assert "39.8%" in page
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared(tmp_path, capsys):
     runs = [make_run(tmp_path / "grpo", world=False, end=0.6), make_run(tmp_path / "paw", seed=1)]
     parser = argparse.ArgumentParser()

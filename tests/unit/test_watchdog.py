@@ -83,6 +83,7 @@ def test_a_rank_that_does_not_go_on_is_named_by_those_who_wait(make):
         assert re.match(r"rank 1 does not go on: phase 'rollout' has taken", verdict(rank))
 
 
+@pytest.mark.slow
 def test_a_phase_may_take_longer_than_the_longest_by_the_timeout_and_an_unknown_one_an_hour(make):
     ranks = [make(rank, timeout_s=0.3) for rank in range(3)]
     for rank in ranks:

@@ -72,6 +72,7 @@ def test_plays_and_is_reused(make):
     assert not _alive(int(pid))
 
 
+@pytest.mark.slow
 def test_a_broken_step_is_one_failure_and_a_new_start_heals(make):
     worker = make(timeout_s=2.0)
     for command, reason in (
@@ -92,6 +93,7 @@ def test_a_broken_step_is_one_failure_and_a_new_start_heals(make):
             worker.step(PID)
 
 
+@pytest.mark.slow
 def test_a_game_that_cannot_start(make):
     for text, reason in (
         ("int(chr(10))", "start raised ValueError: [^\n]*$"),
