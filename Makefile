@@ -6,7 +6,8 @@ PY := $(VENV)/bin/python
 CONSTRAINTS := -c constraints.txt
 # Where pip finds torch: https://download.pytorch.org/whl/cpu has a build without CUDA, 200 MB in place of gigabytes.
 TORCH_INDEX ?=
-PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check
+# Without bytecode of all that is installed, a minute of work: Python compiles what it imports.
+PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check --no-compile
 ARGS ?=
 JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
