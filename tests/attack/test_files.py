@@ -22,6 +22,8 @@ from paw.state.resume import changes
 from paw.tools.postmortem import examine, tell
 from paw.tools.report import write_report
 
+pytestmark = pytest.mark.slow
+
 fuzz = settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 LIMIT = 5000
 """Characters of a message before the terminal's own limit cuts it."""

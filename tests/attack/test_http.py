@@ -27,6 +27,8 @@ pytest.importorskip("uvicorn")
 from paw.agents import endpoint  # noqa: E402
 from paw.agents.endpoint import Endpoint, EndpointError  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 1.0
 Sender = Callable[[socket.socket], object]
 
@@ -157,7 +159,6 @@ def test_what_a_retriever_makes_up_is_one_line(listen, body):
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
-@pytest.mark.slow
 def test_a_retriever_that_restarts_costs_nothing(listen, monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.02)
     close = "Connection: close\r\n"
@@ -287,7 +288,6 @@ def search(address: tuple[str, int], timeout_s: float = 5.0) -> int:
         return client.post(f"http://{address[0]}:{address[1]}/retrieve", json={"query": "q"}).status_code
 
 
-@pytest.mark.slow
 def test_half_open_connections_shut_nobody_out(serving):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))  # both ends are in this process
@@ -346,14 +346,12 @@ def closes_after(connection: socket.socket, drop: bytes, limit_s: float = 5.0) -
     return time.monotonic() - started
 
 
-@pytest.mark.slow
 def test_a_head_that_does_not_end_ends_the_connection(serving):
     connection = socket.create_connection(serving(HEAD_S=1))
     connection.sendall(b"GET /health HTTP/1.1\r\n")
     assert 0.5 < closes_after(connection, b"X") < 3
 
 
-@pytest.mark.slow
 def test_the_second_head_of_a_connection_has_a_clock_too(serving):
     connection = socket.create_connection(serving(HEAD_S=1))
     connection.settimeout(5)

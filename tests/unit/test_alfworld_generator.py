@@ -56,6 +56,7 @@ def test_games_depend_on_the_seed_alone():
     assert len(printed) == 1
 
 
+@pytest.mark.slow
 def test_splits_never_share_a_game():
     contents = [
         {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty="tiny")}

@@ -64,7 +64,7 @@ def make(name, **settings):
     return getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | KNOWN.get(name, {}) | settings)).eval()
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=RECURRENT * (name in SLOW)) for name in KNOWN])
 def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
     policy = Policy(make(name))
     assert check_model(policy, "here") < 2e-5

@@ -147,6 +147,7 @@ def test_every_saving_saves():
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 
+@pytest.mark.slow
 def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path, capsys):
     out = tmp_path / "found.toml"
     words = ["plan", "--model", NAME, "--gpus", "1x80GB", "--host-gib", "110", "--json", "--out", str(out)]

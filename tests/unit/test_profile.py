@@ -95,6 +95,7 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
     assert "+2.1 %" in list(table(records).columns[-1].cells)
 
 
+@pytest.mark.slow
 def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(start, tmp_path):
     def moments(run):  # after one step: the gradient, but for a constant
         return [state["exp_avg"].clone() for state in run.optimizer.state.values()]

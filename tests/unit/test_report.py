@@ -95,6 +95,7 @@ def self_contained(page: str) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_report_of_a_whole_run(tmp_path):
     page_path = write_report(make_run(tmp_path / "tiny"))
     page = page_path.read_text()
@@ -112,6 +113,7 @@ def test_report_of_a_whole_run(tmp_path):
     assert not re.search(r"\b(nan|None)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
 
 
+@pytest.mark.slow
 def test_hostile_text_stays_text(tmp_path):
     run = make_run(tmp_path / "run", few=True)
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{$ \ud800 \x00 &amp;'

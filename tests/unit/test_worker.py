@@ -107,6 +107,7 @@ def test_a_game_that_cannot_start(make):
         make("Missing").start()
 
 
+@pytest.mark.slow
 def test_no_orphan_when_the_parent_is_killed(make, tmp_path: Path):
     program = """
         from paw.envs.worker import Worker
