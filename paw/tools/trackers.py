@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 
-class Tracker:
+class Tracker(ABC):
     """Sends the configuration, and the numbers of each update, of the first rank.
 
     Raises UserError with the install command where its package is not installed.
@@ -27,9 +28,9 @@ class Tracker:
         if importlib.util.find_spec(self.package) is None:
             raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
 
+    @abstractmethod
     def open(self, run: "Run", config: dict[str, Any]) -> None:
         """Begin: set `log`, which gets the numbers of an update, and `close`."""
-        raise NotImplementedError
 
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:

@@ -4,6 +4,7 @@
 queued in one step; vLLM batches continuously.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class Completion:
     """Prompt tokens served from the prefix cache."""
 
 
-class Engine:
+class Engine(ABC):
     """Holds requests of at most `positions` tokens, prompt and response together (None: any)."""
 
     continuous = False
@@ -77,9 +78,9 @@ class Engine:
             )
         self._requests[request.key] = request
 
+    @abstractmethod
     def step(self) -> list[Completion]:
         """Work a little (or a lot) and return what has finished; [] only while something is still running."""
-        raise NotImplementedError
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
