@@ -3,7 +3,7 @@
 GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978), with the semantics of
 GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines ran. A sample's score is its episode
 return less its own invalid penalty. Samples come in group, trajectory, step order, and answers are in the same order.
-PPO's advantages, one a token, are at the end: `learner.critic` has the values they start from.
+PPO's advantages, one a token, are at the end: `algo.critic` has the values they start from.
 
 Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step invalid (-0.1).
 Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724, -0.742, -0.724].

@@ -21,7 +21,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: Any) -> "LogitTransform":
-        """The transform that a Hugging Face model's config asks for. Whether it does is checked (`learner.check`)."""
+        """The transform that a Hugging Face model's config asks for. Whether it does is checked (`model.check`)."""
         shape = config.get_text_config()
         factors = [getattr(shape, name, None) for name in FACTORS]
         scale = next((float(factor) for factor in factors if factor is not None), 1.0)

@@ -211,7 +211,7 @@ def load_policy(
     **options: Any,
 ) -> Policy:
     """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do not fit its config, or
-    the trainer does not compute its log-probs (`learner.check`; not without `check`).
+    the trainer does not compute its log-probs (`model.check`; not without `check`).
 
     `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
     any value, for a rank that will be sent its own. `options` are those of Policy.

@@ -41,7 +41,7 @@ def export(
     step: int,
     method: str = "",
 ) -> Path:
-    """Write weights (`sync.full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
+    """Write weights (`full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
 
     `method` names the updates where they are not those of `config`. Written beside it and moved in when complete; other
     files there stay. Raises UserError when it cannot be written.
