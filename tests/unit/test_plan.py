@@ -9,7 +9,7 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
-from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
+from paw.tools.fit import changed, check_fits, check_machine, get
 from paw.tools.plan import HEAD_BUFFER, Plan
 from paw.tools.shapes import SHAPES, from_config, shape_of
 
@@ -28,9 +28,11 @@ def test_known_shapes_have_the_published_numbers_of_parameters():
         "Qwen3-8B": 8_190_735_360, "Llama-3.2-3B": 3_212_749_824, "Qwen3-30B-A3B": 30_532_122_624,
     }  # fmt: skip
     assert {name: SHAPES[name].parameters for name in published} == published
+    shape = SHAPES["Qwen3-30B-A3B"]  # 3.3B active by its model card
+    assert shape.layers * shape.active_layer + shape.rest == pytest.approx(3.3e9, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"])
 def test_a_shape_counts_what_hugging_face_builds(kind):
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -59,75 +61,28 @@ def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
         shape_of(tmp_path)
 
 
-def test_experts_count_whole_in_memory_and_in_part_in_time():
-    shape = SHAPES["Qwen3-30B-A3B"]  # 3.3B active by its model card
-    assert shape.layers * shape.active_layer + shape.rest == pytest.approx(3.3e9, rel=0.02)
-    config = changed(low_memory(), {"model.path": "Qwen/Qwen3-30B-A3B"})
-    found = Plan(config, shape, gpus=8, gpu_gib=80.0)
-    dense = Plan(config, replace(shape, experts=0, active=1, intermediate=128 * 768), gpus=8, gpu_gib=80.0)
-    assert found.phases["rollout"]["weights"] == pytest.approx(dense.phases["rollout"]["weights"], rel=0.01)
-    assert found.seconds["update"] < dense.seconds["update"] / 4
-
-
 def test_the_head_takes_what_the_kernels_say():
     torch_rows, triton_rows = (importlib.import_module(f"paw_kernels.{name}") for name in ("_torch", "_triton"))
-    assert HEAD_BUFFER[2] == triton_rows.CHUNK_BYTES
-    assert HEAD_BUFFER[4] == 3 * torch_rows.CHUNK_BYTES["cuda"]
+    assert {2: triton_rows.CHUNK_BYTES, 4: 3 * torch_rows.CHUNK_BYTES["cuda"]} == HEAD_BUFFER
 
 
 def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
-    assert Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0).peak <= 76.0
     found = Plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
     assert found.peak <= 76.0 and found.host_total <= 110.0 and not found.reasons() and not low_memory().lora.rank
     assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
-
-
-def test_components_are_those_of_the_settings():
-    shape, P = shape_of(NAME), SHAPES["Qwen2.5-14B"].parameters / 2**30
-    update = Plan(low_memory(), shape, **CARD).phases["update"]
-    assert update["weights"] == update["gradients"] == pytest.approx(2 * P)
-    assert "optimizer" not in update and "reference" not in update
-    moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
-    for bits in (24, 32):
-        kept = Plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
-        vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
-        each = (bits - 16) / 8 + moments
-        assert kept["optimizer"] == pytest.approx(each * (P - vectors) + 12 * vectors)
-    plain = low_memory(optim__name="adamw", policy__offload_reference=False)
-    parts = Plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
-    sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
-    assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
+    cards = Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0)
+    assert cards.peak <= 76.0
+    hosts = Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0, hosts=2)
+    assert hosts.phases == cards.phases and hosts.host["update"]["optimizer"] < 0.6 * cards.host["update"]["optimizer"]
 
 
 def test_a_critic_takes_a_second_model():
-    shape = shape_of(NAME)
-    grpo, ppo = (
-        Plan(low_memory(advantage__type=name), shape, gpus=8, gpu_gib=80.0, host_gib=900.0) for name in ("grpo", "ppo")
-    )
-    weights = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30  # bf16, no vocabulary's head
-    for phase, parts in ppo.phases.items():
-        assert parts == pytest.approx(grpo.phases[phase] | {"critic": weights})
-    # Its optimizer state lies in host memory beside the policy's: 2 + 2.125 bytes a parameter.
-    state = ppo.host["update"]["optimizer"] - grpo.host["update"]["optimizer"]
-    vectors = shape.vectors / 2**30
-    assert state == pytest.approx(4.125 * (weights / 2 * 8 - vectors) + 12 * vectors)
+    shape, eight = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0, "host_gib": 900.0}
+    grpo, ppo = (Plan(low_memory(advantage__type=name), shape, **eight) for name in ("grpo", "ppo"))
+    critic = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30  # bf16, no vocabulary's head
+    assert all(parts == pytest.approx(grpo.phases[phase] | {"critic": critic}) for phase, parts in ppo.phases.items())
+    assert ppo.host["update"]["optimizer"] > 1.9 * grpo.host["update"]["optimizer"] - 8 * 2  # slabs of 2 GiB
     assert ppo.seconds["score"] > grpo.seconds["score"] and ppo.seconds["update"] > grpo.seconds["update"]
-
-
-def test_host_memory_is_that_of_the_ranks_on_one_host(monkeypatch):
-    config, shape = low_memory(), shape_of(NAME)
-    one, two = (Plan(config, shape, gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2))
-    half = Plan(config, shape, gpus=8, gpu_gib=80.0)
-    assert one.phases == two.phases and two.host["update"]["processes"] == half.host["update"]["processes"]
-    assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
-
-    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B"})
-    need = Plan(config, shape_of(config.model.path), gpus=1, gpu_gib=80.0).phases["update"]
-    pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
-    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
-    check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
-    with pytest.raises(UserError, match="does not fit"):
-        check_machine(config, gpus=2, gpu_gib=None, on_host=2)
 
 
 def test_every_saving_saves():
@@ -145,6 +100,13 @@ def test_every_saving_saves():
         )
     ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+    config, experts = low_memory(model__path="Qwen/Qwen3-30B-A3B"), SHAPES["Qwen3-30B-A3B"]
+    routed, dense = (
+        Plan(config, one, gpus=8, gpu_gib=80.0)
+        for one in (experts, replace(experts, experts=0, active=1, intermediate=128 * 768))
+    )  # whole in memory, in part in time
+    assert routed.phases["rollout"]["weights"] == pytest.approx(dense.phases["rollout"]["weights"], rel=0.01)
+    assert routed.seconds["update"] < dense.seconds["update"] / 4
 
 
 @pytest.mark.slow
@@ -162,21 +124,15 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
     assert {key: get(config, key) for key in found["settings"]} == found["settings"]
 
 
-def test_what_fits_is_left_alone(capsys):
-    config = load("alfworld-gigpo-paw")
-    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD)] == ["as configured"]
+def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
     shown = capsys.readouterr().out
-    assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
-
-
-def test_keys_on_the_command_line_stay(capsys):
+    assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown and "selective" not in shown
     words = ["plan", "--model", NAME, "--gpus", "1x24GB", "--json", "--optim.name", "adamw", "--lora.rank", "0"]
     assert cli.main(words) == 1  # no such thing fits
     found = json.loads(capsys.readouterr().out)
-    assert not found["fits"] and found["reasons"]
+    assert not found["fits"] and found["reasons"] and not found["settings"]["optim.offload"]
     assert found["settings"]["optim.name"] == "adamw" and found["settings"]["lora.rank"] == 0
-    assert not found["settings"]["optim.offload"]
 
 
 def test_a_refusal_names_numbers_and_settings_that_pass():
@@ -186,12 +142,10 @@ def test_a_refusal_names_numbers_and_settings_that_pass():
     assert "\n" not in str(refusal.value)
     words = str(refusal.value).partition("what fits: ")[2].partition(" (see")[0].split()
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
-    mended = load("alfworld-gigpo-paw", {"model.path": NAME} | advised)
-    check_fits(mended, shape, **CARD, host_gib=110.0)
-    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"rollout.gpu_memory_utilization"}
+    check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0)
 
 
-def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys):
+def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys, monkeypatch):
     huge = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 1 << 17)
     settings = huge | {"model_type": "llama", "num_hidden_layers": 200, "num_attention_heads": 64}
     (tmp_path / "config.json").write_text(json.dumps(settings))  # and neither tokenizer nor weights
@@ -199,16 +153,21 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
     assert cli.main(["train", "quickstart", *words]) == 2
     assert "does not fit: weights, gradients and optimizer take" in capsys.readouterr().err
 
+    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B"})
+    need = Plan(config, shape_of(config.model.path), **CARD).phases["update"]
+    pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
+    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
+    check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
+    with pytest.raises(UserError, match="does not fit"):
+        check_machine(config, gpus=2, gpu_gib=None, on_host=2)
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+
+def test_mistakes_are_one_line(capsys):
+    for words, message in (
         (["--gpus", "1x80GB"], "give a recipe or --model"),
         (["--model", NAME, "--gpus", "80"], "--gpus '80': write it like 1x80GB"),
         (["--model", NAME, "--gpus", "2x80GB", "--hosts", "3"], "--hosts 3: from 1 to the 2 cards"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, capsys):
-    assert cli.main(["plan", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    ):
+        assert cli.main(["plan", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
