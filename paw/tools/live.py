@@ -70,7 +70,7 @@ class LiveView:
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        table.add_column()
 
         def row(label: str, *parts: str, style: str = "") -> None:
             if any(parts):
@@ -88,6 +88,8 @@ class LiveView:
             stopping = f"{self.run.signal.name}: finishing this update, then saving (again: stop now)"
             row("stopping", stopping, style="bold")
         row("trouble", *trouble(self._metrics), style="yellow")
+        for column in (*bar.columns, *table.columns):
+            column.overflow = "fold"  # rich's own ends in an ellipsis, which not every terminal can encode
         return Group(bar, table)
 
     def _text(self, text: str, style: str) -> Text:

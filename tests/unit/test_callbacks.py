@@ -22,18 +22,9 @@ from paw.tools.trackers import TensorBoard
 from paw.types import Outcome, Trajectory, Turn
 
 METRICS = {
-    "reward/mean": 3.2,
-    "success/all": 0.32,
-    "success/pick": 0.5,
-    "success/two": 0.05,
-    "wm/lambda": 0.68,
-    "time/rollout": 8.2,
-    "time/update": 3.3,
-    "perf/tokens_per_s": 2310.4,
-    "perf/peak_gib": 21.3,
-    "policy/kl": math.nan,
-    "policy/entropy": None,
-}
+    "reward/mean": 3.2, "success/all": 0.32, "success/pick": 0.5, "success/two": 0.05, "wm/lambda": 0.68,
+    "time/rollout": 8.2, "perf/tokens_per_s": 2310.4, "perf/peak_gib": 21.3,
+}  # fmt: skip
 
 
 class Stage:
@@ -44,9 +35,7 @@ class Stage:
         self.step, self.directory, self.progress, self.ranks = step, directory, "", SimpleNamespace(first=first)
         self.signal, self.failed = SimpleNamespace(requested=False, name="SIGINT"), False
         self.said: list[str] = []
-
-    def say(self, text):
-        self.said.append(text)
+        self.say = self.said.append
 
     def show(self, callback, *updates):
         callback.on_start(self)
@@ -72,7 +61,7 @@ def on_terminal(*updates, width=100, encoding="utf-8", stop=False):
 
 def test_without_a_terminal_an_update_is_one_line_of_the_first_rank():
     evaluation = {"eval/success": 0.41, "eval/games": 100.0, "eval/failures": 0.0, "health/env_failures": 2}
-    updates = [(1, METRICS), (2, evaluation)]
+    updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
     first, second = Stage(updates=150).show(Progress(), *updates)
     assert first.startswith("step   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
     assert "2,310 tok/s" in first and "21.3 GiB" in first and "kl" not in first and "entropy" not in first
@@ -81,22 +70,20 @@ def test_without_a_terminal_an_update_is_one_line_of_the_first_rank():
 
 
 def test_the_live_view_shows_what_it_must():
-    metrics = {name: value for name, value in METRICS.items() if value == value and value is not None}
     evaluation = {"eval": "41.0% of 100 games, 1 failed (OSError: gone)", "eval/success_pick": 0.6, "success/all": 0.1}
-    updates = [(4, evaluation), (5, {**metrics, "health/env_failures": 2, "left": "0:01:00"})]
+    updates = [(4, evaluation), (5, {**METRICS, "health/env_failures": 2, "left": "0:01:00"})]
     shown = on_terminal(*updates)
     frame = shown.rsplit("update 5/20", 1)[1]
     for piece in (
-        *("0:01:00 left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "update 3.3 s"),
-        *("2,310 tokens/s", "peak 21.3 GiB", "environment failures 2", "episodes 3/16"),
+        *("0:01:00 left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "2,310 tokens/s"),
+        *("peak 21.3 GiB", "environment failures 2", "episodes 3/16"),
         "41.0% of 100 games, 1 failed (OSError: gone)  pick 60.0%  at update 4",
     ):
         assert piece in frame, piece
-    assert "stopping" not in frame
-    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+    assert "stopping" not in frame and shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
     assert "finishing this update, then saving (again: stop now)" in on_terminal(*updates, stop=True)
-    assert "lambda 0.680" in on_terminal(*updates, encoding="ascii")
-    assert max(map(len, ESCAPE.sub("", on_terminal(*updates, width=30)).splitlines())) <= 30
+    narrow = on_terminal(*updates, width=30, encoding="ascii")
+    assert "lambda 0.680" in narrow and max(map(len, ESCAPE.sub("", narrow).splitlines())) <= 30
 
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):
@@ -112,20 +99,14 @@ def test_time_left_counts_updates_of_this_session_only(monkeypatch):
     assert run.said[-1] == "step  51/100  30.0 s  left 0:24:30"
 
 
-@pytest.fixture(scope="module")
-def player():
-    """A run that can show episodes, and one that it played."""
+def test_samples_show_what_was_seen_and_expected():
     model, factory, chat = practised_model(), make_factory(), make_chat()
     limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
     config = Config(model=ModelConfig(path="-"), rollout=limits, wm={"max_tokens": 16})
     run = SimpleNamespace(config=config, policy=Policy(model), engine=make_engine(model), chat=chat)
     rollouts, tasks = Rollouts(factory, run.engine, chat, config), eval_tasks(factory, "valid_unseen", 1, 0)
     (group,), _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
-    return run, group.trajectories[0]
-
-
-def test_samples_show_what_was_seen_and_expected(player):
-    run, episode = player
+    (episode,) = group.trajectories
     sample = sample_episode(run, episode)
     assert json.loads(json.dumps(sample)) == sample
     assert sample["task"] == episode.task.id and sample["length"] == len(episode.turns) == len(sample["turns"])
@@ -137,17 +118,13 @@ def test_samples_show_what_was_seen_and_expected(player):
         assert shown["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
         if shown["observation_token_p"][0] > 0.5:  # the greedy prediction is the most likely token
             assert shown["predicted"].startswith(shown["observation_tokens"][0])
-    assert run.engine.pending == 0
 
-
-def test_what_cannot_be_predicted_is_left_out(player):
-    run, episode = player
-    turn = episode.turns[0]
+    turn = episode.turns[0]  # what cannot be predicted is left out
     long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
     silent = Turn(**{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None})
-    assert len(long.prompt_ids) > run.policy.lm.config.max_position_embeddings
+    assert len(long.prompt_ids) > model.config.max_position_embeddings
     beyond, empty = sample_episode(run, Trajectory(episode.task, 0, [long, silent]))["turns"]
-    assert beyond["predicted"] is None and len(beyond["observation_token_p"]) > 0
+    assert beyond["predicted"] is None and len(beyond["observation_token_p"]) > 0 and run.engine.pending == 0
     assert [empty[key] for key in ("predicted", "entropy", "observation_token_p")] == [None, None, []]
 
 

@@ -1,6 +1,7 @@
 """The quickstart model: a tokenizer that loses nothing, a folder that loads anywhere, a warm-up that is cached."""
 
 import json
+from itertools import islice
 
 import pytest
 import torch
@@ -51,79 +52,66 @@ def test_every_action_is_one_token_and_the_same_in_prompt_and_response():
     chat, tokenizer = make_chat(), make_tokenizer()
     for action in actions:
         token, end = chat.response_ids(action)
-        assert tokenizer.convert_ids_to_tokens(token) == action
-        assert end in chat.end_ids
+        assert tokenizer.convert_ids_to_tokens(token) == action and end in chat.end_ids
     for prompt in prompts[:200]:
         shown = ["\n" + action for action in prompt.partition("\ncan:\n")[2].splitlines()]
-        ids = chat.prompt_ids(prompt)
-        listed = ids[-len(shown) - 2 : -2]  # before the end of the turn and the start of the answer
+        listed = chat.prompt_ids(prompt)[-len(shown) - 2 : -2]  # before the end of the turn and the start of the answer
         assert listed == [chat.response_ids(action)[0] for action in shown]
-    lengths = [len(chat.prompt_ids(prompt)) for prompt in prompts]
-    assert sum(lengths) / len(lengths) < 50
+    assert sum(len(chat.prompt_ids(prompt)) for prompt in prompts) / len(prompts) < 50
 
 
 def test_the_saved_folder_gives_the_same_ids_and_logits(tmp_path):
     quickstart.save(make_model(), make_tokenizer(), tmp_path)
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
-    original = make_tokenizer()
     for text in [*corpus()[0][:100], *corpus()[2][:100], *awkward, "<|end|>"]:
-        assert tokenizer.encode(text) == original.encode(text)
+        assert tokenizer.encode(text) == make_tokenizer().encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert Chat(tokenizer).prompt_ids(text) == make_chat().prompt_ids(text)
     assert (tokenizer.eos_token, tokenizer.pad_token) == (quickstart.END, quickstart.PAD)
     ids = torch.tensor([make_chat().prompt_ids(corpus()[0][0])])
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, make_model()(input_ids=ids).logits)
+    assert torch.equal(model(input_ids=ids).logits, make_model()(input_ids=ids).logits)
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
 def test_demonstrations_are_expert_play_with_random_actions():
-    def first(random_actions, stray_actions=0.0, count=300):
-        factory = make_factory(max_turns=12)
-        turns = demonstrations(
-            factory, factory.config, seed=0, random_actions=random_actions, stray_actions=stray_actions
-        )
-        return [next(turns) for _ in range(count)]
+    factory = make_factory(max_turns=12)
 
-    assert first(0.3) == first(0.3)
-    assert first(0.0) != first(0.3)
+    def first(random_actions, stray_actions=0.0):
+        shares = {"random_actions": random_actions, "stray_actions": stray_actions}
+        return list(islice(demonstrations(factory, factory.config, seed=0, **shares), 300))
+
     turns = first(0.3)
+    assert turns == first(0.3) != first(0.0)
     for turn in turns:
-        assert turn.response in turn.choices
-        assert all(choice in turn.prompt for choice in turn.choices)
-        assert turn.observation
-    assert not any(turn.observation == "Nothing happens." for turn in turns)
+        assert turn.response in turn.choices and all(choice in turn.prompt for choice in turn.choices)
+        assert turn.observation and turn.observation != "Nothing happens."
     assert any(turn.observation == "Nothing happens." for turn in first(0.3, stray_actions=0.1))
-
-
-def config_of(**warmup):
-    return Config(
-        model=ModelConfig(path="quickstart", dtype="float32"),
-        env=AlfworldConfig(**ENV.model_dump() | {"max_turns": 4}),
-        rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=2),
-        warmup=WarmupConfig(hidden_size=32, layers=1, intermediate_size=48, batch_size=16, **warmup),
-    )
 
 
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
-    monkeypatch.setattr("paw.tools.warmup.CORPUS_TURNS", 2000)
-    monkeypatch.setattr("paw.tools.warmup.CHECK_GAMES", 32)
+    monkeypatch.setattr("paw.tools.warmup.CORPUS_TURNS", 1000)
+    monkeypatch.setattr("paw.tools.warmup.CHECK_GAMES", 16)
     factory, said, folders = make_factory(max_turns=4), [], []
-    config = config_of(max_steps=60)
+
+    def config_of(max_steps):
+        size = {"hidden_size": 32, "layers": 1, "intermediate_size": 48, "batch_size": 16, "max_steps": max_steps}
+        env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})
+        limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=2)
+        model = ModelConfig(path="quickstart", dtype="float32")
+        return Config(model=model, env=env, rollout=limits, warmup=WarmupConfig(**size))
 
     def report(line):
         said.append(line)
         if len(said) == 1:  # another run of the same warm-up starts later and finishes first
-            folders.append(ensure_warm_model(config, factory, lambda line: None))
+            folders.append(ensure_warm_model(config_of(40), factory, lambda line: None))
 
-    folders.append(ensure_warm_model(config, factory, report))
-    folder = ensure_warm_model(config, factory, said.append)
-    assert folders == [folder, folder]
-    assert "cached" in said[-1]
+    folders.append(ensure_warm_model(config_of(40), factory, report))
+    folder = ensure_warm_model(config_of(40), factory, said.append)
+    assert folders == [folder, folder] and "cached" in said[-1]
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]  # nothing unfinished stays behind
-    start = ensure_warm_model(config_of(max_steps=1), factory, said.append)
+    start = ensure_warm_model(config_of(1), factory, said.append)
     assert start != folder
     loss, loss_at_start = (json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start))
     assert loss < 0.6 * loss_at_start
