@@ -1,26 +1,34 @@
-"""docs/experiment_compare.png anew from bench/results/experiment_compare.csv, as `paw experiment compare` draws it.
+"""docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png anew from their files in bench/results.
 
 python bench/experiment_plot.py
 """
 
-import csv
+import sys
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.common import RESULTS, ROOT, read
+from bench.studies import on_noise
 from paw.tools.experiment.compare import summarise
 from paw.tools.experiment.figures import comparison, evaluations
 
-ROOT = Path(__file__).parents[1]
-TEXT = ("variant", "commit", "paw", "torch", "device")
+TEXT = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    lines = read(RESULTS / f"{name}.csv")
+    return [{k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines]
 
 
 def main() -> None:
-    with (ROOT / "bench" / "results" / "experiment_compare.csv").open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
-    records = [{k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines]
-    differences = {variant: found["difference"] for variant, found in summarise(records).items()}
-    shown = {variant: difference for variant, difference in differences.items() if difference}
-    figure = comparison(evaluations(records), shown, "Success on unseen games")
-    figure.savefig(ROOT / "docs" / "experiment_compare.png", dpi=150)
+    figures = {"noise_gradient": on_noise(records("noise_gradient"))}
+    for name in ("experiment_compare", "experiment_sparse"):
+        runs = records(name)
+        figures[name] = comparison(evaluations(runs), summarise(runs), "Success on unseen games")
+    for name, figure in figures.items():
+        figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150)
 
 
 if __name__ == "__main__":

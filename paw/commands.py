@@ -13,7 +13,7 @@ Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
 MODULES = {
     "plan": "paw.tools.fit",
-    "experiment": "paw.tools.experiment.command",
+    "experiment": "paw.tools.experiment.compare",
     "play": "paw.tools.play",
     "report": "paw.tools.report",
     "env": "paw.tools.env_check",

@@ -54,6 +54,12 @@ class Run:
         return max(step for found in self.metrics.values() for step in found)
 
     @property
+    def finished(self) -> bool:
+        """Whether it ended by itself, whatever became of its report."""
+        ended = self.info.get("ended")
+        return isinstance(ended, dict) and ended.get("how") == "finished"
+
+    @property
     def kinds(self) -> list[str]:
         """Task types with an evaluation, in the order of the log."""
         return [key.removeprefix("eval/success_") for key in self.metrics if key.startswith("eval/success_")][:12]

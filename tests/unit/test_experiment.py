@@ -10,18 +10,18 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
-from paw.tools.experiment import dynamics, runs
-from paw.tools.experiment.results import area, interval, paired, student, verdict
+from paw.tools.experiment import runs
+from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
 
 def test_intervals_by_hand():
     # 2, 4, 6: mean 4, sd 2, t(2) = 4.302653, half = 4.302653 * 2 / sqrt(3)
     found = interval([2.0, 4.0, 6.0])
-    assert found[:3] == (4.0, 3, 2.0)
-    assert found[3:] == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
-    assert interval([0.4]) == (0.4, 1, None, None, None)
-    tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}
+    assert (found.mean, found.n, found.sd) == (4.0, 3, 2.0)
+    assert (found.low, found.high) == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
+    assert interval([0.4]) == Interval(0.4, 1)
+    tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 9: 2.2622, 120: 1.9799}
     assert {n: student(n) for n in tabled} == pytest.approx(tabled, abs=5e-5)
     assert area({0: 0.2, 40: 0.4, 240: 0.6}) == pytest.approx((40 * 0.3 + 200 * 0.5) / 240)
     assert area({0: 0.3}) == 0.3
@@ -38,36 +38,25 @@ def test_differences_are_paired_by_seed():
         assert verdict(few) == "not shown (fewer than three seeds)"
 
 
-def test_every_named_variant_is_a_configuration():
+def test_variants_and_seeds():
+    vanilla = ("grpo", "rloo", "gigpo", "dr-grpo", "ppo")
     for name in VARIANTS:
-        assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (
-            name not in ("grpo", "rloo", "gigpo", "dr-grpo", "ppo")
-        )
+        assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (name not in vanilla)
     found = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
     assert found["loud"] == {"wm.scale": "10", "wm.loss": "mae"} and found["same"] == {}
-
-
-@pytest.mark.parametrize(
-    ("names", "own", "message"),
-    [
+    for names, own, message in (
         ("grpo,pw", [], "unknown variant 'pw': did you mean 'paw'"),
         ("grpo,grpo", [], "'grpo' is there twice"),
         ("", [], "names no variant"),
         ("grpo", ["loud wm.scale=1"], "--variant 'loud wm.scale=1'"),
         ("grpo", ["loud: wm.scale"], "give a name"),
-    ],
-)
-def test_wrong_variants(names, own, message):
-    with pytest.raises(UserError, match=message):
-        parse_variants(names, own)
-
-
-def test_seeds():
-    assert runs.parse_seeds("3") == [0, 1, 2]
-    assert runs.parse_seeds("0-2,7") == [0, 1, 2, 7]
-    assert runs.parse_seeds("7,") == [7]
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_variants(names, own)
+    for text, seeds in {"3": [0, 1, 2], "0-2,7": [0, 1, 2, 7], "7,": [7]}.items():
+        assert runs.parse_seeds(text) == seeds
     for text in ("0", "x", "3-1", "-2", ""):
-        with pytest.raises(runs.argparse.ArgumentTypeError, match="names no seed"):
+        with pytest.raises(argparse.ArgumentTypeError, match="names no seed"):
             runs.parse_seeds(text)
 
 
@@ -89,33 +78,27 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
     assert "--run.threads" in make_plan(tmp_path, jobs=2)[0].words
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    for overrides, message in (
         ({"wm__loss": "ce"}, "--wm.loss is what variant 'ce' sets"),
         ({"run__seed": "3"}, "--run.seed: the experiment sets it"),
         ({"wm__alpa": "1"}, "unknown key '--wm.alpa'"),
         ({"jobs": 0}, "--jobs 0"),
-    ],
-)
-def test_wrong_plans(tmp_path, overrides, message):
-    with pytest.raises(UserError, match=message):
-        make_plan(tmp_path, variants="grpo,ce", **overrides)
+    ):
+        with pytest.raises(UserError, match=message):
+            make_plan(tmp_path, variants="grpo,ce", **overrides)
+    assert not list(tmp_path.iterdir())
 
 
 def finish(job, evals: dict[int, float], *, training: float = 0.3, **metrics: float) -> None:
-    """A run directory as a finished `paw train` leaves it."""
+    """A run directory as a finished `paw train` leaves it whose report failed."""
     job.directory.mkdir(parents=True)
     given = {key[2:]: value for key, value in zip(job.words[4::2], job.words[5::2], strict=True)}
     (job.directory / "config.toml").write_text(dump(load(job.words[1], given)))
     lines = [{"step": step, "success/all": training, **metrics} for step in range(1, job.updates + 1)]
     lines += [{"step": s, "eval/success": v, "eval/ci_low": v - 0.1, "eval/ci_high": v + 0.1} for s, v in evals.items()]
     (job.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (job.directory / "run.json").write_text('{"warmup_s": 60.0, "wall_s": 120.0, "paw": "0", "device": "CPU"}')
-    (job.directory / "report.html").write_text("")
+    info = {"warmup_s": 60.0, "wall_s": 120.0, "paw": "0", "device": "CPU", "ended": {"how": "finished"}}
+    (job.directory / "run.json").write_text(json.dumps(info))
 
 
 def test_what_is_finished_is_not_trained_again(tmp_path):
@@ -126,12 +109,9 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
     runs.train(jobs, at_once=1)  # would start `paw train` otherwise, which refuses a run that is there
     stopped = jobs[0].directory / "metrics.jsonl"
     stopped.write_text("\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line))
-    assert [job.finished for job in jobs] == [False, True, True, True]
-
-
-def test_a_run_with_another_configuration_is_an_error(tmp_path):
-    finish(make_plan(tmp_path, run__updates="3")[1], {0: 0.2, 3: 0.4})
-    with pytest.raises(UserError, match=r"paw-0 has optim.lr = 0.0005, not 0.001"):
+    (jobs[1].directory / "run.json").write_text('{"ended": {"how": "stopped"}}')
+    assert [job.finished for job in jobs] == [False, False, True, True]
+    with pytest.raises(UserError, match=r"grpo-0 has optim.lr = 0.0005, not 0.001"):
         make_plan(tmp_path, run__updates="3", optim__lr="1e-3")
 
 
@@ -180,31 +160,17 @@ def test_sweep_shares_the_recipes_own_values(finished, capsys):
     assert (finished / "sweep.png").exists() and (finished / "sweep.csv").exists()
 
 
-def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
-    text = command(capsys, "dynamics", finished, "--out", finished / "d")
-    assert "|  | ce (1) | grpo (3) | paw (3) |" in text
-    assert "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
-    with (finished / "d" / "dynamics.csv").open() as file:
-        assert [row["update"] for row in csv.DictReader(file)][:6] == ["0", "1", "2", "3", "4", "0"]
-    assert (finished / "d" / "dynamics.png").exists()
-    assert list(dynamics.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == ["paw-1", "ce-0"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("compare", "quickstart", "--report-only"), "no finished run of variant 'grpo'"),
-        (("compare", "quickstart", "--seeds", "many"), "'many' names no seed"),
-        (("sweep", "quickstart", "--rho", "0.2,x"), "--rho '0.2,x': give numbers"),
-        (("dynamics", "nowhere"), "nowhere: no such run directory"),
-        (("dynamics", "nowhere", "--wm.alpha", "1"), "unknown option '--wm.alpha'"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, message):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["experiment", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    for words, message in (
+        ("compare quickstart --report-only", "no finished run of variant 'grpo'"),
+        ("compare quickstart --seeds many", "'many' names no seed"),
+        ("sweep quickstart --rho 0.2,x", "--rho '0.2,x': give numbers"),
+        ("noise-gradient --tasks 2 run --wm.alpha 1", "python bench/studies.py noise-gradient"),
+    ):
+        assert cli.main(["experiment", *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -219,7 +185,8 @@ def test_a_failing_run_ends_the_experiment(tmp_path, capfd):
 @pytest.mark.slow
 def test_an_experiment_trains_and_reports(paw, quick, tmp_path, capsys):
     words = ("experiment", "compare", "quickstart", "--variants", "grpo,paw", "--seeds", 1, "--out", tmp_path)
-    overrides = quick | {"eval.every": 1, "run.updates": 1}
+    small = {"eval.every": 1, "eval.games": 2, "rollout.tasks": 2, "rollout.group_size": 2, "run.updates": 1}
+    overrides = quick | small
     done = paw(*words, "--jobs", 2, overrides)
     assert "0 of 2 runs" in done.stderr and "1 of 2 runs, about" in done.stderr and "2 of 2 runs" in done.stderr
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))

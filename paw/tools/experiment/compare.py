@@ -8,93 +8,102 @@ import argparse
 from statistics import fmean, median
 from typing import Any
 
+from paw.config import Config
 from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.experiment import results, runs
-from paw.tools.experiment.results import PAPER, Interval, Record, interval, markdown, paired, percent, points
-from paw.tools.experiment.runs import Overrides, Runs
+from paw.tools.experiment.results import PAPER, Record, interval, markdown, paired, percent, points
+from paw.tools.experiment.runs import Overrides
 from paw.tools.rundir import Run
 
+EXPERIMENTS = {
+    "compare": "variants x seeds with intervals: the world model, its ablations, estimators (Tables 1 to 4)",
+    "sparse": "the same from a start policy that almost never succeeds (Figure 4)",
+    "sweep": "success over alpha and rho (Figure 6)",
+}
+STUDIES = ("noise-gradient", "dynamics")
 REACHED = 0.1
 """Training success that counts as having taken off (Figure 4)."""
 SWEPT = {"alpha": "0.25,0.5,0.75,1", "rho": "0.1,0.2,0.4,1"}
 FACTS = ("commit", "paw", "torch", "device")
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, sparse: bool = False) -> None:
-    add, default = parser.add_argument, "grpo,paw" if sparse else "grpo,paw,ce,constant,unselected"
-    runs.add_arguments(parser, seeds="5", out="sparse" if sparse else "compare")
-    named = "see --list; the first is the baseline (default: %(default)s)"
-    add("--variants", "--arms", default=default, metavar="A,B", help=named)
-    own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
-    add("--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
-    more = "seeds of the first two variants, if they are to have more"
-    add("--pair-seeds", type=runs.parse_seeds, default=[], metavar="N", help=more)
-    listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
-    add("--list", action="version", version=listing, help="print the named variants")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    experiments = parser.add_subparsers(required=True, metavar="EXPERIMENT", dest="experiment")
+    for name, help in EXPERIMENTS.items():
+        sub = experiments.add_parser(name, help=help, description=help)
+        add = sub.add_argument
+        runs.add_arguments(sub, seeds="3" if name == "sweep" else "5", out=name)
+        if name == "sweep":
+            for key, what in {"alpha": "shares of turns that are targets", "rho": "highest p not masked"}.items():
+                add(f"--{key}", default=SWEPT[key], metavar="X,Y", help=f"{what} (default: %(default)s)")
+            continue
+        default = "grpo,paw" if name == "sparse" else "grpo,paw,ce,constant,unselected"
+        named = "see --list; the first is the baseline (default: %(default)s)"
+        add("--variants", "--arms", default=default, metavar="A,B", help=named)
+        own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
+        add("--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
+        more = "seeds of the first two variants, if they are to have more"
+        add("--pair-seeds", type=runs.parse_seeds, default=[], metavar="N", help=more)
+        listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
+        add("--list", action="version", version=listing, help="print the named variants")
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name in STUDIES:
+        experiments.add_parser(name, prefix_chars="\0", add_help=False).add_argument("words", nargs="*")
 
 
-def run(options: argparse.Namespace, overrides: Overrides, *, sparse: bool = False) -> int:
-    """Train what is missing; write compare.{csv,png,md} and summary.json (sparse.* for `sparse`). Returns 0."""
-    variants = runs.parse_variants(options.variants, options.own)
+def run(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Train what is missing; write NAME.{csv,png,md}, for `compare` and `sparse` summary.json too. Returns 0."""
+    name = options.experiment
+    if name in STUDIES:
+        raise UserError(f"{name} is a script of the repository: python bench/studies.py {name}")
+    recipe, swept = options.recipe, {}
+    if name == "sweep":
+        variants, swept = _swept(options, config := load(recipe, overrides))
+        overrides = {key: value for key, value in overrides.items() if key not in ("wm.alpha", "wm.rho")}
+        pair_seeds, title, paper = [], "Sweep", {}
+    else:
+        variants, pair_seeds = runs.parse_variants(options.variants, options.own), options.pair_seeds
+        title, paper = "Sparse reward", {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
+        if name == "compare":
+            title, paper = "Comparison", results.paper_columns(load(recipe, overrides))
     seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
-    seeds |= {variant: sorted({*options.seeds, *options.pair_seeds}) for variant in list(variants)[:2]}
+    seeds |= {variant: sorted({*options.seeds, *pair_seeds}) for variant in list(variants)[:2]}
     found = runs.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 
     records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
-    if sparse:
-        name, title, label = "sparse", "Sparse reward", "Success in training"
-        curves = {v: figures.average(list(by_seed.values()), "success/all", 10) for v, by_seed in found.items()}
-        paper = {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
+    if name == "sweep":
+        after = {variant: of["after"] for variant, of in summary.items()}
+        panels = {key: {x: after[v] for x, v in names.items() if v in after} for key, names in swept.items()}
+        figure = figures.sweeps(panels, {key: getattr(config.wm, key) for key in SWEPT})
     else:
-        name, title, label = "compare", "Comparison", "Success on unseen games"
-        curves, paper = figures.evaluations(records), results.paper_columns(load(options.recipe, overrides))
-    differences = {variant: of["difference"] for variant, of in summary.items() if of["difference"]}
-    text = report(f"{title}: {options.recipe}", summary, found, paper, sparse=sparse)
-    figure = figures.comparison(curves, differences, label)
-    plain = {
-        variant: {key: value._asdict() if isinstance(value, Interval) else value for key, value in of.items()}
-        for variant, of in summary.items()
-    }
-    plain = {variant: {"overrides": variants[variant]} | of for variant, of in plain.items()}
-    results.write(options.out, name, text=text, records=records, figure=figure, summary=plain)
+        label, curves = "Success on unseen games", figures.evaluations(records)
+        if name == "sparse":
+            label = "Success in training"
+            curves = {v: figures.average(list(by_seed.values()), "success/all", 10) for v, by_seed in found.items()}
+        figure = figures.comparison(curves, summary, label)
+    text = report(f"{title}: {recipe}", summary, records, paper, sparse=name == "sparse")
+    told = None if swept else {variant: {"overrides": variants[variant]} | of for variant, of in summary.items()}
+    results.write(options.out, name, text=text, records=records, figure=figure, summary=told)
     return 0
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_arguments(parser, seeds="3", out="sweep")
-    for key, what in {"alpha": "shares of turns that are targets", "rho": "highest p that is not masked"}.items():
-        parser.add_argument(f"--{key}", default=SWEPT[key], metavar="X,Y", help=f"{what} (default: %(default)s)")
-
-
-def sweep(options: argparse.Namespace, overrides: Overrides) -> int:
-    """Train what is missing; write sweep.{csv,png,md}. The recipe's own values are the variant `paw` of both curves."""
-    config = load(options.recipe, overrides)
-    own = {key: float(getattr(config.wm, key)) for key in SWEPT}
-    base = {"wm.enabled": "true"} | {f"wm.{key}": f"{value:g}" for key, value in own.items()}
-    variants, names = {"paw": base}, {key: {value: "paw"} for key, value in own.items()}
-    for key, text in ((key, getattr(options, key)) for key in SWEPT):
+def _swept(options: argparse.Namespace, config: Config) -> tuple[dict[str, Overrides], dict[str, dict[float, str]]]:
+    """The variants of a sweep, and for each key its values' variants: the recipe's own value is `paw` in both."""
+    base = {"wm.enabled": "true"} | {f"wm.{key}": f"{getattr(config.wm, key):g}" for key in SWEPT}
+    variants, names = {"paw": base}, {key: {float(getattr(config.wm, key)): "paw"} for key in SWEPT}
+    for key, found in names.items():
+        text = getattr(options, key)
         try:
             values = [float(part) for part in text.split(",") if part.strip()]
         except ValueError:
             raise UserError(f"--{key} '{text}': give numbers, such as 0.25,0.5,1") from None
         for value in values:
-            if value != own[key]:
-                names[key][value] = f"{key}-{value:g}"
-                variants[names[key][value]] = base | {f"wm.{key}": f"{value:g}"}
-    others = {key: value for key, value in overrides.items() if key not in ("wm.alpha", "wm.rho")}
-    found = runs.conduct(options, variants, {variant: options.seeds for variant in variants}, others)
-    from paw.tools.experiment import figures
-
-    records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
-    summary = summarise(records)
-    panels = {key: {v: summary[name]["after"] for v, name in names[key].items() if name in summary} for key in SWEPT}
-    text = report(f"Sweep: {options.recipe}", summary, found, {})
-    results.write(options.out, "sweep", text=text, records=records, figure=figures.sweeps(panels, own))
-    return 0
+            name = found.setdefault(value, f"{key}-{value:g}")
+            variants.setdefault(name, base | {f"wm.{key}": f"{value:g}"})
+    return variants, names
 
 
 def measure(variant: str, seed: int, run: Run) -> Record:
@@ -144,7 +153,7 @@ def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
 
 
 def report(
-    title: str, summary: dict[str, dict[str, Any]], runs: Runs, paper: dict[str, dict[str, float]], sparse: bool = False
+    title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]], *, sparse: bool
 ) -> str:
     """The markdown: the table, the paper's numbers (title -> variant -> per cent) beside ours, and how to read both."""
     base = next(iter(summary))
@@ -160,9 +169,7 @@ def report(
         if sparse:
             row += [percent(found["updates_with_success"]), f"{found['took_off']} of {n}", found["takes_off_at"]]
         rows.append([*row, *(printed.get(variant) for printed in paper.values())])
-    finished = [run for by_seed in runs.values() for run in by_seed.values()]
-    ends = [(run.last("eval/ci_low"), run.last("eval/ci_high")) for run in finished]
-    halves = [(high - low) / 2 for low, high in ends if low is not None and high is not None]
+    halves = [(row["ci_high"] - row["ci_low"]) / 2 for row in records if row["ci_low"] is not None]
     alone = f"A single evaluation is known to +-{100 * fmean(halves or [0.0]):.1f} points (95 %); "
     return "\n".join([
         f"# {title}\n",

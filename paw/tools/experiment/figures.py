@@ -1,6 +1,5 @@
 """The experiments' figures: curves with bands over seeds, differences with intervals. Loads matplotlib."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from paw.tools.experiment.results import Interval, Record, interval
-from paw.tools.plots import BLUE, INK, MUTED, PALETTE, legend, look, moving_mean, name_bars, printable, styled
+from paw.tools.plots import BLUE, MUTED, PALETTE, legend, look, moving_mean, name_bars, printable, styled
 from paw.tools.rundir import Run
 
 PALE = "#b9c0c8"
@@ -40,34 +39,33 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 
 @styled
-def comparison(curves: Mapping[str, Curve], differences: Mapping[str, Interval], label: str) -> Figure:
+def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any], label: str) -> Figure:
     """Success (shares) over the updates by variant, and beside it each one's paired difference to the first.
 
     Of more than five variants only the first two and those that differ beyond their interval have a colour; bands are
     drawn for three at most.
     """
     base, *others = curves
-    told = [v for v in others if (d := differences.get(v)) and d.low is not None and (d.low > 0 or (d.high or 0) < 0)]
+    differences = {variant: summary[variant]["difference"] for variant in others if summary[variant]["difference"]}
+    told = [v for v, d in differences.items() if d.low is not None and (d.low > 0 or d.high < 0)]
     named = [base, *others] if len(curves) <= 5 else list(dict.fromkeys([base, others[0], *told]))[: len(PALETTE)]
     figure = Figure((9.6, max(3.9, 1.4 + 0.28 * len(curves))))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     for index, variant in enumerate(named):
-        _curve(left, curves[variant], index, variant, 100, band=len(named) <= 3)
+        draw(left, curves[variant], index, variant, 100, band=len(named) <= 3)
     for index, variant in enumerate(variant for variant in others if variant not in named):
         means, text = [100 * mean.mean for mean in curves[variant].values()], None if index else "others"
         left.plot(list(curves[variant]), means, color=PALE, linewidth=1.4, label=text, zorder=1.5)
     left.set(xlabel="Update", ylabel=f"{label} (%)", ylim=(0, None))
     legend(left)
-    shown = [variant for variant in curves if variant in differences]
-    for place, variant in enumerate(shown):
-        mean, _, _, low, high = differences[variant]
+    for place, (variant, found) in enumerate(differences.items()):
         colour = look(named.index(variant))[0] if variant in named else MUTED
-        if low is not None and high is not None:
-            right.plot([100 * low, 100 * high], [place, place], color=colour, linewidth=1.8)
-        right.plot(100 * mean, place, "o", color=colour, markersize=6)
+        if found.low is not None:
+            right.plot([100 * found.low, 100 * found.high], [place, place], color=colour, linewidth=1.8)
+        right.plot(100 * found.mean, place, "o", color=colour, markersize=6)
     right.axvline(0, color=MUTED, linewidth=1)
-    name_bars(right, [f"{printable(v)} ({differences[v].n} seeds)" for v in shown])
-    right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(shown) - 0.5, -0.5))
+    name_bars(right, [f"{printable(variant)} ({found.n} seeds)" for variant, found in differences.items()])
+    right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(differences) - 0.5, -0.5))
     return figure
 
 
@@ -79,7 +77,7 @@ def sweeps(panels: Mapping[str, Mapping[float, Interval]], own: Mapping[str, flo
         values = sorted(found)
         axes.plot(values, [100 * found[value].mean for value in values], color=BLUE, linewidth=1.4)
         for value in values:
-            mean, _, _, low, high = found[value]
+            mean, low, high = found[value].mean, found[value].low, found[value].high
             if low is not None and high is not None:
                 axes.plot([value, value], [100 * low, 100 * high], color=BLUE, linewidth=1.4)
             fill = BLUE if value == own[key] else "white"
@@ -88,47 +86,7 @@ def sweeps(panels: Mapping[str, Mapping[float, Interval]], own: Mapping[str, flo
     return figure
 
 
-@styled
-def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """A panel for each metric, in it a curve for each group of runs."""
-    rows = math.ceil(len(panels) / 3)
-    figure = Figure((9.6, 2.5 * rows + 0.4))
-    grid = list(figure.subplots(rows, 3, squeeze=False).flat)
-    for axes, (label, groups) in zip(grid, panels.items(), strict=False):
-        for index, (name, curve) in enumerate(groups.items()):
-            _curve(axes, curve, index, name, 100 if label.endswith("(%)") else 1)
-        axes.set_title(label, fontsize=9, loc="left", color=INK)
-    for axes in grid[len(panels) :]:
-        axes.remove()
-    for axes in grid[max(0, len(panels) - 3) : len(panels)]:
-        axes.set_xlabel("Update")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
-    return figure
-
-
-@styled
-def on_noise(lines: Sequence[Record]) -> Figure:
-    """Bars by stage: the share of tokens that are noise, then of each loss's gradient."""
-    noise = [line for line in lines if line["class"] == "noise"]
-    stages = list(dict.fromkeys(line["stage"] for line in noise))
-    width = 0.8 / len(stages)
-    figure = Figure((7.2, 2.9))
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, key, label in zip(panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True):
-        for k, stage in enumerate(stages):
-            own = [line for line in noise if line["stage"] == stage]
-            shown = [100 * share for share in (own[0]["token_share"], *(line[key] for line in own))]
-            places = [i + (k - (len(stages) - 1) / 2) * width for i in range(len(shown))]
-            bars = axes.bar(places, shown, 0.9 * width, color=PALETTE[k], label=stage)
-            axes.bar_label(bars, [f"{value:.0f}" for value in shown], padding=1, fontsize=8)
-            axes.set_xticks(range(len(shown)), ["tokens", *(line["loss"] for line in own)])
-        axes.set_xlabel(f"by {label}")
-    panels[0].set_ylabel("On noise (%)")
-    legend(panels[0])
-    return figure
-
-
-def _curve(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
+def draw(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
     """A mean and its interval as a band, cut off where no value can lie: below 0 if no mean is, and beyond 100 %."""
     colour, dash = look(index)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

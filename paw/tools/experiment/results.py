@@ -7,11 +7,12 @@ import math
 import tomllib
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError
@@ -26,7 +27,8 @@ Record = dict[str, Any]
 """A line of a CSV."""
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """A mean over seeds with its 95 % interval; one seed has neither spread nor interval."""
 
     mean: float
@@ -132,7 +134,7 @@ def write(out: Path, name: str, *, text: str, records: Sequence[Record], figure:
         write_csv(out / f"{name}.csv", records)
         write_file(out / f"{name}.png", partial(figure.savefig, dpi=150))
         if summary is not None:
-            write_file(out / "summary.json", json.dumps(summary, indent=1))
+            write_file(out / "summary.json", json.dumps(summary, indent=1, default=asdict))
     except OSError as error:
         raise UserError(f"--out {out}: {cause(error)}") from None
     print(f"{text}\n{out / name}.md, .csv, .png")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,10 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """A run that was told to stop has a report too."""
-        return (self.directory / "report.html").is_file() and load_run(self.directory).updates >= self.updates
+        with suppress(UserError):  # not begun
+            run = load_run(self.directory)
+            return run.finished and run.updates >= self.updates
+        return False
 
     @property
     def log(self) -> Path:
