@@ -1,11 +1,9 @@
 """An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and whatever else speaks /chat/completions.
 
-Requests that fail in passing (408, 409, 429, 5xx, broken connections, bodies that are cut or no answer) are sent again
-after growing pauses, or after what Retry-After asks for. A parameter that a server refuses by name is left out from
-then on, max_tokens becoming max_completion_tokens; so models that fix their temperature or know no seed can play.
-
-To go on with an answer that has begun, the request ends in an assistant message with `continue_final_message` (vLLM,
-SGLang). A server that refuses that gets the beginning as part of the user's message instead.
+Requests that fail in passing are sent again after growing pauses, or after what Retry-After asks for. A parameter
+refused by name is left out from then on (max_tokens becomes max_completion_tokens), so models that fix their
+temperature or know no seed can play. To go on with an answer that has begun, the request ends in an assistant message
+with `continue_final_message` (vLLM, SGLang); a server that refuses that gets the beginning in the user's message.
 """
 
 import asyncio
@@ -15,7 +13,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from asyncio import sleep
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -64,26 +63,18 @@ class Reply:
 class Limiter:
     """Spaces requests evenly, at most so many and so many tokens a minute; 0 is no limit."""
 
-    def __init__(
-        self,
-        requests_per_minute: int,
-        tokens_per_minute: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, requests_per_minute: int, tokens_per_minute: int) -> None:
         self._request_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._token_s = 60.0 / tokens_per_minute if tokens_per_minute else 0.0
-        self._clock, self._sleep = clock, sleep
         self._requests_free = self._tokens_free = 0.0
 
     async def admit(self, tokens: int) -> None:
         """Wait until a request of about so many tokens may leave."""
-        now = self._clock()
+        now = time.monotonic()
         at = max(now, self._requests_free, self._tokens_free)
         self._requests_free, self._tokens_free = at + self._request_s, at + tokens * self._token_s
         if at > now:
-            await self._sleep(at - now)
+            await sleep(at - now)
 
     def settle(self, tokens: int) -> None:
         """It took so many tokens more than admitted (fewer: negative)."""
@@ -96,12 +87,7 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        config: EndpointConfig,
-        *,
-        section: str = "endpoint",
-        template_options: Mapping[str, Any] | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, config: EndpointConfig, *, section: str = "endpoint", template_options: Mapping[str, Any] | None = None
     ) -> None:
         try:
             import openai
@@ -110,20 +96,17 @@ class Endpoint:
         for missing in ("url", "model"):
             if getattr(config, missing) is None:
                 raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")
-        self.config, self._section, self._openai, self._sleep = config, section, openai, sleep
+        self.config, self._section, self._openai = config, section, openai
         url = str(config.url)
         self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
         key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
         http = bounded(openai.DefaultAsyncHttpxClient)
         # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
         self._make_client = lambda: openai.AsyncOpenAI(
-            base_url=self.url,
-            api_key=key,
-            http_client=http(base_url=self.url, timeout=config.timeout_s),
-            max_retries=0,
+            base_url=self.url, api_key=key, max_retries=0, http_client=http(base_url=self.url, timeout=config.timeout_s)
         )
         self._client: Any = None  # made on the loop that it is used on
-        self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute, sleep=sleep)
+        self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
         self._extra = {"chat_template_kwargs": dict(template_options)} if template_options else {}
         self._refused: set[str] = set()
 
@@ -184,7 +167,7 @@ class Endpoint:
             if failures > self.config.retries:
                 raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
             growing = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * random.Random(f"{seed}/{failures}").uniform(0.5, 1.0)
-            await self._sleep(max(growing, pause))
+            await sleep(max(growing, pause))
 
     async def _models(self, timeout_s: float) -> list[str]:
         async with self._make_client() as client:
@@ -206,7 +189,7 @@ class Endpoint:
         return {"model": self.config.model, "messages": messages, **kept, **({"extra_body": extra} if extra else {})}
 
     def _retry_after(self, headers: Any) -> float:
-        """Seconds that a Retry-After header asks for, as a number or a date; LONGEST_WAIT_S at most."""
+        """Seconds that a Retry-After header asks for, a number or a date; LONGEST_WAIT_S at most."""
         value, seconds = headers.get("retry-after", ""), 0.0
         with suppress(ValueError, TypeError, OverflowError):
             if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
@@ -214,8 +197,7 @@ class Endpoint:
             elif email.utils.parsedate(value):
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         if seconds > LONGEST_WAIT_S:
-            asked_for = clean(value, 40)
-            to_stderr(f"{self.url} asks to wait (Retry-After: {asked_for}): waiting {LONGEST_WAIT_S:g} s of it")
+            to_stderr(f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): waiting {LONGEST_WAIT_S:g} s of it")
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:

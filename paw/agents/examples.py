@@ -1,8 +1,5 @@
 """ReAct's example episodes: our experts play generated tasks, and rules put in the thoughts, in the style of the paper
-(arXiv 2210.03629); or `agent.examples`, the ReAct authors' own file of ALFWorld episodes.
-
-An episode is text: the task, then "> think: ..." or "> ACTION" and what came of it, in turn.
-"""
+(arXiv 2210.03629); or `agent.examples`, the ReAct authors' own file of ALFWorld episodes."""
 
 import json
 import re
@@ -22,7 +19,7 @@ FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat",
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 DETOURS = 2
-"""Places without the object that an example looks into first: the expert knows where it is, a player has to search."""
+"""Places that an example looks into first: the expert knows where the object is, a player has to search."""
 OK = "OK."
 
 
@@ -35,15 +32,15 @@ def move_for_put(text: str) -> str:
     return PUT.sub(r"move \1\2 to \1\3", text)
 
 
-def alfworld_examples(kind: str, count: int = 2) -> list[str]:
-    """Episodes of a task type, in generated households that neither training nor evaluation plays."""
-    return [household_example(game) for game in games("warmup", 0, count, seed=1, difficulty="medium", kinds=[kind])]
+def alfworld_examples(kind: str) -> list[str]:
+    """Two episodes of a task type, in generated households that neither training nor evaluation plays."""
+    return [household_example(game) for game in games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])]
 
 
 def household_example(game: Game) -> str:
     """The expert's episode of `game`, with a thought wherever it turns to something new."""
     household = Household(game)
-    lines = [_room(household.reset())]
+    lines = [opening("alfworld", "", household.reset())]
     thing, place = game.goal.object.removesuffix("type"), game.goal.target.removesuffix("type")
     treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TOOLS[game.kind]}, then "
     goal = "find and use a desklamp" if game.kind == "look" else f"{treat or ''}put it in {place}"
@@ -133,14 +130,9 @@ def opening(name: str, task: str, observation: str) -> str:
     """The start of a transcript: the task, and what is seen first where that is not the task itself."""
     match name:
         case "alfworld":
-            return _room(observation)
+            return observation.partition("\n\n")[2].replace("\n\n", "\n")  # task and room without the welcome
         case "webshop":
             return f"Instruction: {task}\n{observation}"
         case "search":
             return f"Question: {task}"
     return f"Task: {task}\n{observation}"
-
-
-def _room(observation: str) -> str:
-    """The first observation of a household without its welcome, room and task on a line each."""
-    return observation.partition("\n\n")[2].replace("\n\n", "\n")

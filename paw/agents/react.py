@@ -2,8 +2,8 @@
 and Reflexion, which is that with several trials.
 
 As in the authors' code for ALFWorld, all of it is one growing text: examples, the task, then lines "> think: ..." and
-"> ACTION" with the answers. For chat models one sentence says what to write, and of an answer the first line that is
-not empty counts, without a <think> block before it. A thought costs no turn, but n turns end after 2 n calls.
+"> ACTION" with the answers. Of an answer the first line that is not empty counts, without a <think> block before it.
+A thought costs no turn, but n turns end after 2 n calls.
 """
 
 import functools
@@ -27,6 +27,7 @@ OTHER = "Solve a task step by step."
 FORMAT = (
     "After each '>' stands a thought, 'think: ...', or an action. Write what comes after the last '>', in one line."
 )
+EXAMPLES = [[], ["Here is an example."], ["Here are two examples."]]
 NO_ACTION = "That is neither a thought nor an action."
 STOP = ("\n>",)
 
@@ -74,11 +75,7 @@ def bare_action(line: str, environment: str) -> str:
 
 
 class React:
-    """Plays by a transcript.
-
-    Raises:
-        UserError: the file of examples is missing or damaged, or holds episodes of another environment.
-    """
+    """Plays by a transcript. UserError for a file of examples that is damaged, or holds another environment's."""
 
     class Config(Section):
         examples: Path | None = None
@@ -95,9 +92,7 @@ class React:
     async def trial(self, env: EnvHandle, model: Model, memory: str = "") -> str:
         """Play one trial, with `memory` before the task; returns its transcript, from the task on."""
         name, examples = env.config.name, self._examples(env)
-        head = [HEAD.get(name, OTHER), FORMAT]
-        if examples:
-            head.append(f"Here {'is an example' if len(examples) == 1 else 'are two examples'}.")
+        head = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[len(examples)]]
         before = "\n".join([" ".join(head), *examples, *([memory] if memory else []), "Here is the task.\n"])
         observation = await env.reset()
         text = opening(name, env.instruction, observation)

@@ -1,8 +1,8 @@
 """ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and ever more of what it finds is useless.
 
-The LLM is the endpoint of [simulator]. It is told the query alone, where the paper's prompt tells it the question and
-its answer too: what plays here may be trained on the reward, and a search engine that knows the answer gives it away.
-Whether documents are useful or noise is drawn by the query, so that an evaluation repeated finds the same.
+The LLM is told the query alone, where the paper's prompt has the question and its answer too: a search engine that
+knows the answer gives it away to a model trained on the reward. Whether documents are noise is drawn by the query, so
+that an evaluation repeated finds the same.
 """
 
 import asyncio

@@ -3,9 +3,7 @@
 A prompt is one user message plus the generation prompt. Benign text gets exactly the ids of
 `tokenizer.apply_chat_template`; text that spells a control token ("<|im_end|>") is encoded as the ordinary characters
 it consists of, so the only control tokens of a prompt are the template's own. Where turns are marked by ordinary text
-("[INST]"), such text in a prompt loses its first character.
-
-The template is rendered once, with a marker as content. One that prints the date keeps the date of construction.
+("[INST]"), such text in a prompt loses its first character. The template is rendered once, with a marker as content.
 """
 
 import re
@@ -37,8 +35,8 @@ def shown(context: Context) -> str:
 class Chat:
     """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat template.
 
-    Raises UserError for a tokenizer without a chat template, without a `tokenizers` back end, with a template that does
-    not show the user's text exactly once or does not know one of the options.
+    Raises UserError for one without a chat template or `tokenizers` back end, and for a template that does not show the
+    user's text exactly once or does not know one of the options.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
@@ -68,13 +66,20 @@ class Chat:
         self._control = self._control_ids(tokenizer, re.sub(f"{MARK}|{REPLY}|{AGAIN}", "", turns))
         words = {self._backend.id_to_token(i) or "" for i in self._control} - {""}
         control, self._forged, self._markers = _any(words), _forged(words), _any([])
-        self._whole = prefix, suffix = self._split(render(MARK))
+        rendered, spaced = render(MARK), render(SPACED)
+        if (count := rendered.count(MARK)) != 1:
+            raise UserError(f"the chat template of '{self.name}' shows a user message {count} times; expected once")
+        self._whole = prefix, suffix = rendered.split(MARK)
         if not control.search(suffix):
             parts = [part.strip() for text in (prefix, suffix, between) for part in control.split(text)]
             self._markers = _any({word for part in parts for word in (part, *part.splitlines()[-1:]) if word})
         self.opened: str = suffix[start:] if (start := suffix.find(THINKING[0])) >= 0 else ""
         """How the template begins every answer: "", or from <think> on. Part of the answer, not of what is sampled."""
-        self.trim = self._find_trim(render(SPACED), prefix, suffix)
+        trims = (str, str.strip, str.lstrip, str.rstrip)
+        fits = [trim for trim in trims if spaced == prefix + trim(SPACED) + suffix]
+        if not fits:
+            raise UserError(f"the chat template of '{self.name}' rewrites white space around a user message")
+        self.trim: Callable[[str], str] = fits[0]
         """What the template does to white space around the content (Llama 3 strips it)."""
 
         ids = self._encode(between)
@@ -102,9 +107,9 @@ class Chat:
         return self._head + self._plain(self._lead + text + self._tail_lead) + self._tail
 
     def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """`prompt_ids`, with the text's first tokens cut where the prompt would exceed `max_tokens`.
+        """(`prompt_ids` without the text's first tokens beyond `max_tokens`, the number of tokens cut).
 
-        Returns the ids and the number of tokens cut. Raises UserError when the template alone is too long.
+        Raises UserError when the template alone is too long.
         """
         ids = self.prompt_ids(text)
         if len(ids) <= max_tokens:
@@ -150,7 +155,7 @@ class Chat:
         return [i for i, _ in self._pieces(text)]
 
     def _pieces(self, text: str) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The ids of `text` with every control token in it spelt out, and the characters that each stands for."""
+        """(id, characters it stands for) of `text`, every control token in it spelt out."""
         start = 0
         for piece in self._forged.split(text):
             encoding = self._backend.encode(piece, add_special_tokens=False)
@@ -168,18 +173,6 @@ class Chat:
             control.discard(tokenizer.unk_token_id)  # what unknown words become: it opens no turn
         return frozenset(control)
 
-    def _split(self, rendered: str) -> tuple[str, str]:
-        if (count := rendered.count(MARK)) != 1:
-            raise UserError(f"the chat template of '{self.name}' shows a user message {count} times; expected once")
-        prefix, _, suffix = rendered.partition(MARK)
-        return prefix, suffix
-
-    def _find_trim(self, rendered: str, prefix: str, suffix: str) -> Callable[[str], str]:
-        for trim in (str, str.strip, str.lstrip, str.rstrip):
-            if rendered == prefix + trim(SPACED) + suffix:
-                return trim
-        raise UserError(f"the chat template of '{self.name}' rewrites white space around a user message")
-
 
 def _any(words: Iterable[str]) -> re.Pattern[str]:
     """Any of the words, the longest first; without words nothing."""
@@ -187,10 +180,8 @@ def _any(words: Iterable[str]) -> re.Pattern[str]:
 
 
 def _forged(control: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut text so that no piece holds a control token: after the first character of each.
-
-    `split_special_tokens` would leave those that a tokenizer added without the special flag.
-    """
+    """Where to cut text so that no piece holds a control token: after the first character of each. (The tokenizer's
+    `split_special_tokens` leaves those that were added without the special flag.)"""
     longer = sorted(word for word in control if len(word) > 1)
     cuts = [
         f"(?<={re.escape(first)})(?={'|'.join(re.escape(word[1:]) for word in words)})"
@@ -201,4 +192,4 @@ def _forged(control: Iterable[str]) -> re.Pattern[str]:
 
 def _encodable(text: str) -> str:
     """Lone surrogates, which no tokenizer takes, become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
 """One episode: an agent, which is a coroutine like `plain` below, between an environment and a model.
 
-Every `generate` becomes a Turn with the engine's own token ids and log-probs, whatever the agent shows the model, and
-`step` gives that turn its outcome. So each agent can be trained.
+Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that turn its outcome:
+so each agent can be trained.
 """
 
 import asyncio
@@ -50,7 +50,6 @@ class RolloutStats:
 
     @property
     def failures(self) -> list[str]:
-        """Which task, and why."""
         return [f"{trajectory.task.id}: {trajectory.failure}" for trajectory in self.failed]
 
     @classmethod
@@ -62,8 +61,8 @@ class RolloutStats:
         return total
 
     def metrics(self) -> dict[str, float]:
-        cached = {"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}
         counts = {f"health/{name}": getattr(self, name) for name in HEALTH}
+        cached = {"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}
         return {"health/env_failures": len(self.failed)} | counts | cached
 
 
@@ -84,9 +83,9 @@ class Episode:
     trials: int = 0
     """Times that the agent has begun the task."""
     steps: list[tuple[int, str, Outcome]] = field(default_factory=list)
-    """(trial, what was said, outcome) of each step."""
+    """(trial, what was said, outcome)."""
     notes: list[str] = field(default_factory=list)
-    """What the agent wrote down: Reflexion's plans."""
+    """Reflexion's plans."""
     context_full: bool = False
     seconds: float = 0.0
     carried: float = 0.0
@@ -94,10 +93,7 @@ class Episode:
 
 
 class EnvHandle:
-    """The environment of one episode, as its agent sees it.
-
-    Its methods run in `threads`, each call with its deadline. What they raise is a failure of the episode.
-    """
+    """The environment of one episode, as its agent sees it. What its methods raise is a failure of the episode."""
 
     def __init__(self, guarded: Guarded, threads: Threads, episode: Episode, config: EnvConfig) -> None:
         self.episode, self.config, self.task = episode, config, episode.trajectory.task
@@ -122,8 +118,7 @@ class EnvHandle:
 
     async def reset(self) -> str:
         """Begin a trial of the task; returns the first observation."""
-        self.episode.trials += 1
-        self.episode.outcome = None
+        self.episode.trials, self.episode.outcome = self.episode.trials + 1, None
         self.observation = await self._call(self._guarded.reset, self.task, looks=True)
         return self.observation
 
@@ -132,7 +127,7 @@ class EnvHandle:
         return self._context
 
     async def step(self, response: str) -> Outcome:
-        """Play the action that the environment finds in `response`; it is the answer to the model's last turn.
+        """Play the action that the environment finds in `response`, the answer to the model's last turn.
 
         Steps that the model was not asked about add their rewards to that turn.
         """
@@ -157,7 +152,7 @@ class EnvHandle:
         return await self._call(self._guarded.format_action, action)
 
     async def _call(self, method: Callable[..., Any], *args: Any, looks: bool = False) -> Any:
-        """What a method of the environment returns; `looks` at what it is to show the model then, unless it is over."""
+        """What a method returns, in a thread and with a deadline; `looks` at what the model is to see then."""
 
         def call() -> Any:
             try:
@@ -187,9 +182,9 @@ class Response(str):
     stop: str
     """The stop string that ended it; "" where none did."""
     message: Context
-    """What it answers, ..."""
+    """What it answers."""
     answer: str
-    """... and the whole answer so far, stop strings included: what a call that `continues` this one goes on with."""
+    """The whole answer so far, stop strings included: what a call that `continues` this one goes on with."""
 
 
 Earlier = Response | None
@@ -205,10 +200,9 @@ class Model(ABC):
     async def generate(self, context: Context, *, stop: Stop = (), continues: Earlier = None) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
-        With `continues`, the text `context` is put after that response, and the model goes on: within its answer, or
-        after a further user message where it had ended its turn. The turn's prompt_ids then are exactly prompt_ids +
-        response_ids of the turn before + the ids of what was put there. Raises ContextFull where that exceeds
-        rollout.max_prompt_tokens.
+        With `continues`, the text `context` is put after that response, within the answer, or as a further user
+        message where the model had ended its turn. Its prompt_ids then are exactly prompt_ids + response_ids of the
+        turn before + the ids of what was put there. Raises ContextFull beyond rollout.max_prompt_tokens.
         """
         episode, turns = self.episode, self.episode.trajectory.turns
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:

@@ -49,7 +49,7 @@ def _whole(chat: Chat, contents: list[str]) -> list[int]:
 
 
 class Ends:
-    """Whether the last tokens of a response hold one of the `stop` strings, so that engines need not sample on."""
+    """Whether the last tokens of a response hold one of the `stop` strings: engines then sample no further."""
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self.chat, self.stop = chat, stop

@@ -1,6 +1,6 @@
 """Between an environment and whoever plays it: what it returns is checked where it comes in, and an episode is bounded.
 
-Whatever an environment raises, returns or fails to return costs its own episode; see `paw.errors.OURS` for what passes.
+Whatever it raises, returns or fails to return costs its own episode; see `paw.errors.OURS` for what passes.
 """
 
 import asyncio
@@ -22,10 +22,8 @@ MAX_REWARD = 1e6
 
 
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
-    """Where the environments of a factory run: up to `count` at once where they may block, else one at a time.
-
-    Ours have time limits of their own, and those that never wait stay in the caller's thread.
-    """
+    """Where environments of a factory run: up to `count` at once where they may block, else one at a time. Ours have
+    time limits of their own, and those that never wait stay in the caller's thread."""
     count = count if factory.may_block else 1
     if type(factory).__module__.startswith("paw.") and not isinstance(factory, OwnFactory):
         return Threads(count if count > 1 else 0)
@@ -35,9 +33,9 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class Guarded:
     """An Env whose answers are sound, its methods sync or async; what it may lack has its default.
 
-    Raises the environment's own exceptions, and EnvironmentFailure for what it should not have returned. Texts are cut
-    to env.max_text, at the end that the tokeniser would cut, and lone surrogates become question marks; a turn that
-    reaches env.max_turns is the last. Other members are the environment's.
+    Raises EnvironmentFailure for what it should not have returned. Texts are cut to env.max_text, at the end that the
+    tokeniser would cut, and lone surrogates become question marks; turn env.max_turns is the last. Other members are
+    the environment's.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
@@ -52,7 +50,6 @@ class Guarded:
         return self._last
 
     def context(self) -> str | list[dict[str, str]]:
-        """One user message, or a conversation of messages {"role", "content"}, the last of which is to be answered."""
         found = self._call("context")
         if not isinstance(found, list):
             return self._text("context()", found, tail=True)
@@ -107,7 +104,6 @@ class Guarded:
         return getattr(self._environment, name)
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
-        """What a method returns; the `default` of an environment without it."""
         method = getattr(self._environment, name, None)
         value = method(*args) if method else default
         if inspect.isawaitable(value):  # on a loop of its own, so that one that blocks costs its own episode

@@ -1,28 +1,25 @@
 """Episodes played at once: agents' coroutines on one event loop, over one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request enters the engine
-immediately. Environments that may block (child processes, networks) run in threads meanwhile, those of a user in
-threads with a deadline. Seeds derive from (seed, stream, task, member, turn), so an episode's tokens do not depend on
-which others it was batched with.
+immediately. Environments that may block run in threads meanwhile. Seeds derive from (seed, stream, task, member, turn),
+so an episode's tokens do not depend on which others it was batched with.
 """
 
 import asyncio
 import inspect
 import itertools
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.threads import Threads
 from paw.errors import OURS, UserError, describe, shown, to_stderr
-from paw.rollout.chat import Chat, ContextFull
-from paw.rollout.engines.base import Completion, Engine, Request
+from paw.rollout.chat import ContextFull
+from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.types import Group, Task, Trajectory
@@ -50,55 +47,36 @@ class Rollouts:
     def __init__(
         self,
         factory: EnvFactory,
-        engine: Engine | None,
-        chat: Chat | None,
+        engine: Any,
+        chat: Any,
         config: Config,
         ranks: "Ranks | None" = None,
         *,
         agent: Callable[..., Any] | None = None,
     ) -> None:
-        self.factory, self.config, self.ranks = factory, config, ranks
-        self.engine, self.chat = cast(Engine, engine), cast(Chat, chat)
+        self.factory, self.engine, self.chat, self.config, self.ranks = factory, engine, chat, config, ranks
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
+        self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
         self._judges = Threads(THREADS, config.env.step_timeout_s)
         name = config.reward.type
         self._reward: Any = None if name == "env" else bind(plugins.load("rewards", name), config.reward)
-        self._loop, self._keys = asyncio.new_event_loop(), itertools.count()
         self._idle: list[Guarded] = []
         self._cut_is_told = False
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
-        """Play the first `count` tasks of update `step` in groups, as `play` does; all ranks together."""
+        """Play the first `count` tasks of update `step` in groups, as `play` does."""
         config, seed = self.config.rollout, self.config.run.seed
         tasks = train_tasks(self.factory, step, count, seed, split=self.config.env.train_split)
         options = {"group_size": config.group_size, "temperature": config.temperature}
-        return self._share(tasks, progress, **options, seed=seed, stream=f"train/{step}")
+        return self.play(tasks, **options, seed=seed, stream=f"train/{step}", progress=progress)
 
     def evaluation(self, progress: Progress | None = None) -> Played:
-        """Play the evaluation games once each, as `play` does; all ranks together."""
+        """Play the evaluation games once each, as `play` does."""
         config = self.config.eval
         tasks = eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed)
         options = {"group_size": 1, "temperature": config.temperature}
-        return self._share(tasks, progress, **options, seed=config.seed, stream="eval")
-
-    def _share(self, tasks: list[Task], progress: Progress | None, **options: Any) -> Played:
-        """Play this rank's share of the tasks; returns everybody's groups, in the order of tasks."""
-        for task in tasks:
-            if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
-                name = type(self.factory).__name__
-                raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
-        rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
-        places = range(rank, len(tasks), count)
-        own = self.play([tasks[i] for i in places], places=places, progress=progress, **options)
-        if self.ranks is None:
-            return own
-        _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-        played = self.ranks.gather(own, Played)
-        for part in played:
-            _set_tasks(part, {task.id: task for task in tasks})
-        groups = [group for part, _ in played for group in part]
-        return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
+        return self.play(tasks, **options, seed=config.seed, stream="eval", progress=progress)
 
     def play(
         self,
@@ -108,21 +86,25 @@ class Rollouts:
         temperature: float,
         seed: int,
         stream: str,
-        places: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> Played:
-        """Play each task `group_size` times with the engine's current weights.
+        """Play each task `group_size` times with the engine's current weights, each rank its share of them.
 
-        `places` are the tasks' indices among those of all ranks, which seeds derive from (default: 0, 1, ...); `stream`
-        names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left out; a
-        group left with fewer than min(2, group_size) members is dropped.
+        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left
+        out; a group left with fewer than min(2, group_size) members is dropped. Returns the groups of all ranks, in the
+        order of tasks.
         """
-        given_up, finished = self.threads.given_up, itertools.count(1)
+        for task in tasks:
+            if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
+                name = type(self.factory).__name__
+                raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
+        rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
         groups = [
-            Group(task, [Trajectory(task, member) for member in range(group_size)], place)
-            for place, task in zip(range(len(tasks)) if places is None else places, tasks, strict=True)
+            Group(tasks[place], [Trajectory(tasks[place], member) for member in range(group_size)], place)
+            for place in range(rank, len(tasks), count)
         ]
         episodes = [Episode(t, group.place, seed, stream, temperature) for group in groups for t in group.trajectories]
+        given_up, finished = self.threads.given_up, itertools.count(1)
         report = progress or (lambda done, total: None)
         self.run(episodes, ended=lambda _: report(next(finished), len(episodes)))
         stats = RolloutStats.sum(episode.stats for episode in episodes)
@@ -135,7 +117,14 @@ class Rollouts:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
         stats.groups_dropped = len(groups) - len(kept)
-        return kept, stats
+        if self.ranks is None:
+            return kept, stats
+        _set_tasks((kept, stats), {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
+        played = self.ranks.gather((kept, stats), Played)
+        for part in played:
+            _set_tasks(part, {task.id: task for task in tasks})
+        groups = [group for part, _ in played for group in part]
+        return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
 
     def run(
         self,
@@ -168,34 +157,23 @@ class Rollouts:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._end(error)
+                self.end(error)
             self._left -= 1
             self._changed.set()
 
         outer = asyncio._get_running_loop()  # of a notebook, which runs its cells inside; asyncio has one a thread
         asyncio._set_running_loop(None)
-        tasks = [self._loop.create_task(play(episode)) for episode in episodes]
-        # Inside a library's task Ctrl-C would become another error. Between an engine's steps nothing else runs.
-        listens = (
-            not self.engine
-            and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if listens:
-            self._loop.add_signal_handler(signal.SIGINT, self._end, KeyboardInterrupt())
+        tasks = [self.loop.create_task(play(episode)) for episode in episodes]
         try:
-            self._loop.run_until_complete(self._drive())
+            self.loop.run_until_complete(self._drive())
         finally:
-            self._end(asyncio.CancelledError())
-            if listens:
-                self._loop.remove_signal_handler(signal.SIGINT)
+            self.end(asyncio.CancelledError())
             if left := [task for task in tasks if not task.done() and task.cancel()]:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
+                self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             asyncio._set_running_loop(outer)
 
     async def sample(self, episode: Episode, prompt_ids: list[int], seed: int, stopped: Any) -> Completion:
-        """The engine's answer, for a coroutine of the episode."""
-        limit, future = self.config.rollout.max_response_tokens, self._loop.create_future()
+        limit, future = self.config.rollout.max_response_tokens, self.loop.create_future()
         request = Request(next(self._keys), prompt_ids, seed, episode.temperature, limit, stopped)
         self._queue.append(((episode.index, episode.trajectory.member), request, future))
         self._changed.set()
@@ -206,10 +184,10 @@ class Rollouts:
         self.threads.close(*(environment.close for environment in self._idle))
         self._judges.close()
         self._idle.clear()
-        if not self._loop.is_closed():
-            self._loop.close()
+        if not self.loop.is_closed():
+            self.loop.close()
 
-    def _end(self, error: BaseException) -> None:
+    def end(self, error: BaseException) -> None:
         """Have the play end with this error, or an earlier one."""
         self._error = self._error or error
         self._changed.set()
@@ -233,7 +211,6 @@ class Rollouts:
             raise self._error
 
     def _step(self) -> bool:
-        """Whether a request was answered."""
         if not self.engine.continuous:
             self._queue.sort(key=lambda queued: queued[0])  # batches do not depend on which environment was faster
         for _, request, future in self._queue:
@@ -284,7 +261,7 @@ class Rollouts:
         return Guarded(environment, self.config.env)
 
     async def _judge(self, trajectory: Trajectory) -> None:
-        """Give the episode the reward of reward.type in place of the environment's: all of it to the last turn."""
+        """Give the episode the reward of reward.type in place of the environment's, to the last turn."""
         value = await self._judges.run(self._reward, trajectory)
         value = number(f"reward.type = '{self.config.reward.type}'", value, -MAX_REWARD, MAX_REWARD)
         for turn in trajectory.turns:

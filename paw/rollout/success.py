@@ -1,4 +1,4 @@
-"""Evaluation: success on held-out games, overall and per task type, with Wilson intervals."""
+"""Success on held-out games, overall and per task type, with Wilson intervals."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,8 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
     """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>, score.
 
-    Episodes that `failed` are among the games and not successful, and "failure" is why the first did; the means of
-    return, steps, valid actions and the last turns' scores are over the others. Where no episode ended, games, failures
-    and failure are all there is.
+    Those that `failed` are among the games and not successful, and "failure" is why the first did; other means leave
+    them out. Where no episode ended, games, failures and failure are all there is.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     by_kind: dict[str, list[bool]] = {}

@@ -1,6 +1,7 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import nn
 
@@ -28,13 +29,9 @@ def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
 
 
 def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:
-    """The metrics health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's
-    log-probs of some responses are from the sampler's, row by row.
-
-    Raises StaleWeightsError when more than the share `TOLERATED` are beyond `LIMIT`, or not finite.
-    """
-    rows = zip(trainer, sampled, strict=True)
-    distances = [abs(a - b) for ours, theirs in rows for a, b in zip(ours, theirs, strict=True)]
+    """health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's log-probs of some
+    responses are from the sampler's. StaleWeightsError when more than `TOLERATED` are beyond `LIMIT`, or not finite."""
+    distances = [abs(a - b) for a, b in zip(chain(*trainer), chain(*sampled), strict=True)]
     off = sum(not d <= LIMIT for d in distances) / len(distances)  # a NaN is off as well
     largest, mean = max(distances), sum(distances) / len(distances)
     if off > TOLERATED:

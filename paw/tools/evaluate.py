@@ -7,6 +7,7 @@ endpoint or the environment failed), and those that an interruption kept from en
 
 import json
 import re
+import signal
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -99,6 +100,9 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
             if episodes and endpoint:
                 rollouts = stack.enter_context(closing(Rollouts(factory, None, None, config, agent=agent)))
                 at_once = config.endpoint.concurrency
+                if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    # Inside a library's task Ctrl-C would become another error. `closing` ends the loop that hears it.
+                    rollouts.loop.add_signal_handler(signal.SIGINT, rollouts.end, KeyboardInterrupt())
                 rollouts.run(episodes, lambda env: EndpointModel(env, config, endpoint), at_once=at_once, ended=ended)
             elif episodes and path:
                 from paw.tools.player import open_player

@@ -92,9 +92,6 @@ def exits(_: Game) -> None:
     sys.exit(0)
 
 
-ExitsInStep = factory(step=exits)
-
-
 class Liar(Honest):
     """Every text there is, names of tasks and exceptions among them, is a trick on the reader."""
 

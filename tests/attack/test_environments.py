@@ -5,8 +5,6 @@ import ctypes
 import math
 import threading
 import time
-from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,12 +55,6 @@ def episodes_of(groups):
     return [episode for group in groups for episode in group.trajectories]
 
 
-def test_the_honest_one_loses_nothing(rollouts):
-    groups, stats = play(rollouts(Honest))
-    assert [len(episode.turns) for episode in episodes_of(groups)] == [3] * 8
-    assert stats.failures == [] and stats.threads_lost == stats.texts_cut == 0
-
-
 class Unprintable(Exception):
     def __str__(self):
         raise SystemExit("not even that")
@@ -92,16 +84,10 @@ def sleeps_in_c(_):
 
 
 UNPRINTABLE = "Unprintable: a Unprintable that cannot be printed"
-NUMBER, ONE, FLAG = (
-    "; it must be a number from -1e+06 to 1e+06",
-    "; it must be a number from 0 to 1",
-    "; it must be True",
-)
+NUMBER = "; it must be a number from -1e+06 to 1e+06"
 WRONG = [
     ({"make": exits}, "SystemExit: 0"),
     ({"reset": exits}, "SystemExit: 0"),
-    ({"context": exits}, "SystemExit: 0"),
-    ({"anchor": exits}, "SystemExit: 0"),
     ({"step": exits, "may_block": True}, "SystemExit: 0"),
     ({"step": raises(OSError("broken")), "close": exits}, "OSError: broken"),
     ({"step": raises(GeneratorExit())}, "GeneratorExit"),
@@ -110,22 +96,13 @@ WRONG = [
     ({"step": raises(Unprintable())}, UNPRINTABLE),
     ({"step": raises(StopIteration())}, "StopIteration"),
     ({"anchor": endless}, "RecursionError: maximum recursion depth exceeded"),
-    ({"make": raises(RuntimeError("no licence"))}, "RuntimeError: no licence"),
     ({"reward": math.nan}, "Game: Outcome.reward is nan" + NUMBER),
     ({"reward": 10**400}, "Game: Outcome.reward is 1000"),
-    ({"reward": "1"}, "Game: Outcome.reward is '1'" + NUMBER),
     ({"reward": torch.tensor(1.0)}, "Game: Outcome.reward is tensor(1.)" + NUMBER),
-    ({"reward": np.float32("nan")}, "Game: Outcome.reward is np.float32(nan)" + NUMBER),
-    ({"reward": Decimal("1")}, "Game: Outcome.reward is Decimal('1')" + NUMBER),
-    ({"score": 2.0}, "Game: Outcome.score is 2.0" + ONE),
-    ({"done": 1}, "Game: Outcome.done is 1" + FLAG),
-    ({"won": None}, "Game: Outcome.won is None" + FLAG),
-    ({"valid": "yes"}, "Game: Outcome.valid is 'yes'" + FLAG),
+    ({"score": 2.0}, "Game: Outcome.score is 2.0; it must be a number from 0 to 1"),
+    ({"done": 1}, "Game: Outcome.done is 1; it must be True"),
     ({"observation": b"now"}, "Game: Outcome.observation is b'now'; it must be text"),
-    ({"action": None}, "Game: Outcome.action is None; it must be text"),
-    ({"context": lambda game: None}, "Game: context() is None; it must be text"),
     ({"context": lambda game: [{"role": "user"}]}, "Game: a message of context() is None; it must be text"),
-    ({"anchor": lambda game: ["at", game.n]}, "Game: anchor() is ['at', 0]; it must be text"),
     ({"reset": lambda game: None}, "Game: reset() is None; it must be text"),
     ({"step": lambda game: ("now", 1.0, True, {})}, "Game: step() is ('now', 1.0, True, {}); it must be an Outcome"),
 ]
@@ -163,16 +140,16 @@ def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float]
 
 
-@pytest.mark.parametrize("error", [UserError("my_game: set MY_KEY"), KeyboardInterrupt()])
-@pytest.mark.parametrize("may_block", [False, True])
-def test_what_the_user_can_mend_and_ctrl_c_end_the_run(rollouts, error, may_block):
+@pytest.mark.parametrize(
+    ("error", "may_block"), [(UserError("my_game: set MY_KEY"), True), (KeyboardInterrupt(), False)]
+)
+def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block):
     with pytest.raises(type(error)):
         play(rollouts(step=raises(error), may_block=may_block))
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"step": spins}, {"reset": waits}, {"make": waits}, {"step": sleeps_in_c}, {"step": waits, "may_block": True}],
+    "wrong", [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}]
 )
 def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
     started, before = time.monotonic(), threading.active_count()
@@ -243,15 +220,7 @@ def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
         assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"oracle": exits, "admissible_actions": lambda game: []},
-        {"admissible_actions": exits},
-        {"step": waits},
-        {"reward": torch.tensor(1.0)},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"oracle": exits, "admissible_actions": lambda game: []}, {"step": waits}])
 def test_the_warm_up_leaves_a_game_that_breaks(rollouts, wrong):
     factory = rollouts(step_timeout_s=0.3, **wrong).factory
     turns = demonstrations(factory, factory.config, seed=0, random_actions=0.0)
@@ -268,16 +237,6 @@ def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):
     (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
     said = paw_here("train", "quickstart", "--env.name", "mine.py:Mine", "--model.path", ".", code=2, cwd=tmp_path)
     assert said.stderr == "paw: stopped: something called sys.exit(0)\n"
-
-
-@pytest.mark.slow
-def test_training_goes_on_where_an_environment_exits(paw_here, quick, tiny_llm, read_metrics, tmp_path):
-    name = f"{Path(__file__).parent / 'environments.py'}:ExitsInStep"
-    small = {"model.path": tiny_llm(tmp_path / "model"), "env.name": name, "run.updates": 1, "eval.games": 2}
-    small |= {"rollout.tasks": 2, "rollout.max_response_tokens": 3, "run.name": "exits"}
-    paw_here("train", "quickstart", quick, small, cwd=tmp_path)
-    last = read_metrics(tmp_path / "runs" / "exits")[-1]
-    assert last["step"] == 1 and last["health/env_failures"] > 0
 
 
 @pytest.mark.parametrize(

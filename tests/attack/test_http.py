@@ -2,13 +2,13 @@
 
 import asyncio
 import gzip
-import json
-import re
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
@@ -24,7 +24,6 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from paw.agents import endpoint  # noqa: E402
 from paw.agents.endpoint import Endpoint, EndpointError  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -37,46 +36,30 @@ Sender = Callable[[socket.socket], object]
 def listen() -> Iterator[Callable[..., str]]:
     """`listen(sender, ...)` starts a server and returns its URL: the n-th connection's request is answered by the n-th
     sender, the last for ever."""
-    listeners: list[socket.socket] = []
+    servers: list[ThreadingTCPServer] = []
 
     def start(*senders: Sender) -> str:
-        listener = socket.create_server(("127.0.0.1", 0))
-        listeners.append(listener)
+        left = list(senders)
 
-        def treat(sender: Sender, connection: socket.socket) -> None:
-            with connection:
-                try:
-                    read_request(connection)
-                    sender(connection)
-                except OSError:
-                    pass  # the client has gone, as it should
+        class Handler(StreamRequestHandler):
+            def handle(self):
+                """Reads to the end: what is closed with something unread is reset, and the answer may be lost."""
+                length = 0
+                while (line := self.rfile.readline().lower()).strip():
+                    length = int(line.split()[1]) if line.startswith(b"content-length:") else length
+                self.rfile.read(length)
+                with suppress(OSError):  # the client has gone, as it should
+                    (left.pop(0) if len(left) > 1 else left[0])(self.connection)
 
-        def accept() -> None:
-            for n in range(1000):
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                sender = senders[min(n, len(senders) - 1)]
-                threading.Thread(target=treat, args=(sender, connection), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+        servers.append(ThreadingTCPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
 
     yield start
-    for listener in listeners:
-        listener.close()
-
-
-def read_request(connection: socket.socket) -> None:
-    """To its end: what is closed with something unread is reset, and the answer may be lost."""
-    got = b""
-    while b"\r\n\r\n" not in got:
-        got += connection.recv(1 << 16)
-    head, _, body = got.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: (\d+)", head, re.I)
-    while length and len(body) < int(length[1]):
-        body += connection.recv(1 << 16)
+    for made in servers:
+        made.shutdown()
+        made.server_close()
 
 
 def answers(body: bytes, *, status: str = "200 OK", headers: str = "") -> Sender:
@@ -117,24 +100,18 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.parametrize("problem", ["a body without end", "a bomb in an error"])
-def test_a_retriever_that_misbehaves_costs_little_time_and_memory(listen, monkeypatch, problem):
+@pytest.mark.parametrize("problem", BAD)
+def test_who_misbehaves_costs_little_time_and_memory(listen, monkeypatch, problem):
+    """An endpoint, and a retriever where it is asked otherwise."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     sender, reason = BAD[problem]
     url = listen(sender)
     started, before = time.monotonic(), memory()
-    with pytest.raises(UserError, match=rf"^env.retriever = '{url}/retrieve': .*({reason})") as caught:
-        RemoteRetriever(url, timeout_s=TIMEOUT_S)
-    assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 200 << 20
-    assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("problem", BAD)
-def test_an_endpoint_that_misbehaves_costs_little_time_and_memory(listen, problem):
-    sender, reason = BAD[problem]
-    config = EndpointConfig(url=listen(sender), model="m", retries=0, timeout_s=TIMEOUT_S)
-    player = Endpoint(config)
-    started, before = time.monotonic(), memory()
+    if problem in ("a body without end", "a bomb in an error"):
+        with pytest.raises(UserError, match=rf"^env.retriever = '{url}/retrieve': .*({reason})") as caught:
+            RemoteRetriever(url, timeout_s=TIMEOUT_S)
+        assert str(caught.value).isprintable()
+    player = Endpoint(EndpointConfig(url=url, model="m", retries=0, timeout_s=TIMEOUT_S))
     with pytest.raises(EndpointError, match=reason) as caught:
         asyncio.run(player.complete("hello", temperature=0.0, max_tokens=4, seed=0))
     assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 200 << 20
@@ -149,9 +126,7 @@ def test_a_compressed_answer_is_read(listen):
 DEEP = b"[" * 1_000_000
 
 
-@pytest.mark.parametrize(
-    "body", [DEEP, HITS.replace(b"0.5", b"9" * 5000), HITS.replace(b"0.5", b"NaN"), b"\xff\xfe\x00"]
-)
+@pytest.mark.parametrize("body", [DEEP, HITS.replace(b"0.5", b"9" * 5000), HITS.replace(b"0.5", b"NaN")])
 def test_what_a_retriever_makes_up_is_one_line(listen, body):
     url = listen(answers(body))
     with pytest.raises(UserError, match=f"^{url}/retrieve: it does not answer as a retriever") as caught:
@@ -164,91 +139,9 @@ def test_a_retriever_that_restarts_costs_nothing(listen, monkeypatch):
     close = "Connection: close\r\n"
     busy = answers(b"starting", status="503 Service Unavailable", headers=close)
     good = answers(HITS, headers=close)
-    client = RemoteRetriever(listen(good, *[lambda connection: None] * 4, *[busy] * 4, good), timeout_s=5)
+    client = RemoteRetriever(listen(good, *[lambda connection: None] * 2, *[busy] * 2, good), timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
     assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120  # as the pauses are
-
-
-# --- what an endpoint says --------------------------------------------------------------------------------------------
-
-
-def completion(**changes) -> bytes:
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "look"}}
-    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-    return json.dumps({**body, **changes}).encode()
-
-
-@pytest.fixture
-def ask(listen):
-    def ask(*bodies: bytes, pauses=None, prompt="hello", **options):
-        async def sleep(seconds):
-            if pauses is not None:
-                pauses.append(seconds)
-
-        senders = [body if callable(body) else answers(body, headers="Connection: close\r\n") for body in bodies]
-        config = EndpointConfig(url=listen(*senders), model="m", **{"retries": 0, "timeout_s": 5, **options})
-        return asyncio.run(Endpoint(config, sleep=sleep).complete(prompt, temperature=0.0, max_tokens=4, seed=0))
-
-    return ask
-
-
-@pytest.mark.parametrize(
-    ("usage", "counted"),
-    [
-        ({"prompt_tokens": 11, "completion_tokens": 5.0}, (11, 5)),
-        ({"prompt_tokens": -11, "completion_tokens": 10**12}, (0, 0)),
-        ({"prompt_tokens": int("9" * 400), "completion_tokens": float("nan")}, (0, 0)),
-        (None, (0, 0)),
-    ],
-)
-def test_usage_that_is_none_is_not_counted(ask, usage, counted):
-    reply = ask(completion(usage=usage))
-    assert (reply.text, reply.prompt_tokens, reply.completion_tokens) == ("look", *counted)
-
-
-@pytest.mark.parametrize("body", [DEEP, b'{"usage": ' + b"9" * 5000 + b"}", b'"\\ud800"'])
-def test_what_an_endpoint_makes_up_is_one_line(ask, body):
-    with pytest.raises(EndpointError, match="malformed answer: ") as caught:
-        ask(body)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
-
-
-def test_a_wait_of_hours_is_cut_and_named(ask, capfd):
-    for value in ("9" * 400, "Fri, 31 Dec 2199 23:59:59 GMT"):
-        pauses = []
-        refusal = answers(b"{}", status="429 Slow", headers=f"Retry-After: {value}\r\nConnection: close\r\n")
-        assert ask(refusal, completion(), retries=1, pauses=pauses).text == "look"
-        assert pauses == [endpoint.LONGEST_WAIT_S] == [120.0]
-        said = capfd.readouterr().err
-        assert f"asks to wait (Retry-After: {value[:40]}" in said and said.endswith(": waiting 120 s of it\n")
-
-
-FORGERIES = [
-    "<|im_start|>system", "<|im_end|>", "<｜User｜>", "<|start_header_id|>", "<|turn>", "[INST]", "[/INST]", "<s>",
-    "</s>", "<start_of_turn>model", "<end_of_turn>", "<bos>", "<eos>", "<pad>", "<<SYS>>", "<</SYS>>",
-    "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "<｜begin▁of▁sentence｜>", "<<|im_end|>", "[gMASK]", "<unused3>",
-]  # fmt: skip
-BENIGN = "<think>a < b || c</think><action>go [to] <search>x</search></action> a[INSTANCE] <strong> <state>"
-
-
-def test_endpoints_get_no_control_tokens(listen):
-    got: list[dict] = []
-
-    def keep(connection: socket.socket) -> None:
-        answers(completion(), headers="Connection: close\r\n")(connection)
-
-    class Listening(Endpoint):
-        def _request(self, *given):
-            got.append(super()._request(*given))
-            return got[-1]
-
-    player = Listening(EndpointConfig(url=listen(keep), model="m", retries=0))
-    text = BENIGN + "".join(FORGERIES)
-    asyncio.run(player.complete(text, start=text, temperature=0.0, max_tokens=4, seed=0))
-    for message in got[0]["messages"]:
-        assert message["content"].startswith(BENIGN)
-        assert not any(forged in message["content"] for forged in FORGERIES)
-        assert message["content"].replace(" ", "") == text.replace(" ", "")
 
 
 # --- our server -------------------------------------------------------------------------------------------------------
@@ -346,29 +239,24 @@ def closes_after(connection: socket.socket, drop: bytes, limit_s: float = 5.0) -
     return time.monotonic() - started
 
 
-def test_a_head_that_does_not_end_ends_the_connection(serving):
-    connection = socket.create_connection(serving(HEAD_S=1))
-    connection.sendall(b"GET /health HTTP/1.1\r\n")
-    assert 0.5 < closes_after(connection, b"X") < 3
-
-
-def test_the_second_head_of_a_connection_has_a_clock_too(serving):
-    connection = socket.create_connection(serving(HEAD_S=1))
+def test_every_head_has_a_clock(serving):
+    """The first and a later one; a huge head and a body that nobody asked for keep no connection either."""
+    address = serving(HEAD_S=0.5)
+    for head, drop, least in (
+        ("GET /health HTTP/1.1\r\n", b"X", 0.25),
+        ("GET /health HTTP/1.1\r\nX: ", b"y" * (1 << 16), 0),
+        ("POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"y" * (1 << 16), 0),
+    ):
+        connection = socket.create_connection(address)
+        connection.sendall(head.encode())
+        assert least < closes_after(connection, drop) < 1.5
+    connection = socket.create_connection(address)
     connection.settimeout(5)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b" 200 OK" in connection.recv(1 << 16)
-    time.sleep(1.5)  # kept open while nothing is asked
+    time.sleep(0.75)  # kept open while nothing is asked
     connection.sendall(b"GET /health HTTP/1.1\r\n")
-    assert 0.5 < closes_after(connection, b"") < 3
-
-
-@pytest.mark.parametrize(
-    "head", ["GET /health HTTP/1.1\r\nX: ", "POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"]
-)
-def test_a_huge_head_and_a_body_that_nobody_asked_for_keep_no_connection(serving, head):
-    connection = socket.create_connection(serving(HEAD_S=1))
-    connection.sendall(head.encode())
-    assert closes_after(connection, b"y" * (1 << 16)) < 3
+    assert 0.25 < closes_after(connection, b"") < 1.5
 
 
 def test_the_clients_limit_is_the_servers_answer():

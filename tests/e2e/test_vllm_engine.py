@@ -1,47 +1,43 @@
-"""The vLLM engine against the trainer's own forward pass: the same tokens' log-probs before and after every sync."""
+"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole rollouts on it."""
 
 import copy
+import importlib
 import importlib.util
 import os
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from paw.algo import loss as losses
-from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
-from paw.model.policy import Policy
 from paw.rollout.engines.base import Request
-from paw.rollout.engines.transformers import TransformersEngine
 from paw.rollout.engines.vllm import VllmEngine, _global_state_kept, _import_vllm
+from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
-from paw.types import Sample
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-VOCAB, END, LIMIT = 128, 3, 256
+sys.path.insert(0, str(Path(__file__).parents[2]))
+bench, simulation = (importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation"))
+SHAPE = simulation.SHAPES["quickstart"]
+LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE
+BLOCK = 32  # of the prefix cache on a CPU
 
 
-def make_model(heads=2):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 512}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.3, tie_word_embeddings=True, eos_token_id=END))
-
-
-@pytest.mark.parametrize("problem", ["head_dim=16", "local directory"])
-def test_what_vllm_cannot_serve_is_a_users_error(tmp_path, problem):
-    if problem != "local directory":
-        make_model(heads=4).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{problem}"):
-        VllmEngine(tmp_path, end_ids=[END], max_model_len=LIMIT, dtype="float32")
+def test_what_vllm_cannot_serve_is_a_users_error(tmp_path):
+    config = simulation.qwen2(64, 96, 2, 4, 4, 128)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*head_dim=16"):
+        VllmEngine(tmp_path, end_ids=[3], max_model_len=LIMIT, dtype="float32")
 
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
@@ -63,25 +59,28 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
-    """(model, engine that holds its weights); the engine never sees the folder's weights."""
-    model = make_model()
-    folder = tmp_path_factory.mktemp("model")
+    """(model, engine that holds its weights) in one thread, where sums have one order; the engine loads no weights."""
+    threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("model")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPE)
     model.save_pretrained(folder)
-    states = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
-    engine = VllmEngine(folder, end_ids=[END], max_model_len=LIMIT, dtype="float32")
+    states = torch.get_rng_state(), random.getstate()
+    engine = VllmEngine(folder, end_ids=[], max_model_len=LIMIT, dtype="float32")
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), torch.get_num_threads()) == states[1:]
+    assert (random.getstate(), torch.get_num_threads()) == (states[1], 1)
     with pytest.raises(RuntimeError, match="call sync first"):
         engine.submit(Request(0, [1], 0, 1.0, 1))
     push_weights(model, engine, version=0)
     yield model, engine
     engine.close()
     engine.close()
+    torch.set_num_threads(threads)
 
 
-def make_requests(*, temperature=1.0, max_tokens=20, prompts=None):
+def make_requests(*, temperature=1.0, max_tokens=20):
     g = torch.Generator().manual_seed(0)
-    prompts = prompts or [torch.randint(4, VOCAB, (n,), generator=g).tolist() for n in (1, 7, 33, 64, 100, 130, 17, 90)]
+    prompts = [torch.randint(4, SHAPE.vocab_size, (n,), generator=g).tolist() for n in (1, 33, 64, 130, 17)]
     return [Request(50 + i, prompt, 900 + i, temperature, max_tokens) for i, prompt in enumerate(prompts)]
 
 
@@ -96,28 +95,23 @@ def run(engine, requests):
 
 
 @torch.no_grad()
-def trainer_logp(model, requests, completions):
+def mismatch(model, requests, completions):
     rows = []
     for request, completion in zip(requests, completions, strict=True):
         logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
         logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         rows.append(logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
-    return rows
-
-
-def mismatch(model, requests, completions):
-    found = sampler_mismatch(trainer_logp(model, requests, completions), [c.logp for c in completions])
-    return found["health/sampler_mismatch"]
+    return sampler_mismatch(rows, [c.logp for c in completions])["health/sampler_mismatch"]
 
 
 @torch.no_grad()
-def perturb(model, seed, scale=0.1):
+def perturb(model, seed, scale):
     g = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=g))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("temperature", [0.4, 0.0])
 def test_log_probs_are_the_trainers(setup, temperature):
     model, engine = setup
     requests = make_requests(temperature=temperature)
@@ -132,8 +126,8 @@ def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
     together, cached = run(engine, requests), run(engine, requests)
     alone = [run(engine, [request])[0] for request in requests]
     assert [c.token_ids for c in together] == [c.token_ids for c in cached] == [c.token_ids for c in alone]
-    assert cached[5].cached_tokens == 128  # four blocks of 32
-    other = [Request(r.key, r.prompt_ids, r.seed + 1, r.temperature, r.max_tokens) for r in requests]
+    assert cached[3].cached_tokens == 4 * BLOCK
+    other = [replace(request, seed=request.seed + 1) for request in requests]
     assert [c.token_ids for c in run(engine, other)] != [c.token_ids for c in together]
 
 
@@ -141,21 +135,21 @@ def test_sync_replaces_weights_tied_head_adapters_and_cached_prompts(setup):
     model, engine = setup
     requests = make_requests()
     run(engine, requests)  # fills the prefix cache with the old weights' keys and values
-    perturb(model, seed=1)
+    perturb(model, seed=1, scale=0.05)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
     stale = run(engine, requests)
-    assert stale[5].cached_tokens > 0
+    assert stale[3].cached_tokens > 0
     with pytest.raises(StaleWeightsError, match="stale weights"):
         mismatch(model, requests, stale)
     push_weights(model, engine, version=3)
     fresh = run(engine, requests)
-    assert engine.version == 3 and fresh[5].cached_tokens == 0
+    assert engine.version == 3 and fresh[3].cached_tokens == 0
     assert mismatch(model, requests, fresh) < 1e-4
     pytest.importorskip("peft")
     adapted = copy.deepcopy(model)
     add_adapters(adapted, LoraConfig(rank=4), seed=0)
-    perturb(adapted, seed=2, scale=0.05)
+    perturb(adapted, seed=2, scale=0.03)
     with pytest.raises(StaleWeightsError):
         mismatch(adapted, requests, run(engine, requests))
     push_weights(adapted, engine, version=5)
@@ -172,53 +166,40 @@ def test_a_response_that_is_complete_ends_there_and_leaves_the_others_alone(setu
         n = 5 if request.key % 2 else 25
         assert after.token_ids == before.token_ids[:n]
         assert after.logp == pytest.approx(before.logp[:n], abs=1e-5)
-    assert [c.token_ids for c in run(engine, requests)] == [c.token_ids for c in whole]
 
 
-def test_misuse_is_refused(setup):
+def play(setup, *, reference=False, envs=24, most_turns=20):
+    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the benchmark's."""
     model, engine = setup
-    with pytest.raises(UserError, match=r"256 positions.*rollout.max_prompt_tokens"):
-        engine.submit(Request(1, [5] * 250, 0, 1.0, 7))
-    with pytest.raises(ValueError, match="empty prompt"):
-        engine.submit(Request(1, [], 0, 1.0, 7))
-    engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
-    with pytest.raises(ValueError, match="key in flight"):
-        engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
-    for change in (engine.sleep, lambda: push_weights(model, engine, version=9)):
-        with pytest.raises(RuntimeError, match="1 requests pending"):
-            change()
-    while engine.pending:
-        engine.step()
-    engine.sleep()
-    push_weights(model, engine, version=9)
-    requests = make_requests()
-    assert mismatch(model, requests, run(engine, requests)) < 1e-4
+    push_weights(model, engine, version=0)  # empties the cache
+    factory = simulation.SimulatedFactory(SHAPE.vocab_size, most_turns=most_turns)
+    chat = simulation.make_chat(SHAPE.vocab_size)
+    meter = simulation.Meter(engine, chat, factory.made if reference else (), lock_step=reference, median=11)
+    rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
+    groups, stats = rollouts.play(factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream="")
+    assert engine.pending == 0 and stats.failures == []
+    return groups, stats, len(meter.batches)
 
 
-def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
-    """Of the tokens that vLLM sampled, and of those of transformers."""
-    model, engine = setup
-    policy, requests = Policy(copy.deepcopy(model)), make_requests()
+def test_the_same_episodes_in_half_the_engine_steps(setup):
+    """As in lock-step with the finished ones as well."""
+    groups, stats, steps = play(setup)
+    others, their_stats, their_steps = play(setup, reference=True)
+    found = bench.difference(groups, others)
+    assert found["same_turns"] == len(bench.turns_of(groups)) > 300
+    assert found["logp_difference"] < bench.ROUNDING
+    assert their_stats == stats and their_steps >= 2 * steps
+    episodes = [episode for group in groups for episode in group.trajectories]
+    longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
+    assert longest <= steps <= longest + 25  # it never waits: the longest episode alone takes as many
 
-    def gradient(completions, logps):
-        ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
-        rows = [
-            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, old_logp=logp,
-                advantage=(-1.0) ** i, wm_weight=0.1, **ids)
-            for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
-        ]  # fmt: skip
-        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
-        tokens, loss = losses.token_batch(batch, rows, update_samples=len(rows)), losses.joint(losses.ppo, losses.ce)
-        losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
-        found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-        policy.zero_grad(set_to_none=True)
-        return found
 
-    for sampler in (engine, TransformersEngine(model, end_ids=[END])):
-        completions = run(sampler, requests)
-        expected = gradient(completions, trainer_logp(model, requests, completions))
-        assert expected.norm() > 0
-        assert (gradient(completions, [c.logp for c in completions]) - expected).norm() < 1e-4 * expected.norm()
+def test_the_hit_rate_that_training_logs(setup):
+    """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
+    groups, stats, _ = play(setup, envs=16, most_turns=1)
+    shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
+    prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
+    assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
 
 
 def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):

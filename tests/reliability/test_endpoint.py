@@ -75,16 +75,18 @@ def server():
 
 
 @pytest.fixture
-def ask(server, request):
+def ask(server, monkeypatch):
     """(function that asks once, the pauses it made); pauses pass at once."""
     pauses = []
 
     async def pause(seconds):
         pauses.append(seconds)
 
+    monkeypatch.setattr("paw.agents.endpoint.sleep", pause)
+
     def ask(prompt="hello", **options):
         config = EndpointConfig(url=server.url, model="m", **options.pop("config", {"retries": 3, "timeout_s": 5}))
-        endpoint = options.pop("endpoint", None) or Endpoint(config, sleep=pause)
+        endpoint = options.pop("endpoint", None) or Endpoint(config)
         return asyncio.run(endpoint.complete(prompt, **SAMPLING, **options))
 
     return ask, pauses
@@ -115,7 +117,9 @@ PASSING = {
 
 
 def test_an_answer(server, ask, monkeypatch):
+    """What the server's template opened is part of it."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    server.script = [(200, completion("x</think><action>look</action>"), {})]
     reply = ask[0]("hello", stop=["</action>"])
     assert reply == Reply("<think>x</think><action>look", 11, 5, "</action>")
     (sent,) = server.requests
@@ -129,13 +133,12 @@ def test_an_answer(server, ask, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("problem", PASSING)
-def test_what_passes_is_tried_again_after_growing_pauses(server, ask, problem):
-    server.script = [PASSING[problem]] * 3
+def test_what_passes_is_tried_again_after_growing_pauses(server, ask):
+    server.script = list(PASSING.values())
     ask, pauses = ask
-    assert ask().text.endswith("<action>look</action>")
-    assert len(server.requests) == 4
-    assert 0.5 <= pauses[0] <= 1.0 <= pauses[1] <= 2.0 <= pauses[2] <= 4.0
+    assert ask(config={"retries": len(PASSING)}).text.endswith("<action>look</action>")
+    assert len(server.requests) == len(PASSING) + 1
+    assert all(0.5 <= pause / min(2**n, 60) <= 1.0 for n, pause in enumerate(pauses))
 
 
 def test_what_does_not_pass_names_the_url(server, ask):
@@ -145,6 +148,22 @@ def test_what_does_not_pass_names_the_url(server, ask):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("body", [b"[" * 1_000_000, b'{"usage": ' + b"9" * 5000 + b"}", b'"\\ud800"'])
+def test_what_an_endpoint_makes_up_is_one_line(server, ask, body):
+    server.default = (200, body, {})
+    with pytest.raises(EndpointError, match="malformed answer: ") as caught:
+        ask[0](config={"retries": 0})
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_usage_that_is_none_is_not_counted(server, ask):
+    given = [(11, 5.0), (-11, 10**12), (int("9" * 400), float("nan"))]
+    server.script = [(200, completion(prompt=prompt, answer=answer), {}) for prompt, answer in given]
+    server.script.append((200, {**completion(), "usage": None}, {}))
+    replies = [ask[0]() for _ in range(4)]
+    assert [(r.prompt_tokens, r.completion_tokens) for r in replies] == [(11, 5), (0, 0), (0, 0), (0, 0)]
+
+
 def test_a_slow_answer_is_given_up(server, ask):
     server.script = [slow]
     started = time.monotonic()
@@ -152,14 +171,16 @@ def test_a_slow_answer_is_given_up(server, ask):
     assert time.monotonic() - started < 1.4
 
 
-@pytest.mark.parametrize(("value", "pause"), [("12.5", 12.5), ("99999", 120.0), ("soon", 1.0), ("-5", 1.0), (30, 30.0)])
-def test_retry_after_is_honoured(server, ask, value, pause):
-    if value == 30:  # as a date
-        value = formatdate(time.time() + 30.5, usegmt=True)
-    server.script = [(429, refusal("slow down"), {"Retry-After": value})]
+def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, ask, capfd):
     ask, pauses = ask
-    ask()
-    assert pauses == pytest.approx([pause], abs=1.0) if pause > 1 else 0.5 <= pauses[0] <= 1.0
+    date, hours = formatdate(time.time() + 30.5, usegmt=True), ("9" * 400, "Fri, 31 Dec 2199 23:59:59 GMT")
+    for value in ("12.5", date, *hours, "soon", "-5"):
+        server.script = [(429, refusal("slow down"), {"Retry-After": value})]
+        ask()
+    assert pauses[:4] == pytest.approx([12.5, 30, 120, 120], abs=1.0) and all(0.5 <= p <= 1 for p in pauses[4:])
+    said = capfd.readouterr().err.splitlines()
+    for line, value in zip(said, hours, strict=True):
+        assert f"asks to wait (Retry-After: {value[:40]}" in line and line.endswith(": waiting 120 s of it")
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
@@ -187,20 +208,17 @@ def test_a_list_of_models_is_not_needed(server):
         Endpoint(EndpointConfig(url=server.url, model="m")).check()
 
 
-def test_a_wrong_request_is_not_repeated(server, ask):
-    server.default = (400, refusal("messages: too funny"), {})
-    with pytest.raises(EndpointError, match=r"400 .*too funny"):
-        ask[0]()
-    assert len(server.requests) == 1
-
-
-def test_a_full_context_is_told_apart(server, ask):
+def test_a_wrong_request_is_not_repeated_and_a_full_context_told_apart(server, ask):
     said = "This model's maximum context length is 4096 tokens, 'max_tokens' is too large"
-    for error in (refusal(said, param="max_tokens"), refusal("Too long", code="context_length_exceeded")):
+    for error, kind in (
+        (refusal("messages: too funny"), EndpointError),
+        (refusal(said, param="max_tokens"), ContextFull),
+        (refusal("Too long", code="context_length_exceeded"), ContextFull),
+    ):
         server.default = (400, error, {})
-        with pytest.raises(ContextFull):
+        with pytest.raises(kind, match="400 .*too funny" if kind is EndpointError else None):
             ask[0]()
-    assert len(server.requests) == 2
+    assert len(server.requests) == 3
 
 
 def test_refused_parameters_are_left_out_from_then_on(server, ask, capfd):
@@ -219,10 +237,13 @@ def test_refused_parameters_are_left_out_from_then_on(server, ask, capfd):
 
 
 def test_an_answer_goes_on_or_is_restated(server, ask):
-    endpoint = Endpoint(EndpointConfig(url=server.url, model="m"))
+    """And the options of the template go along."""
+    options = {"enable_thinking": False}
+    endpoint = Endpoint(EndpointConfig(url=server.url, model="m"), template_options=options)
     ask[0]("why?", start="<think>Be", endpoint=endpoint)
-    assert server.requests[-1]["messages"][1:] == [{"role": "assistant", "content": "<think>Be"}]
-    assert server.requests[-1]["continue_final_message"] and not server.requests[-1]["add_generation_prompt"]
+    first = server.requests[-1]
+    assert first["messages"][1:] == [{"role": "assistant", "content": "<think>Be"}]
+    assert first["continue_final_message"] and not first["add_generation_prompt"]
     server.script = [(400, refusal("Unknown parameter: 'continue_final_message'."), {})]
     for _ in range(2):
         ask[0]("why?", start="<think>Be", endpoint=endpoint)
@@ -230,7 +251,24 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
     for request in server.requests[2:]:
         (message,) = request["messages"]
         assert message["content"].startswith("why?\n") and message["content"].endswith("\n<think>Be")
-        assert "continue_final_message" not in request
+        assert "continue_final_message" not in request and request["chat_template_kwargs"] == options
+
+
+FORGERIES = [
+    "<|im_start|>system", "<|im_end|>", "<｜User｜>", "<|turn>", "[INST]", "[/INST]", "<s>", "</s>",
+    "<start_of_turn>model", "<bos>", "<pad>", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[TOOL_CALLS]",
+    "<｜begin▁of▁sentence｜>", "<<|im_end|>", "[gMASK]", "<unused3>",
+]  # fmt: skip
+BENIGN = "<think>a < b || c</think><action>go [to] <search>x</search></action> a[INSTANCE] <strong> <state>"
+
+
+def test_endpoints_get_no_control_tokens(server, ask):
+    text = BENIGN + "".join(FORGERIES)
+    ask[0](text, start=text)
+    for message in server.requests[0]["messages"]:
+        assert message["content"].startswith(BENIGN)
+        assert not any(forged in message["content"] for forged in FORGERIES)
+        assert message["content"].replace(" ", "") == text.replace(" ", "")
 
 
 def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
@@ -268,24 +306,22 @@ def episodes(tmp_path):
 
 
 def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tmp_path):
-    err, results = evaluate("--endpoint.input_price", "2", "--endpoint.output_price", "10")
+    prices = ("--endpoint.input_price", "2", "--endpoint.output_price", "10")
+    err, results = evaluate(*prices)
     assert "settings of the recipe alfworld-grpo" in err
     lines = episodes(tmp_path)
     assert sorted(line["place"] for line in lines) == [0, 1, 2, 3, 4, 5]
-    assert len(server.requests) == results["calls"] == 18
+    assert len(server.requests) == results["calls"] == 18 and results["cost"] == (198 * 2 + 90 * 10) / 1e6
     assert (results["prompt_tokens"], results["completion_tokens"]) == (198, 90)
-    assert results["cost"] == pytest.approx((198 * 2 + 90 * 10) / 1e6)
     assert {line["failure"] for line in lines} == {None} and {line["steps"] for line in lines} == {3}
     assert [turn["action"] for turn in lines[0]["turns"]] == ["look"] * 3
     assert lines[0]["turns"][0]["observation"].startswith("You are in the middle of a room.")
     assert len({json.dumps(request["messages"]) + str(request["seed"]) for request in server.requests}) == 18
     table = (tmp_path / "out" / "results.md").read_text()
-    assert (
-        "| m | plain |" in table and "| All |" in table and "$0.00" in table and "success 0.0% of 6 episodes" in table
-    )
+    assert "| m | plain |" in table and "$0.00" in table and "success 0.0% of 6 episodes" in table
 
     server.requests.clear()
-    err, again = evaluate("--endpoint.input_price", "2", "--endpoint.output_price", "10")
+    err, again = evaluate(*prices)
     assert "6 of 6 episodes are there, playing 0" in err and not server.requests
     assert {**again, "wall_s": 0} == {**results, "wall_s": 0}
 
@@ -354,38 +390,18 @@ def test_ctrl_c_leaves_a_folder_that_goes_on(server, evaluate, paw_start, tmp_pa
 
 def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
     def answer(handler):
-        request = server.requests[-1]
-        text = request["messages"][-1]["content"]
-        if request["model"] == "engine":
-            reply = "Doc 1: It lies in Tuk.\nDoc 2: It is old."
-        else:
-            reply = (
-                "<think>So</think><answer>Tuk" if "<information>" in text.split("Question:")[-1] else "<search>where"
-            )
+        text = server.requests[-1]["messages"][-1]["content"].split("Question:")[-1]
+        reply = "<answer>Tuk" if "<information>" in text else "<search>where"
+        reply = "Doc 1: It lies in Tuk." if server.requests[-1]["model"] == "engine" else reply
         handler.answer(200, completion(reply), {})
 
     server.default = answer
     words = ["--agent", "zerosearch", "--env", "search", "--env.data", "none", "--env.entities", "50"]
-    words += ["--endpoint", server.url, "--model", "m", "--endpoint.concurrency", "1", "--eval.games", "2"]
+    words += ["--endpoint", server.url, "--model", "m", "--endpoint.concurrency", "1", "--eval.games", "1"]
     words += ["--env.simulator.url", server.url, "--env.simulator.model", "engine", "--env.simulator.noise_start", "1"]
     assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 0, capfd.readouterr().err
-    first, second = episodes(tmp_path)
-    assert [turn["action"] for turn in first["turns"]] == [turn["action"] for turn in second["turns"]]
-    assert [turn["action"] for turn in first["turns"]] == ["search[where]", "answer[Tuk]"]
-    assert "Doc 1: It lies in Tuk." in first["turns"][0]["observation"]
-    asked = [request for request in server.requests if request["model"] == "engine"]
-    assert len(asked) == 2 and "noisy documents" in asked[0]["messages"][0]["content"]
-    assert "| m | zerosearch |" in capfd.readouterr().out
-
-
-def test_template_options_go_along_and_what_a_template_opened_is_part_of_the_answer(ask, server):
-    call, _ = ask
-    config = EndpointConfig(url=server.url, model="m", retries=0)
-    options = {"enable_thinking": False}
-    server.script = [(200, completion("hm</think><action>look</action>"), {})] * 2
-    reply = call(endpoint=Endpoint(config, template_options=options))
-    assert reply.text == "<think>hm</think><action>look</action>"
-    call(endpoint=Endpoint(config, template_options=options), start="<search>")
-    first, second = server.requests
-    assert first["chat_template_kwargs"] == second["chat_template_kwargs"] == options
-    assert second["continue_final_message"] is True and "continue_final_message" not in first
+    ((search, answered),) = [episode["turns"] for episode in episodes(tmp_path)]
+    assert (search["action"], answered["action"]) == ("search[where]", "answer[Tuk]")
+    assert "Doc 1: It lies in Tuk." in search["observation"]
+    (asked,) = [request for request in server.requests if request["model"] == "engine"]
+    assert "noisy documents" in asked["messages"][0]["content"]

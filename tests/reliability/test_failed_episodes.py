@@ -1,65 +1,61 @@
 """Evaluation where environments break: each failure is counted, shown and in the denominator; all of them end a run."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from paw.rollout.success import wilson
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
-ONE_TURN_WINS = "won, more = guess == self.secret, guess < self.secret", "won, more = True, False"
-MOST_FAIL = (
-    "        self.secret, self.low",
-    "        if not task.id.startswith('train') and int(task.id.rpartition('/')[2]) % 4:\n"
-    "            raise RuntimeError('boom')\n"
-    "        self.secret, self.low",
-)
-OWN_TASKS = (
-    '    tasks = [Task(f"guess {n}", payload=n) for n in range(1, 100)]\n',
-    '    def tasks(self, split, seed):\n        return [Task(f"{split}/{n}", "guess", n + 1) for n in range(8)]\n',
-)
-FAILED_AFTER_TRAINING = (  # called as a run is built, before training, and at its end
-    '        return [Task(f"{split}',
-    "        self.calls = getattr(self, 'calls', 0) + (split != 'train')\n"
-    "        split += '-broken' * (self.calls == 3)\n"
-    '        return [Task(f"{split}',
-)
-ALL_FAIL = (
-    "        self.secret, self.low",
-    "        assert 'broken' not in task.id, 'boom'\n        self.secret, self.low",
-)
+GAME = """
+from paw.types import Outcome, Task
+
+class Game:
+    trained = False
+
+    def __init__(self, config):
+        pass
+
+    def tasks(self, split, seed):
+        return [Task(f"{{split}}/{{n}}", "guess", n) for n in range(8)]
+
+    def make(self):
+        return self
+
+    def reset(self, task):
+        self.trained = self.trained or task.id.startswith("train")
+        if not task.id.startswith("train") and ({broken}):
+            raise RuntimeError("boom")
+        return "go"
+
+    def context(self):
+        return "Say anything."
+
+    def step(self, response):
+        return Outcome("well done", 1.0, done=True, won=True)
+"""
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """Writes docs/example_environment.py with the given replacements; returns its env.name."""
+    """`environment(expression)` writes a game won in one turn that fails in evaluation where that holds: its name."""
 
-    def write(*changes):
-        text = EXAMPLE.read_text(encoding="utf-8")
-        for old, new in (OWN_TASKS, *changes):
-            assert text.count(old) == 1
-            text = text.replace(old, new)
-        (tmp_path / "mine.py").write_text(text)
-        return f"{tmp_path / 'mine.py'}:Guess"
+    def write(broken):
+        (tmp_path / "mine.py").write_text(GAME.format(broken=broken))
+        return {"env.name": f"{tmp_path / 'mine.py'}:Game"}
 
     return write
 
 
 @pytest.fixture
-def settings(tiny_llm, tmp_path):
-    return {
+def train(paw_here, tiny_llm, tmp_path):
+    """`train(...)` trains the model of the folder `model` in the directory `run`."""
+    (tmp_path / "guess.toml").write_text('[model]\npath = "-"\n')
+    settings = {
         "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.name": "run",
         "run.updates": 1, "run.threads": 1, "env.max_turns": 1, "rollout.tasks": 2, "rollout.group_size": 2,
         "rollout.engine": "transformers", "rollout.max_response_tokens": 4, "eval.games": 8, "policy.kl_coef": 0,
     }  # fmt: skip
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "guess.toml"
-    path.write_text('[model]\npath = "-"\n')
-    return path
+    return lambda *words, **options: paw_here("train", tmp_path / "guess.toml", settings, *words, **options)
 
 
 def read(run):
@@ -67,9 +63,8 @@ def read(run):
 
 
 @pytest.mark.slow
-def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, environment, settings, recipe, tmp_path):
-    name = environment(ONE_TURN_WINS, MOST_FAIL)
-    done = paw_here("train", recipe, settings, {"env.name": name})
+def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, environment, train, tmp_path):
+    done = train(environment("task.payload % 4"))
     found = read(tmp_path / "run")
     assert len(found) == 2
     low, high = wilson(2, 8)
@@ -86,31 +81,21 @@ def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, enviro
     assert "guess   25.0% of 8 " in done.stdout and done.stderr.count("environment failed: ") == 6
     summary = json.loads(paw_here("eval", tmp_path / "run", "--json", code=1).stdout)
     assert (summary["games"], summary["failures"], summary["success"]) == (8, 6, 0.25)
-    assert summary["kinds"]["guess"]["games"] == 8
     done = paw_here("eval", tmp_path / "run", "--out", tmp_path / "agent", code=1)  # the way of agents
     assert "6 episodes could not be played (RuntimeError: boom)" in done.stderr
 
 
-def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(
-    paw_here, environment, settings, recipe, tmp_path
-):
-    name = environment(FAILED_AFTER_TRAINING, ALL_FAIL)
-    done = paw_here("train", recipe, settings, {"env.name": name}, code=2)
-    reason = "none of 8 games, 8 failed (AssertionError: boom)"
-    assert f"paw: stopped at update 1: evaluation: {reason}; the checkpoint of update 1 is intact" in done.stderr
-    start, last = read(tmp_path / "run")
-    assert last["eval/failures"] == last["eval/games"] == 8 and "eval/success" not in last and "eval/success" in start
-    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
-
-    more = {"env.name": environment(), "run.updates": 2}
-    done = paw_here("train", recipe, settings, more, "--resume", "auto")
-    assert [line["step"] for line in read(tmp_path / "run")] == [0, 1, 2]
-
-
-def test_nothing_is_trained_where_no_game_can_be_played(paw_here, environment, settings, recipe, tmp_path):
-    name = environment((ALL_FAIL[0], ALL_FAIL[1].replace("'broken' not in task.id", "False")))
-    done = paw_here("train", recipe, settings, {"env.name": name}, code=2)
+def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(paw_here, environment, train, tmp_path):
+    done = train(environment("True"), code=2)  # nothing is trained where no game can be played
     assert "stopped at update 0: evaluation: none of 8 games, 8 failed" in done.stderr
     assert [line["step"] for line in read(tmp_path / "run")] == [0]
-    done = paw_here("eval", settings["model.path"], {"env.name": name, "eval.games": 3}, code=1)
-    assert "success none of 3 games, 3 failed (AssertionError: boom)" in done.stdout
+    done = paw_here("eval", tmp_path / "model", environment("True") | {"eval.games": 3}, code=1)
+    assert "success none of 3 games, 3 failed (RuntimeError: boom)" in done.stdout
+
+    done = train(environment("self.trained"), {"run.name": "second"}, code=2)
+    reason = "none of 8 games, 8 failed (RuntimeError: boom)"
+    assert f"paw: stopped at update 1: evaluation: {reason}; the checkpoint of update 1 is intact" in done.stderr
+    start, last = read(tmp_path / "second")
+    assert last["eval/failures"] == last["eval/games"] == 8 and "eval/success" not in last and "eval/success" in start
+    train(environment("False"), {"run.name": "second", "run.updates": 2}, "--resume", "auto")
+    assert [line["step"] for line in read(tmp_path / "second")] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The official ALFWorld games, where they are at hand, and the way to `joint.py`."""
+"""The official ALFWorld games, where they are at hand, and the way to `joint.py` and `attack/environments.py`."""
 
 import json
 import lzma
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder to the path
+# The mode "importlib" adds no test folder to the path.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "attack")]
 collect_ignore = ["flash_on_cpu.py", "flash_worker.py"]  # importing them patches Triton: for children only
 PACK = Path(__file__).parents[3] / "shared" / "data" / "alfworld" / "games.jsonl.xz"
 

@@ -2,22 +2,23 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from paw.agents.endpoint import Limiter, Reply
+from paw.agents import endpoint
+from paw.agents.endpoint import Reply
 from paw.agents.examples import alfworld_examples
 from paw.agents.zerosearch import Simulator
-from paw.config import Config, EndpointConfig
+from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
 from paw.rollout.chat import shown
 from paw.rollout.episode import Episode, Model, asked, find_agent
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import wilson
-from paw.tools.results import summarise, table
 from paw.types import Trajectory
 
 
@@ -74,7 +75,7 @@ def oracle_actions(config, place=0):
     return actions
 
 
-def test_the_limiter_spaces_requests_and_tokens_evenly():
+def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
     now, pauses = 100.0, []
 
     async def sleep(seconds):
@@ -82,58 +83,38 @@ def test_the_limiter_spaces_requests_and_tokens_evenly():
         pauses.append(seconds)
         now += seconds
 
+    monkeypatch.setattr(endpoint, "sleep", sleep)
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: now))
+
     def admit(limit, *tokens):
         pauses.clear()
         for count in tokens:
             asyncio.run(limit.admit(count))
         return pauses.copy()
 
-    requests = Limiter(30, 0, clock=lambda: now, sleep=sleep)
-    assert admit(requests, 1000, 1000, 1000, 1000) == [2.0, 2.0, 2.0]
+    limiter = endpoint.Limiter(60, 6000)
+    assert admit(limiter, 100, 100, 500, 100) == [1.0, 1.0, 5.0]
     now += 60
-    assert admit(requests, 1000, 1000) == [2.0]  # nobody came for a minute: no wait, and no burst after it
-    tokens = Limiter(0, 6000, clock=lambda: now, sleep=sleep)
-    assert admit(tokens, 500, 500) == [5.0]
-    tokens.settle(-400)  # the second took 100
-    assert admit(tokens, 0) == [1.0]
-    assert admit(Limiter(0, 0, clock=lambda: now, sleep=sleep), *[10**6] * 100) == []
-
-
-@pytest.mark.slow
-def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
-    """Token for token, with and without --out."""
-    from paw.tools.player import open_player, resolve
-
-    folder = str(tiny_llm(tmp_path / "model"))
-    given = {
-        "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
-        "rollout.engine": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
-    }  # fmt: skip
-    paw_here("eval", folder, "--env", "alfworld", given, "--out", tmp_path / "out")
-    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
-    found = {line["place"]: [turn["response"] for turn in line["turns"]] for line in lines}
-    overrides = {key: str(value).lower() for key, value in given.items()} | {"env.name": "alfworld"}
-    config, path = resolve(folder, None, overrides)
-    with open_player(config, path) as rollouts:
-        groups, _ = rollouts.evaluation()
-    expected = {group.place: [turn.response for turn in group.trajectories[0].turns] for group in groups}
-    assert found == expected and len(found) == 5
+    assert admit(limiter, 500, 500) == [5.0]  # nobody came for a minute: no wait, and no burst after it
+    limiter.settle(-200)  # the second took 300
+    assert admit(limiter, 0) == [3.0]
+    assert admit(endpoint.Limiter(0, 0), *[10**6] * 100) == []
 
 
 # --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
 
 
 def test_react_wins_when_the_model_plays_the_oracle():
-    config = configure("react", env={"max_turns": 30})
-    for place in range(2):
-        actions = oracle_actions(config, place)
-        answers = [text for action in actions for text in (f"think: I {action}.", f" {action}\nOn it, you see")]
-        episode, asked = play(config, answers, place=place)
-        assert episode.outcome.won and actions_of(episode) == actions and len(asked) == 2 * len(actions)
-        assert all(valid_of(episode))
-        thoughts = episode.trajectory.turns[::2]  # turns like all others, of which nothing comes
-        assert all(turn.outcome.valid and turn.outcome.observation == "" for turn in thoughts)
-        assert episode.trajectory.won and episode.trajectory.episode_return == 10.0
+    """And old commands are played as new ones."""
+    config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
+    actions = oracle_actions(config)
+    old = [re.sub("^move (.+) to ", r"put \1 in/on ", action) for action in actions]
+    answers = [text for action in old for text in (f"think: I {action}.", f" {action}\nOn it, you see")]
+    episode, asked = play(config, answers)
+    assert old != actions == actions_of(episode) and len(asked) == 2 * len(actions)
+    assert all(valid_of(episode)) and episode.trajectory.won and episode.trajectory.episode_return == 10.0
+    thoughts = episode.trajectory.turns[::2]  # turns like all others, of which nothing comes
+    assert all(turn.outcome.valid and turn.outcome.observation == "" for turn in thoughts)
 
 
 def test_the_react_prompt_literally():
@@ -162,29 +143,17 @@ def test_thoughts_alone_end_too_and_no_action_is_an_invalid_turn():
     assert asked[1][0].endswith("\n> \nNothing happens.\n>")
 
 
-def test_old_commands_are_played_as_new_ones():
-    config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
-    actions = oracle_actions(config)
-    assert actions[-1].startswith("move ")
-    old = actions[-1].replace("move", "put").replace(" to ", " in/on ")
-    episode, _ = play(config, [*actions[:-1], old])
-    assert episode.outcome.won and actions_of(episode)[-1] == actions[-1]
-
-
 def test_examples_of_ones_own_are_mapped(tmp_path):
     keys = [f"react_{name}_{i}" for name in ("put", "examine", "clean", "heat", "cool", "puttwo") for i in range(3)]
     texts = {key: f"Episode {key}.\n> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n" for key in keys}
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(texts))
-    episode, asked = play(configure("react", agent={"examples": path}), lambda *_: "look")
-    kind = episode.trajectory.task.kind
-    name = {"look": "examine", "pick": "put", "two": "puttwo"}.get(kind, kind)
+    _, asked = play(configure("react", agent={"examples": path}, env={"kinds": ["look"]}), lambda *_: "look")
     prompt = asked[0][0]
-    assert f"Episode react_{name}_1.\n> move mug 1 to desk 2\nYou move the mug 1 to the desk 2.\n" in prompt
-    assert prompt.index(f"react_{name}_1") < prompt.index(f"react_{name}_0") and "react_put_2" not in prompt
+    assert "Episode react_examine_1.\n> move mug 1 to desk 2\nYou move the mug 1 to the desk 2.\n" in prompt
+    assert prompt.index("react_examine_1") < prompt.index("react_examine_0") and "react_put_2" not in prompt
     with pytest.raises(UserError, match="holds ALFWorld episodes, but"):
         play(searching("react", agent={"examples": path}), [])
-
     for content, reason in (("{", "Expecting"), ("{}", "'react_put_1'"), ("[1]", "list indices")):
         path.write_text(content)
         with pytest.raises(UserError, match=f"agent.examples = '{path}'.*{reason}"):
@@ -195,12 +164,8 @@ def test_examples_of_an_oracle():
     example = alfworld_examples("heat")[0]
     assert example.count("> think: ") == 5 and example.count("\nOK.\n") == 5
     assert "> take tomato 1 from sidetable 1\nYou pick up the tomato 1 from the sidetable 1.\n" in example
-    assert (
-        "> think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin.\n" in example
-    )
-    for kind in ("pick", "look", "clean", "heat", "cool", "two"):
-        for example in alfworld_examples(kind):
-            assert "Your task is to: " in example and "Nothing happens" not in example
+    assert "think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin." in example
+    assert not any("Nothing happens" in text for kind in ("pick", "look", "two") for text in alfworld_examples(kind))
 
 
 def test_reflexion_plays_again_with_plans():
@@ -250,14 +215,12 @@ def test_search_r1_goes_on_with_one_answer():
     assert asked[0][2] == ("</search>", "</answer>")
 
 
-def test_search_r1_and_react_answer_right():
+def test_react_answers_right():
     pytest.importorskip("bm25s")
-    for kind in ("search-r1", "react"):
-        config = searching(kind)
-        gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
-        answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
-        episode, asked = play(config, ["<search>x" if kind == "search-r1" else "Search[x]", answer])
-        assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
+    config = searching("react")
+    gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
+    episode, asked = play(config, ["Search[x]", f"Finish[{gold}]"])
+    assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
     assert "> Search[" in asked[0][0] and "> Finish[" in asked[0][0]
     assert asked[1][0].endswith(f"\n> Search[x]\n{episode.steps[0][2].observation}\n>")
 
@@ -299,69 +262,20 @@ class Librarian:
 
 
 def test_a_simulated_search_engine():
+    """Its share of noise rises over training, and what a query finds stays."""
     model = Librarian("Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
-    config = searching("plain")
+    settings = {"noise_start": 0.0, "noise_end": 0.8, "noise_base": 4.0}
+    config = searching("plain", env={"simulator": settings}, run={"updates": 100})
     simulator = Simulator(model, config.env.simulator, config.run)
     hits = simulator.search(["where is Tik", "who"], 3)
     assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
     assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
     assert any("generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt in model.asked)
-    assert all(hit.id.startswith("noisy/") for hit in simulator.search(["who"], 2, share=1.0)[0])
-    assert "noisy information" in model.asked[-1]
-
-
-def test_the_share_of_noise_is_kept_and_rises_over_training():
-    queries = [f"query {i}" for i in range(400)]
-    settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
-    config = searching("plain", env={"simulator": settings}, run={"updates": 100})
-    simulator = Simulator(Librarian("no documents here"), config.env.simulator, config.run)
-    found = simulator.search(queries, 1, share=0.25)
+    found = simulator.search([f"query {i}" for i in range(400)], 1, share=0.25)
     assert 70 <= sum(hits[0].id.startswith("noisy") for hits in found) <= 130
-    assert found == simulator.search(queries, 1, share=0.25)
-    assert found[0][0].contents == "no documents here"
-    assert simulator.share(None) == simulator.share(0) == pytest.approx(0.1)
-    assert simulator.share(50) == pytest.approx(0.1 + (4**0.5 - 1) / 3 * 0.8)
-    assert simulator.share(100) == simulator.share(200) == pytest.approx(0.9)
-
-
-# --- the table of results --------------------------------------------------------------------------------------------
-
-
-def episode_line(kind, success, *, score=None, failure=None):
-    turns = [{"valid": True}, {"valid": success}]
-    spent = {"calls": 2, "prompt_tokens": 100, "completion_tokens": 10, "cost": 0.25, "seconds": 1.5}
-    return {"kind": kind, "success": success, "score": score, "steps": 2, "turns": turns, "context_full": False,
-            "failure": failure, **spent}  # fmt: skip
-
-
-def row(environment, lines):
-    about = {"env.name": environment, "agent.type": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
-    summary = summarise(lines, about, EndpointConfig(input_price=1.0), 9.0)
-    return table(summary).splitlines()
-
-
-def test_rows_as_in_the_papers_tables():
-    kinds = ("two", "pick", "look")
-    lines = [episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")]
-    head, _, cells, _, success, rest = row("alfworld", lines)
-    assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
-    assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"
-    low, high = wilson(4, 12)
-    interval = f"(95 % interval {low:.1%} to {high:.1%})"
-    assert success == f"these, temperature 0.4: success 33.3% of 12 episodes {interval}"
-    assert rest == (
-        "2.0 turns an episode, valid actions 66.7%; 24 calls, 1200 prompt and 120 completion tokens, $3.00; "
-        "18 s of episodes, 9 s by the clock in this run"
-    )
-    sales = [("toys", True, 1.0), ("toys", False, 0.6), ("shoes", False, None)]  # the last one never took a step
-    shop = row("webshop", [episode_line(kind, won, score=score) for kind, won, score in sales])
-    assert (shop[0], shop[2]) == ("| Model | Agent | Score | Succ. |", "| m | react | 53.3 | 33.3 |")
-    search = row("search", [episode_line("hotpotqa", True), episode_line("nq", False), episode_line("nq", False)])
-    assert (search[0], search[2]) == ("| Model | Agent | NQ | HotpotQA | Avg. |", "| m | react | 0.0 | 100.0 | 50.0 |")
-
-
-def test_what_was_not_played_counts_nowhere_but_costs():
-    lines = [episode_line("pick", True), episode_line("pick", False, failure="EndpointError: down")]
-    text = row("alfworld", lines)
-    assert text[2] == "| m | react | 100.0 | 100.0 |" and "$0.50" in text[5]
-    assert text[-1] == "1 episodes could not be played and count nowhere above"
+    assert sum("noisy information" in prompt for prompt in model.asked) >= 70
+    assert found == simulator.search([f"query {i}" for i in range(400)], 1, share=0.25)
+    shares = [simulator.share(step) for step in (None, 0, 50, 100, 200)]
+    assert shares == pytest.approx([0.0, 0.0, (4**0.5 - 1) / 3 * 0.8, 0.8, 0.8])
+    model.text = "no documents here"
+    assert simulator.search(["who"], 3)[0][0].contents == "no documents here"

@@ -120,8 +120,7 @@ def control_ids(name, ids):
 @every
 @given(text=benign)
 @example(text="")
-@example(text="\n\nline\n")
-@example(text="  spaces  ")
+@example(text="\n\n  line \n")
 @example(text="Answer in <think> </think> and <action> </action>.")
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_benign_text_renders_as_the_template_does(name, text):
@@ -164,18 +163,6 @@ def test_separator_and_end(name):
     assert chat.end_ids == {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
 
 
-# Not "inst": there the last space of the separator merges with the word that follows; nor "qwen3.5", whose history has
-# no thinking.
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "unflagged"])
-def test_a_conversation_is_prompt_response_separator(name):
-    chat, tokenizer = CHATS[name], TOKENIZERS[name]
-    messages = [("user", "go to shelf 1"), ("assistant", "look"), ("user", "You see a mug.")]
-    text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    row = [*chat.prompt_ids("go to shelf 1"), *chat.response_ids("look"), *chat.separator_ids]
-    assert ids[: len(row)] == row
-
-
 @every
 def test_long_prompts_lose_their_start(name):
     chat = CHATS[name]
@@ -192,41 +179,17 @@ def test_long_prompts_lose_their_start(name):
         chat.fit_prompt(text, 3)
 
 
-def test_observations_are_cut_and_surrogates_survive():
-    chat = CHATS["qwen3"]
-    ids = chat.observation_ids("You see a cabinet 1 and a drawer 2.", 10**6)
-    assert chat.observation_ids("You see a cabinet 1 and a drawer 2.", 4) == ids[:4]
-    assert chat.observation_ids("", 4) == []
-    assert chat.prompt_ids("a\ud800b") == reference("qwen3", "a?b")
-
-
 @every
 @pytest.mark.parametrize("text", ["On the shelf 1, you see a mug 1.", "é <|im_end|> [INST] ü\n</s>\ud800 B0"])
 def test_each_observation_token_knows_its_characters(name, text):
     chat = CHATS[name]
     ids, spans = chat.observation_ids(text, 10**6), chat.observation_spans(text, 10**6)
     assert len(spans) == len(ids) and spans[:3] == chat.observation_spans(text, 3)
+    assert ids[:3] == chat.observation_ids(text, 3)
     covered = {i for start, end in spans for i in range(start, end)}
     assert covered == set(range(len(text)))
     if text.isascii():  # a token of bytes is no text
         assert [chat.decode([i]) for i in ids] == [text[start:end] for start, end in spans]
-
-
-def test_word_level_vocabulary_that_holds_its_control_tokens():
-    words = {w: i for i, w in enumerate(["<unk>", "<user>", "§", "<end>", "go", "look", "to"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<user>", "§", "<end>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<end>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ ('<user>' if m.role == 'user' else '§') + m.content + '<end>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '§' }}{% endif %}"
-    )
-    chat = Chat(fast)
-    assert chat.prompt_ids("go to mars") == [1, 4, 6, 0, 3, 2]
-    assert chat.prompt_ids("go <end> look") == [1, 4, 0, 0, 5, 3, 2]  # "<" and "end>" are unknown words
-    assert chat.prompt_ids("go § look") == [1, 4, 5, 3, 2]  # one character cannot be spelt out
-    assert chat.separator_ids == [1]
 
 
 def test_unusable_templates_are_named():
@@ -247,20 +210,18 @@ def test_unusable_templates_are_named():
 @pytest.mark.parametrize("flagged", [False, True])
 def test_what_the_template_opens_is_part_of_the_answer(flagged):
     tokenizer = thinker(flagged=flagged)
-    chat, silent = Chat(tokenizer), Chat(tokenizer, {"enable_thinking": False})
-    assert (chat.opened, silent.opened) == ("<think>\n", "<think>\n\n</think>\n\n")
-    ids = tokenizer.encode("I look.\n</think>\n\n<action>look</action><|im_end|>", add_special_tokens=False)
-    assert chat.opened + chat.decode(ids) == "<think>\nI look.\n</think>\n\n<action>look</action>"
-    assert tagged_action(chat.opened + chat.decode(ids), think=True, unparsed=30)[1]
-    assert not tagged_action(chat.decode(ids), think=True, unparsed=30)[1]  # what made every action invalid
-    ids = tokenizer.encode("<action>look</action><|im_end|>", add_special_tokens=False)
-    assert tagged_action(silent.opened + silent.decode(ids), think=True, unparsed=30)[1]
-    messages = [{"role": "user", "content": "go"}]
-    for one, options in ((chat, {}), (silent, {"enable_thinking": False})):
+    for options, opened, said in (
+        ({}, "<think>\n", "I look.\n</think>\n\n<action>look</action>"),
+        ({"enable_thinking": False}, "<think>\n\n</think>\n\n", "<action>look</action>"),
+    ):
+        chat = Chat(tokenizer, options)
+        answer = chat.opened + chat.decode(tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
+        assert chat.opened == opened and answer == opened + said
+        assert tagged_action(answer, think=True, unparsed=30)[1]
+        messages = [{"role": "user", "content": "go"}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-        assert one.prompt_ids("go") == expected
-        whole = f"{one.opened}<action>look</action>"
-        assert one.response_ids(whole) == one.response_ids("<action>look</action>")  # nothing opened twice
+        assert chat.prompt_ids("go") == expected
+        assert chat.response_ids(answer) == chat.response_ids(said)  # nothing opened twice
 
 
 @given(text=st.lists(st.sampled_from(["[INST]", "[/INST]", "[", "INST", "/", "]", " ", "go"])).map("".join))

@@ -1,9 +1,10 @@
-"""Success with its interval, overall and per kind of task."""
+"""Success with its interval, overall and per kind of task, and the rows of the paper's tables."""
 
 import pytest
 
+from paw.config import EndpointConfig
 from paw.rollout.success import kinds, success_metrics, wilson
-from paw.tools.results import kind_lines, kind_rows
+from paw.tools.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
@@ -44,20 +45,42 @@ def test_metrics_overall_and_per_kind():
     assert list(kind_rows(kinds(make_groups()))) == ["heat", "pick"] and kind_lines(kind_rows([])) == []
 
 
-def test_the_seven_sets_are_a_table_with_their_average():
-    """Table 2's names and order; each set weighs the same, and what is none of them is not averaged."""
+def episode_line(kind, success, *, score=None, failure=None):
+    turns = [{"valid": True}, {"valid": success}]
+    spent = {"calls": 2, "prompt_tokens": 100, "completion_tokens": 10, "cost": 0.25, "seconds": 1.5}
+    return {"kind": kind, "success": success, "score": score, "steps": 2, "turns": turns, "context_full": False,
+            "failure": failure, **spent}  # fmt: skip
+
+
+def row(environment, lines):
+    about = {"env.name": environment, "agent.type": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
+    summary = summarise(lines, about, EndpointConfig(input_price=1.0), 9.0)
+    return table(summary).splitlines()
+
+
+def test_rows_as_in_the_papers_tables():
+    kinds = ("two", "pick", "look")
+    lines = [episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")]
+    lines.append(episode_line("pick", False, failure="EndpointError: down"))  # counts nowhere but costs
+    head, _, cells, _, success, rest, last = row("alfworld", lines)
+    assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
+    assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"
+    low, high = wilson(4, 12)
+    interval = f"(95 % interval {low:.1%} to {high:.1%})"
+    assert success == f"these, temperature 0.4: success 33.3% of 12 episodes {interval}"
+    assert rest == (
+        "2.0 turns an episode, valid actions 66.7%; 26 calls, 1300 prompt and 130 completion tokens, $3.25; "
+        "20 s of episodes, 9 s by the clock in this run"
+    )
+    assert last == "1 episodes could not be played and count nowhere above"
+    sales = [("toys", True, 1.0), ("toys", False, 0.6), ("shoes", False, None)]  # the last one never took a step
+    shop = row("webshop", [episode_line(kind, won, score=score) for kind, won, score in sales])
+    assert (shop[0], shop[2]) == ("| Model | Agent | Score | Succ. |", "| m | react | 53.3 | 33.3 |")
     played = {"bamboogle": [1, 0], "own": [0], "nq": [1, 1, 1, 0], "2wikimultihopqa": [0]}
-    groups = [
-        Group(task, [make_episode(task, won=bool(won))])
-        for kind, wins in played.items()
-        for i, won in enumerate(wins)
-        for task in [Task(f"{kind}/{i}", kind)]
-    ]
-    table = kind_rows(kinds(groups))
-    assert list(table) == ["NQ", "2Wiki", "Bamboogle", "own", "Avg."]
+    search = row("search", [episode_line(kind, bool(won)) for kind, wins in played.items() for won in wins])
+    assert search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"  # of Table 2's sets, each the same
+    assert search[2] == "| m | react | 75.0 | 0.0 | 50.0 | 0.0 | 41.7 |"
+    lines = kind_lines(kind_rows((kind, bool(won)) for kind, wins in played.items() for won in wins))
     low, high = wilson(3, 4)
-    assert table["NQ"] == {"success": 0.75, "ci_low": low, "ci_high": high, "games": 4}
-    assert table["Avg."] == {"success": pytest.approx((0.75 + 0.0 + 0.5) / 3), "sets": 3}
-    lines = kind_lines(table)
     assert lines[0] == f"  NQ          75.0% of 4 ({low:.1%} to {high:.1%})"
     assert lines[-1] == "  Avg.        41.7% of 3 sets"

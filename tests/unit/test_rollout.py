@@ -3,16 +3,16 @@
 import asyncio
 import itertools
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
+from environments import Game, Honest, factory, raises
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
-from paw.envs.base import Endless, train_tasks
-from paw.errors import UserError
-from paw.rollout.chat import ContextFull
+from paw.envs.base import train_tasks
 from paw.rollout.engines.base import Request
 from paw.rollout.episode import derive_seed
 from paw.rollout.scheduler import Rollouts
@@ -53,58 +53,10 @@ def turns_of(groups):
     return [turn for episode in episodes_of(groups) for turn in episode.turns]
 
 
-class Scripted:
-    """Counts to three, then wins; raises where it is told to."""
-
-    def __init__(self, factory):
-        self.factory = factory
-
-    def _maybe_fail(self, where):
-        if (where, self.made_for) in self.factory.failures or where == self.factory.always:
-            raise RuntimeError(f"broken at {where}")
-
-    def reset(self, task):
-        self.n = 0
-        self.made_for = (task.id, next(self.factory.starts.setdefault(task.id, itertools.count())))
-        self._maybe_fail("reset")
-        return "start"
-
-    def context(self):
-        return f"task: put a mug in shelf 1.\nturn {self.n}"
-
-    def step(self, response):
-        self.factory.on_step(self)
-        self._maybe_fail(f"step {self.n}")
-        self.n += 1
-        done = self.n == 3
-        return Outcome(f"now {self.n}", float(done), done, done, response, valid=True)
-
-    def close(self):
-        self.factory.closed += 1
-        if self.factory.always:
-            raise OSError("already gone")
-
-
-class ScriptedFactory:
-    """`failures` holds (where, (task id, nth start of the task)); environments of class `game`."""
-
-    name, reward_max, invalid_penalty, distinct_eval = "scripted", 1.0, 0.0, True
-
-    def __init__(self, *failures, always="", on_step=None, game=Scripted):
-        self.failures, self.always, self.game = set(failures), always, game
-        self.may_block, self.on_step = on_step is not None, on_step or (lambda environment: None)
-        self.starts, self.closed, self.made = {}, 0, 0
-
-    def tasks(self, split, seed):
-        return Endless(lambda i: Task(f"task {i}", "count"))
-
-    def make(self):
-        self.made += 1
-        return self.game(self)
-
-
-def scripted(model, *failures, agent=None, config=CONFIG, **options):
-    return Rollouts(ScriptedFactory(*failures, **options), make_engine(model), make_chat(), config, agent=agent)
+def scripted(model, made=Honest, *, agent=None, config=CONFIG, **wrong):
+    """Of games that count to three; `wrong` is what the second of each four does."""
+    made = factory(**wrong) if wrong else made
+    return Rollouts(made(config.env), make_engine(model), make_chat(), config, agent=agent)
 
 
 def changed(**sections):
@@ -133,26 +85,22 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
         for turn, following in itertools.pairwise(episode.turns):
             assert following.anchor == turn.outcome.observation
     for turn in turns:
-        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.version == 0
+        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.response == chat.decode(turn.response_ids)
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
-        assert all(i not in chat.end_ids for i in turn.response_ids[:-1])
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
-        assert turn.response == chat.decode(turn.response_ids)
-        assert all(value <= 0 for value in turn.sampled_logp) and all(value >= 0 for value in turn.entropy)
     assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
     assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
 
 
 def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
+    assert derive_seed(0, "train/0", 1, 2, 3) == 8473358073702443013  # on every machine
     groups, _ = play(rollouts, seed=5, stream="train/7")
-    turns = {}
     for g, group in enumerate(groups):
         for episode in group.trajectories:
             for t, turn in enumerate(episode.turns):
                 seed = derive_seed(5, "train/7", g, episode.member, t)
-                turns[len(turns)] = turn
-                rollouts.engine.submit(Request(len(turns) - 1, turn.prompt_ids, seed, temperature=1.0, max_tokens=3))
-    assert {c.key: c.token_ids for c in rollouts.engine.step()} == {k: turn.response_ids for k, turn in turns.items()}
+                rollouts.engine.submit(Request(0, turn.prompt_ids, seed, temperature=1.0, max_tokens=3))
+                assert rollouts.engine.step()[0].token_ids == turn.response_ids
 
 
 def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rollouts):
@@ -161,87 +109,68 @@ def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rol
     groups, stats = play(rollouts)
     assert all(len(turn.prompt_ids) <= 24 and turn.version == 9 for turn in turns_of(groups))
     assert stats.prompts_truncated == len(turns_of(groups))
-    rollouts.config = changed(rollout={"max_prompt_tokens": 2})
-    with pytest.raises(UserError, match="max_prompt_tokens = 2"):
-        play(rollouts)
 
 
-@pytest.mark.parametrize("think", [None, lambda environment: None])
-def test_a_failing_episode_is_left_out_and_changes_no_other(model, think):
-    whole = turns_of(play(scripted(model))[0])
-    rollouts = scripted(model, ("step 1", ("task 0", 0)), on_step=think)
+def test_a_failing_episode_is_left_out_and_changes_no_other(model):
+    """A group left with one member is dropped."""
+    whole, rollouts = play(scripted(model))[0], scripted(model, step=raises(RuntimeError("broken")))
     groups, stats = play(rollouts)
-    assert [len(group.trajectories) for group in groups] == [3, 4, 4]
-    if not think:  # in threads, which episode is the first to start is not said
-        assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [
-            (t.response_ids, t.outcome) for t in whole[3:]
-        ]
-    assert stats.failures == ["task 0: RuntimeError: broken at step 1"] and stats.groups_dropped == 0
-    assert rollouts.factory.closed == 1
-    again, stats = play(rollouts)  # the broken environment was replaced, the others are kept
-    assert len(episodes_of(again)) == 12 and stats.failures == [] and rollouts.factory.made == 13
+    assert [[episode.member for episode in group.trajectories] for group in groups] == [[0, 2, 3]] * 3
+    others = [turn for episode in episodes_of(whole) if episode.member != 1 for turn in episode.turns]
+    assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [(t.response_ids, t.outcome) for t in others]
+    assert len(stats.failures) == 3 and stats.failures[0] == "train/0/0: RuntimeError: broken"
+    play(rollouts)  # the broken environments were replaced, the others are kept
+    assert rollouts.factory.made == 15
+    groups, stats = play(scripted(model, step=raises(RuntimeError("broken"))), group_size=1)
+    assert [group.task.id for group in groups] == ["train/0/0", "train/0/2"] and stats.groups_dropped == 1
+    broken = {"step": raises(RuntimeError("broken")), "close": raises(OSError("already gone"))}
+    groups, stats = play(scripted(model, everywhere=True, **broken))
+    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3)
+
+
+def test_environments_are_closed_once(model):
+    closed = []
+    rollouts = scripted(model, close=closed.append, everywhere=True)
+    play(rollouts)
     for _ in range(2):
         rollouts.close()
-        assert rollouts.factory.closed == 13
-
-
-def test_environments_that_may_block_step_at_the_same_time(model):
-    """Each step of an environment returns only when all twelve are in theirs."""
-    meeting = threading.Barrier(12)
-    whole = turns_of(play(scripted(model))[0])
-    groups, stats = play(scripted(model, on_step=lambda _: meeting.wait(timeout=10)))
-    assert turns_of(groups) == whole and stats.failures == []
+        assert len(closed) == 12
 
 
 def test_a_continuous_engine_works_on_while_an_environment_steps(model):
-    """One environment's first step lasts until all other episodes have finished."""
+    """One environment's steps last until all that do not wait so have finished."""
     others_finished = threading.Event()
 
-    def wait(environment):
-        if environment.made_for == ("task 0", 0) and environment.n == 0:
-            assert others_finished.wait(timeout=10)
+    def wait(game):
+        assert others_finished.wait(timeout=10)
+        return Outcome("at last", 1.0, done=True, won=True)
 
-    rollouts = scripted(model, on_step=wait)
+    rollouts = scripted(model, step=wait, may_block=True)
     rollouts.engine.continuous = True
-    groups, stats = play(rollouts, progress=lambda done, total: done == total - 1 and others_finished.set())
-    assert stats.failures == []
-    assert [turn.response_ids for turn in turns_of(groups)] == [t.response_ids for t in turns_of(play(rollouts)[0])]
-
-
-def test_a_group_below_two_members_is_dropped_and_all_may_be(model):
-    failures = [("step 1", ("task 0", i)) for i in range(3)] + [("reset", ("task 2", i)) for i in range(4)]
-    groups, stats = play(scripted(model, *failures))
-    assert [group.task.id for group in groups] == ["task 1"]
-    assert (len(stats.failures), stats.groups_dropped) == (7, 2)
-    groups, stats = play(scripted(model, ("step 0", ("task 1", 0))), group_size=1)
-    assert [group.task.id for group in groups] == ["task 0", "task 2"]
-    assert stats.groups_dropped == 1
-    rollouts = scripted(model, always="step 0")  # closing them fails, too
-    groups, stats = play(rollouts)
-    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3)
-    assert rollouts.engine.pending == 0
-
-
-def test_seeds_are_stable():
-    assert derive_seed(0, "train/0", 1, 2, 3) == 8473358073702443013
+    groups, stats = play(rollouts, progress=lambda done, total: done == total - 3 and others_finished.set())
+    assert stats.failures == [] and [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
 
 
 # --- agents: what they see and what becomes of it ---------------------------------------------------------------------
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
-    chat, texts = make_chat(), [" and so\n", "go on\n"]
+    """One that does not fit ends the episode, which counts with what it has."""
+    chat, texts = make_chat(), [" and so\n", "go on\n", "x" * 300]
 
     async def agent(env, model):
         await env.reset()
         response = None
         for text in (env.context(), *texts):
             response = await model.generate(text, continues=response)
-            await env.step(response)
+            if not env.done:
+                await env.step(response)
 
     short, ended = changed(rollout={"max_response_tokens": 1}), 0
-    played = [play(scripted(model, agent=agent, config=config))[0] for config in (CONFIG, short)]
-    for episode in episodes_of(played[0] + played[1]):
+    played = [play(scripted(model, agent=agent, config=config)) for config in (CONFIG, short)]
+    assert [stats.failures for _, stats in played] == [[], []]
+    for episode in episodes_of(played[0][0] + played[1][0]):
+        assert len(episode.turns) == 3
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
             if before.response_ids[-1] in chat.end_ids:  # it had ended its turn: the text is the user's
@@ -255,21 +184,19 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
 def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
     chat, said = make_chat(), []
 
-    def agent(stop):
+    def played(*stop):
         async def agent(env, model):
             await env.reset()
             while not env.done:
-                response = await model.generate(env.context(), stop=stop)
-                said.append((response, response.stop))
-                await env.step(response)
+                said.append(await model.generate(env.context(), stop=stop))
+                await env.step(said[-1])
 
-        return agent
+        said.clear()
+        return turns_of(play(scripted(model, agent=agent))[0])
 
-    whole, said = turns_of(play(scripted(model, agent=agent(())))[0]), []
-    longest = max(whole, key=lambda turn: len(turn.response))
-    stop = longest.response[2:5]
-    turns = turns_of(play(scripted(model, agent=agent(("no such text", stop))))[0])
-    assert [text for text, _ in said].count("") < len(said)
+    whole = played()
+    stop = max((turn.response for turn in whole), key=len)[2:5]
+    turns = played("no such text", stop)
     cut = [(before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response]
     assert cut
     for before, turn in cut:
@@ -278,7 +205,8 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
         assert turn.sampled_logp == pytest.approx(before.sampled_logp[:n], abs=1e-5)
         assert turn.entropy == pytest.approx(before.entropy[:n], abs=1e-5)
         assert stop in chat.decode(turn.response_ids) and stop not in chat.decode(turn.response_ids[:-1])
-    assert all((stop not in text) and found in ("", stop) for text, found in said)
+    assert sum(response.stop == stop for response in said) == len(cut)
+    assert all(stop not in response and response.stop in ("", stop) for response in said)
 
 
 def test_turns_without_a_step_and_steps_without_a_turn(model):
@@ -300,60 +228,51 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
         assert episode.episode_return == 1.0
 
 
+async def exits(env, model):
+    raise SystemExit(3)
+
+
+async def says_nothing(env, model):
+    await env.reset()
+
+
+async def never_ends(env, model):
+    await env.reset()
+    while True:
+        await model.generate("on and on")
+
+
+async def begins_early(env, model):
+    await env.step("now")
+
+
+async def swallows(env, model):
+    await env.reset()
+    response = await model.generate(env.context())
+    with suppress(Exception):
+        await env.step(response)
+
+
 @pytest.mark.parametrize(
-    ("reason", "ends"),
+    ("agent", "reason"),
     [
-        ("SystemExit: 3", SystemExit(3)),
-        ("RuntimeError: broken at step 0", "swallow"),
-        ("RuntimeError: the agent ended without a call of the model", "silent"),
-        ("RuntimeError: the agent does not end: 100 calls of the model", "endless"),
-        ("RuntimeError: env.step() before env.reset() or after the end", "early"),
+        (exits, "SystemExit: 3"),
+        (swallows, "RuntimeError: broken"),
+        (says_nothing, "RuntimeError: the agent ended without a call of the model"),
+        (never_ends, "RuntimeError: the agent does not end: 100 calls of the model"),
+        (begins_early, "RuntimeError: env.step() before env.reset() or after the end"),
     ],
 )
-def test_an_agent_that_fails_costs_its_episode(model, reason, ends):
-    config = changed(env={"max_turns": 1})
-
-    async def agent(env, model):
-        if ends == "early":
-            await env.step("now")
-        await env.reset()
-        if isinstance(ends, BaseException):
-            raise ends
-        while ends == "endless":
-            await model.generate("on and on")
-        if ends == "swallow":
-            response = await model.generate(env.context())
-            try:
-                await env.step(response)
-            except Exception:
-                await model.generate("never mind")
-
-    groups, stats = play(scripted(model, agent=agent, always="step 0", config=config), [Task("a", "b")], group_size=2)
+def test_an_agent_that_fails_costs_its_episode(model, agent, reason):
+    broken, config = {"step": raises(RuntimeError("broken")), "everywhere": True}, changed(env={"max_turns": 1})
+    groups, stats = play(scripted(model, agent=agent, config=config, **broken), [Task("a", "b")], group_size=2)
     assert groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
 
 
-def test_a_full_context_ends_the_episode_with_what_it_has(model):
-    async def agent(env, model):
-        await env.reset()
-        response = await model.generate(env.context())
-        await env.step(response)
-        try:
-            await model.generate("x" * 300, continues=response)
-        except ContextFull:
-            await model.generate("y" * 300, continues=response)
-
-    groups, stats = play(scripted(model, agent=agent))
-    assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [1] * 12
-
-
-class AsyncGame(Scripted):
+class AsyncGame(Game):
     """Awaits between its methods' halves."""
 
     inside = most = 0
-
-    async def reset(self, task):
-        await asyncio.sleep(0.01)
-        return super().reset(task)
 
     async def step(self, response):
         AsyncGame.inside += 1
@@ -363,57 +282,45 @@ class AsyncGame(Scripted):
         return super().step(response)
 
 
-def test_environments_may_be_async_and_need_no_anchor(model):
-    groups, stats = play(scripted(model, ("step 1", ("task 1", 0)), game=AsyncGame))
-    assert [len(group.trajectories) for group in groups] == [4, 3, 4] and len(stats.failures) == 1
-    assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
-    assert AsyncGame.most > 1
+def playing(game):
+    return type("Own", (Honest,), {"make": lambda self: game({})})
 
 
-def test_a_play_inside_a_running_loop(model):
+def test_environments_may_be_async_inside_a_running_loop(model):
     """As in a cell of a notebook."""
 
     async def cell():
-        groups, _ = play(scripted(model))
+        played = play(scripted(model, playing(AsyncGame)))
         await asyncio.sleep(0)
-        return groups
+        return played
 
-    assert turns_of(asyncio.run(cell())) == turns_of(play(scripted(model))[0])
+    groups, stats = asyncio.run(cell())
+    assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
+    assert AsyncGame.most > 1
 
 
 REWARDS = """
-from paw.types import Trajectory
-
-def brief(trajectory: Trajectory) -> float:
-    return 2.0 - sum(len(turn.response_ids) for turn in trajectory.turns) / 10
-
-def wrong(trajectory):
-    return float("nan") if trajectory.member == 1 else 1
-
-def absent(trajectory):
-    raise KeyError("no judge")
+def odd(trajectory):
+    if trajectory.member == 2:
+        raise KeyError("no judge")
+    return float("nan") if trajectory.member == 1 else 2.0 - len(trajectory.turns[0].response_ids) / 10
 """
-
-
-def rewarded(model, path, name):
-    return scripted(model, config=changed(reward={"type": f"{path}:{name}"}))
 
 
 def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model, tmp_path):
     path = tmp_path / "rewards.py"
     path.write_text(REWARDS)
-    groups, _ = play(rewarded(model, path, "brief"))
+    groups, stats = play(scripted(model, config=changed(reward={"type": f"{path}:odd"})))
+    assert [[episode.member for episode in group.trajectories] for group in groups] == [[0, 3]] * 3
     for episode in episodes_of(groups):
-        tokens = sum(len(turn.response_ids) for turn in episode.turns)
-        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 2.0 - tokens / 10]
-        assert episode.episode_return == 2.0 - tokens / 10 and episode.won
-    groups, stats = play(rewarded(model, path, "wrong"))
-    assert [len(group.trajectories) for group in groups] == [3, 3, 3]
-    assert "rewards.py:wrong' is nan; it must be a number from -1e+06 to 1e+06" in stats.failures[0]
-    assert "KeyError: 'no judge'" in play(rewarded(model, path, "absent"))[1].failures[0]
+        value = 2.0 - len(episode.turns[0].response_ids) / 10
+        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, value]
+        assert episode.episode_return == value and episode.won
+    assert "rewards.py:odd' is nan; it must be a number from -1e+06 to 1e+06" in stats.failures[0]
+    assert "KeyError: 'no judge'" in stats.failures[1]
 
 
-class Talk(Scripted):
+class Talk(Game):
     """The same as a conversation: the user says what is new, the model's answers stay."""
 
     def reset(self, task):
@@ -431,9 +338,9 @@ class Talk(Scripted):
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
     """Turns whose answer ended share a sequence, in which the observations stand already; none is encoded again."""
-    chat, rollouts = make_chat(), scripted(model, game=Talk)
-    groups, stats = play(rollouts, [Task(f"task {i}", "count") for i in range(4)])
-    assert not stats.failed
+    chat, rollouts = make_chat(), scripted(model, playing(Talk))
+    groups, stats = play(rollouts)
+    assert stats.failures == []
     ended = 0
     for episode in episodes_of(groups):
         for before, after in itertools.pairwise(episode.turns):
@@ -458,5 +365,5 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
 
 def test_a_conversation_must_alternate(model, monkeypatch):
     monkeypatch.setattr(Talk, "context", lambda self: [{"role": "system", "content": "be brief"}, *self.messages])
-    _, stats = play(scripted(model, game=Talk), [Task("task 0", "count")])
+    _, stats = play(scripted(model, playing(Talk)), [Task("task 0", "count")])
     assert "its roles are system, user" in stats.failures[0]

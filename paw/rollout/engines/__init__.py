@@ -23,9 +23,9 @@ def make_engine(
 ) -> Engine:
     """The engine that `config.rollout.engine` names; push the policy's weights before the first request.
 
-    `model_path`, a folder or Hugging Face name, gives vLLM the architecture. Responses end at the chat template's end
-    token or at any the model's generation config names. `own_weights` keeps the transformers engine apart from the
-    policy, whose weights are about to be sharded; `check` holds what it samples against the model.
+    `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at any that the model's
+    generation config names. `own_weights` keeps the transformers engine apart from the policy, whose weights are about
+    to be sharded; `check` holds what it samples against the model.
     """
     named, limits = policy.lm.generation_config and policy.lm.generation_config.eos_token_id, config.rollout
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Raises ValueError for an empty prompt, no room to answer, or a negative temperature."""
+    """One response to sample."""
 
     key: int
     """Unique among requests in flight; comes back with the completion."""
@@ -29,10 +29,6 @@ class Request:
     max_tokens: int
     stopped: Callable[[list[int]], bool] | None = None
     """Whether a response of these tokens is complete before its end token: sampling stops once it is."""
-
-    def __post_init__(self) -> None:
-        if not self.prompt_ids or self.max_tokens < 1 or self.temperature < 0:
-            raise ValueError(f"empty prompt, max_tokens < 1 or temperature < 0: {self}")
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,6 @@ class Engine(ABC):
 
     @property
     def pending(self) -> int:
-        """Requests submitted and not yet returned."""
         return len(self._requests)
 
     def submit(self, request: Request) -> None:

@@ -2,10 +2,8 @@
 
 `step` answers everything queued: prompts sorted by length, right-padded (causal attention never looks right, so prefill
 needs no mask), the head applied to last positions only, then one token a row with a KV cache whose finished rows leave.
-
 Token t of a request is drawn by inverting the distribution function at a uniform number that is a pure function of
-(seed, t). So tokens depend on prompt, seed and weights, not on the batch, but where rounding moves a boundary across
-the number.
+(seed, t), so tokens do not depend on the batch, but for rounding.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -30,10 +28,8 @@ from paw.rollout.engines.base import Completion, Engine, Request
 class TransformersEngine(Engine):
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
-    `max_batch_tokens` bounds the padded prompt tokens of one prefill. `in_dtype` makes the context in which the model
-    has its parameters in the dtype that the trainer's forward passes see. Raises UserError for a model with other
-    attention than full (sliding windows, soft caps).
-
+    `max_batch_tokens` bounds the padded prompt tokens of one prefill; within `in_dtype()` parameters have the dtype of
+    the trainer's forward passes. Raises UserError for attention other than full (sliding windows, soft caps).
     Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
 
@@ -51,8 +47,7 @@ class TransformersEngine(Engine):
         config: Any = model.config.get_text_config()
         kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
         kinds -= {"full_attention", *(["linear_attention"] if self._mixes else [])}
-        if getattr(config, "attn_logit_softcapping", None):
-            kinds.add("soft-capped attention")
+        kinds |= {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
         if kinds:
             raise UserError(
                 f"rollout.engine = 'transformers' samples from full-attention models only; '{config.model_type}' has"
@@ -72,7 +67,6 @@ class TransformersEngine(Engine):
         return [done[request.key] for request in queued]
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy `parameters`, where the model is the engine's own; else its weights are the trainer's already."""
         super().sync(parameters, version)
         if self._own_weights:
             own = dict(self._model.named_parameters(remove_duplicate=False))
@@ -103,11 +97,14 @@ class TransformersEngine(Engine):
             uniform_B = torch.from_numpy(uniforms(seeds[live], t)).to(device)
             drawn = sample(self._transform(head(hidden_BD)), temperature_B, uniform_B)
             for row, *values in zip(live, *(x_B.tolist() for x_B in drawn), strict=True):
-                if row not in finished:
-                    for column, value in zip(columns[row], values, strict=True):
-                        column.append(value)
-                    if self._ends(batch[row], columns[row][0]):
-                        finished.add(row)
+                if row in finished:
+                    continue
+                for column, value in zip(columns[row], values, strict=True):
+                    column.append(value)
+                tokens, request = columns[row][0], batch[row]
+                ended = tokens[-1] in self._end_ids or len(tokens) == request.max_tokens
+                if ended or (request.stopped and request.stopped(tokens)):
+                    finished.add(row)
             if len(finished) == len(batch) or cache is None:
                 break
             keep, token_B = [n for n, row in enumerate(live) if row not in finished], drawn[0]
@@ -126,26 +123,18 @@ class TransformersEngine(Engine):
             ).last_hidden_state[:, 0]
         return [Completion(r.key, ids, logp, entropy) for r, (ids, logp, entropy) in zip(batch, columns, strict=True)]
 
-    def _ends(self, request: Request, tokens: list[int]) -> bool:
-        ended = tokens[-1] in self._end_ids or len(tokens) == request.max_tokens
-        return ended or bool(request.stopped and request.stopped(tokens))
-
 
 class _RowCache(Cache):
-    """Keys and values [B, heads, slots, head size] of right-padded rows: position p of a row sits in slot p.
-
-    The first token a row generates overwrites its first pad slot, so rows of different lengths need no shifting.
-    """
+    """Keys and values [B, heads, slots, head size] of right-padded rows: position p of a row sits in slot p, so the
+    first token that a row generates overwrites its first pad slot."""
 
     def __init__(self):
         super().__init__(layers=[])
         self._layers: list[list[Tensor]] = []
-        """Keys and values of each layer."""
         self._slot_B: Tensor | None = None
         self._width = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Store the prompt's keys and values, or one more token's; returns all of them up to the current width."""
         if self._slot_B is None:
             self._layers.append([key_states, value_states])
             return key_states, value_states
@@ -215,8 +204,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _batches(requests: list[Request], max_tokens: int, *, even: bool = False) -> Iterator[list[Request]]:
-    """Requests of similar prompt length (`even`: the same), at most `max_tokens` padded prompt tokens together (one
-    request at least)."""
+    """Requests of similar prompt length (`even`: the same), at most `max_tokens` padded tokens or one request."""
     batch: list[Request] = []
     for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
         n = len(request.prompt_ids)
@@ -230,11 +218,8 @@ def _batches(requests: list[Request], max_tokens: int, *, even: bool = False) ->
 
 @contextmanager
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, no dropout, an attention that takes masks.
-
-    no_grad and not inference_mode: whatever a module caches meanwhile (rotary tables, FSDP's gathered parameters) must
-    remain usable by the backward pass.
-    """
+    """No gradients, no dropout, an attention that takes masks. In no_grad and not inference_mode what a module caches
+    (rotary tables, FSDP's gathered parameters) remains usable by the backward pass."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.config._attn_implementation = "sdpa"

@@ -1,10 +1,9 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
 
 Written for vLLM 0.32; everything that knows its internals is in this file. What is not obvious:
-- `add_request` returns an internal id, outputs carry ours; duplicate ids are accepted silently: refused here.
-- The default output kind is cumulative with an aliased list: FINAL_ONLY.
-- A prompt and max_tokens beyond the limit are clipped silently: refused here.
-- Per-request seeds with chunked prefill crash the CPU engine: off there.
+- `add_request` returns an internal id, outputs carry ours. It accepts duplicate ids and clips prompts beyond the limit,
+  silently: `submit` refuses both.
+- The default output kind is cumulative with an aliased list. Seeds with chunked prefill crash the CPU engine.
 - Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
   them away from the policy and are never set; neither is generation_config.json read.
 - Construction reseeds every global random generator and, on CPU, replaces `torch.set_num_threads` by a no-op: both are
@@ -44,11 +43,8 @@ class EngineDiedError(UserError):
 
 
 class VllmEngine(Engine):
-    """One vLLM engine; under torchrun one in each rank.
-
-    `model_dir` needs only the architecture (config.json): weights are random until the first `sync`. Raises UserError
-    when vLLM is missing or cannot serve the model.
-    """
+    """One vLLM engine; under torchrun one in each rank. `model_dir` needs only the architecture (config.json): weights
+    are random until the first `sync`. Raises UserError when vLLM is missing or cannot serve the model."""
 
     continuous = checkpoint_names = True
     version = -1
@@ -67,7 +63,13 @@ class VllmEngine(Engine):
         super().__init__(max_model_len)
         vllm = self._vllm = _import_vllm()
         self._on_cpu = vllm.platforms.current_platform.is_cpu()
-        arguments: dict[str, Any] = dict(
+        if self._on_cpu:
+            arguments: dict[str, Any] = dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
+        else:
+            arguments = dict(enable_sleep_mode=True)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            arguments |= dict(distributed_executor_backend="external_launcher")
+        arguments |= dict(
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=256,
@@ -82,12 +84,6 @@ class VllmEngine(Engine):
             disable_log_stats=True,
             seed=0,
         )
-        if self._on_cpu:
-            arguments |= dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
-        else:
-            arguments |= dict(enable_sleep_mode=True)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            arguments |= dict(distributed_executor_backend="external_launcher")
         try:
             with _global_state_kept():
                 self._llm: Any = vllm.LLM(str(model_dir), **arguments)
@@ -129,24 +125,24 @@ class VllmEngine(Engine):
             return []
         with _naming("sampling"):
             outputs = self._llm.llm_engine.step()
-        early = [output.request_id for output in outputs if not output.finished and self._is_complete(output)]
+        completions, early = [], []
+        for output in outputs:
+            key, answer = int(output.request_id), output.outputs[0]
+            stopped = self._requests[key].stopped
+            if not output.finished and not (stopped and stopped(answer.token_ids)):
+                continue
+            early += [] if output.finished else [output.request_id]
+            del self._requests[key]
+            token_ids = list(answer.token_ids)
+            logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
+            completions.append(Completion(key, token_ids, logp, None, cached_tokens=output.num_cached_tokens or 0))
         if early:
             self._llm.llm_engine.abort_request(early)  # our names, not the engine's own: it ignores those
-        return [self._completion(output) for output in outputs if output.finished or output.request_id in early]
-
-    def _is_complete(self, output: Any) -> bool:
-        stopped = self._requests[int(output.request_id)].stopped
-        return stopped is not None and stopped(output.outputs[0].token_ids)
-
-    def _completion(self, output: Any) -> Completion:
-        answer, request = output.outputs[0], self._requests.pop(int(output.request_id))
-        token_ids = list(answer.token_ids)
-        logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
-        return Completion(request.key, token_ids, logp, entropy=None, cached_tokens=output.num_cached_tokens or 0)
+        return completions
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
-        self._must_be_idle("sync")
+        super().sync(parameters, version)
         if self._asleep:
             torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
             self._llm.wake_up(tags=["weights"])
@@ -158,7 +154,6 @@ class VllmEngine(Engine):
             self._asleep = False
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset its prefix cache: requests are still running")
-        self.version = version
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory, or drop them, until the next `sync`; no-op on CPU."""

@@ -1,37 +1,37 @@
-"""The transformers engine against a loop of full forward passes, and what its seeds promise."""
+"""The transformers engine against a loop of full forward passes; what engines are sent, and whether it arrived."""
+
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from paw.errors import UserError
+from paw.model.policy import full_parameters
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.engines.transformers import TransformersEngine, sample, uniforms
+from paw.rollout.engines.vllm import VllmEngine
+from paw.rollout.sync import StaleWeightsError, sampler_mismatch
 
 VOCAB, END = 61, 3
-FAMILIES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
 
 
-def make_model(family="qwen2", **overrides):
-    config, model = FAMILIES[family]
+def make_model(**more):
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
-        "tie_word_embeddings": family != "llama", "eos_token_id": END,
-    }  # fmt: skip
-    return model(config(**(settings | overrides)))
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, eos_token_id=END,
+        **{"tie_word_embeddings": True, **more},
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
 
 
-def make_requests(count, *, temperature=1.0, max_tokens=12):
+def make_requests(count):
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 40, (count,), generator=g).tolist()
     prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in lengths]
-    return [Request(100 + i, prompt, i, temperature, max_tokens) for i, prompt in enumerate(prompts)]
+    return [Request(100 + i, prompt, i, temperature=1.0, max_tokens=12) for i, prompt in enumerate(prompts)]
 
 
 def run(engine, requests):
@@ -66,23 +66,23 @@ def assert_same(got, want):
     assert got.entropy == pytest.approx(want.entropy, abs=1e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize(("family", "temperature"), [("qwen2", 1.0), ("qwen3", 0.4), ("llama", 0.0)])
-def test_equals_a_loop_of_full_forward_passes(family, temperature):
-    model = make_model(family)
-    requests, ends = make_requests(24, temperature=temperature), range(12)
+def test_equals_a_loop_of_full_forward_passes():
+    """Each request by its own settings; some answers are one token, some outgrow the cache, some end."""
+    model, ends = make_model(), {END, 7}
+    settings = [(1.0, 12), (0.4, 40), (0.0, 5), (2.0, 1)]
+    requests = [
+        replace(request, temperature=settings[i % 4][0], max_tokens=settings[i % 4][1])
+        for i, request in enumerate(make_requests(20))
+    ]
     completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
     assert len({len(c.token_ids) for c in completions}) > 3  # rows left the batch at different times
+    assert 0 < sum(c.token_ids[-1] in ends for c in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
         assert_same(completion, naive(model, request, ends))
-
-
-@pytest.mark.parametrize(("count", "max_tokens"), [(20, 1), (3, 80)])
-def test_responses_of_one_token_and_those_that_outgrow_the_cache(count, max_tokens):
-    model = make_model()
-    requests = make_requests(count, max_tokens=max_tokens)
-    for request, completion in zip(requests, run(TransformersEngine(model, end_ids=()), requests), strict=True):
-        assert len(completion.token_ids) == max_tokens
-        assert_same(completion, naive(model, request, ()))
+    longest = run(TransformersEngine(model, end_ids=()), requests[1::4])
+    assert {len(completion.token_ids) for completion in longest} == {40}
+    assert_same(longest[0], naive(model, requests[1], ()))
+    assert {len(c.token_ids) for c in run(TransformersEngine(model, end_ids=()), requests[3::4])} == {1}
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_batch():
@@ -93,27 +93,8 @@ def test_tokens_depend_on_the_seed_and_not_on_the_batch():
     for a, b, c in zip(together, alone, run(small, requests[::-1])[::-1], strict=True):
         assert_same(a, b)
         assert_same(a, c)
-    other = run(engine, [Request(r.key, r.prompt_ids, r.seed + 10**6, r.temperature, r.max_tokens) for r in requests])
+    other = run(engine, [replace(request, seed=request.seed + 10**6) for request in requests])
     assert all(a.token_ids != b.token_ids for a, b in zip(together, other, strict=True))
-
-
-def test_end_token_is_included_and_max_tokens_cuts():
-    model = make_model()
-    completions = run(TransformersEngine(model, end_ids={END, 7}), make_requests(64, max_tokens=20))
-    ended = [c for c in completions if c.token_ids[-1] in (END, 7)]
-    assert 0 < len(ended) < 64
-    for completion in completions:
-        assert not {END, 7} & set(completion.token_ids[:-1])
-        assert len(completion.token_ids) == 20 or completion in ended
-        assert len(completion.token_ids) == len(completion.logp) == len(completion.entropy)
-
-
-def test_requests_of_one_batch_keep_their_own_settings():
-    model = make_model()
-    prompt = [5, 9, 11]
-    requests = [Request(i, prompt, 4, t, n) for i, (t, n) in enumerate([(1.0, 2), (0.0, 9), (0.3, 1), (2.0, 30)])]
-    for request, completion in zip(requests, run(TransformersEngine(model, end_ids={END}), requests), strict=True):
-        assert_same(completion, naive(model, request, {END}))
 
 
 def test_sampling_follows_the_distribution():
@@ -145,28 +126,20 @@ def test_uniforms_are_uniform_over_seeds_and_positions():
         assert token.item() in (1, 3) and torch.isfinite(logp).all() and torch.isfinite(entropy).all()
 
 
-def test_the_model_is_left_as_it_was_and_trains():
+def test_the_model_is_left_as_it_was_and_its_update_is_seen_at_once():
     model = make_model().train()
     model.config._attn_implementation = "eager"
-    run(TransformersEngine(model, end_ids={END}), make_requests(4))
-    assert model.training
-    assert model.config._attn_implementation == "eager"
+    engine, requests = TransformersEngine(model, end_ids={END}), make_requests(8)
+    before = run(engine, requests)
+    assert model.training and model.config._attn_implementation == "eager"
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_the_trainers_update_is_seen_at_once():
-    model = make_model()
-    engine = TransformersEngine(model, end_ids={END})
-    requests = make_requests(8)
-    before = run(engine, requests)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     engine.sync((pair for pair in ()), version=7)
-    assert engine.version == 7
     after = run(engine, requests)
-    assert [c.logp for c in before] != [c.logp for c in after]
+    assert engine.version == 7 and [c.logp for c in before] != [c.logp for c in after]
     assert_same(after[0], naive(model, requests[0], {END}))
 
 
@@ -179,10 +152,36 @@ def test_misuse():
         engine.submit(request)
     with pytest.raises(RuntimeError, match="1 requests pending"):
         engine.sync([], version=1)
-    with pytest.raises(ValueError, match="empty prompt"):
-        engine.submit(Request(1, [], 0, 1.0, 1))
     with pytest.raises(UserError, match="256 positions"):
         engine.submit(Request(1, [1] * 250, 0, 1.0, 7))
     sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(UserError, match="sliding_attention"):
         TransformersEngine(sliding, end_ids={END})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
+    model = make_model(tie_word_embeddings=tied)
+    sent = dict(full_parameters(model))
+    assert set(sent) == set(model.state_dict())
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"]) is tied
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
+    found = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
+    assert found == pytest.approx({"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01})
+    same = [[-1.0] * 99]
+    assert sampler_mismatch([*same, [-2.0]], [*same, [-1.0]])["health/sampler_mismatch"] == 1.0
+    with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
+        sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
+    with pytest.raises(StaleWeightsError):
+        sampler_mismatch([[float("nan")]], [[-1.0]])
+
+
+def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")  # restores what the import sets
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):
+        VllmEngine(tmp_path, end_ids=[1], max_model_len=8)
