@@ -7,14 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
 from paw.config import EndpointConfig
 from paw.envs import http
-from paw.envs.search.retrieval import remote, server
+from paw.envs.search.retrieval import remote
+from paw.envs.search.retrieval import server as retriever_server
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
@@ -29,69 +28,38 @@ from paw.agents.endpoint import Endpoint, EndpointError  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 1.0
-Sender = Callable[[socket.socket], object]
 
 
-@pytest.fixture
-def listen() -> Iterator[Callable[..., str]]:
-    """`listen(sender, ...)` starts a server and returns its URL: the n-th connection's request is answered by the n-th
-    sender, the last for ever."""
-    servers: list[ThreadingTCPServer] = []
-
-    def start(*senders: Sender) -> str:
-        left = list(senders)
-
-        class Handler(StreamRequestHandler):
-            def handle(self):
-                """Reads to the end: what is closed with something unread is reset, and the answer may be lost."""
-                length = 0
-                while (line := self.rfile.readline().lower()).strip():
-                    length = int(line.split()[1]) if line.startswith(b"content-length:") else length
-                self.rfile.read(length)
-                with suppress(OSError):  # the client has gone, as it should
-                    (left.pop(0) if len(left) > 1 else left[0])(self.connection)
-
-        servers.append(ThreadingTCPServer(("127.0.0.1", 0), Handler))
-        servers[-1].daemon_threads = True
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
-
-    yield start
-    for made in servers:
-        made.shutdown()
-        made.server_close()
-
-
-def answers(body: bytes, *, status: str = "200 OK", headers: str = "") -> Sender:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-    return lambda connection: connection.sendall(head.encode() + body)
-
-
-def trickle(first: bytes, drop: bytes) -> Sender:
-    def send(connection: socket.socket) -> None:
-        connection.sendall(first)
+def trickle(first: bytes, drop: bytes):
+    def send(handler) -> None:
+        handler.connection.sendall(first)
         for _ in range(600):
-            connection.sendall(drop)
+            handler.connection.sendall(drop)
             time.sleep(0.05)
 
     return send
 
 
-def flood(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+def flood(handler) -> None:
+    handler.connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
     for _ in range(4096):
-        connection.sendall(b" " * (1 << 20))
+        handler.connection.sendall(b" " * (1 << 20))
+
+
+def close(handler) -> None:
+    handler.close_connection = True
+    handler.connection.close()
 
 
 BOMB = gzip.compress(b" " * (1 << 28), 9)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
 TOO_LARGE = "the answer has more than 16,777,216 bytes"
-BAD: dict[str, tuple[Sender, str]] = {
+BAD = {
     "a head without end": (trickle(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"), "no (whole )?answer within"),
     "a body without end": (trickle(HEAD, b" "), "no (whole )?answer within"),
     "a flood": (flood, TOO_LARGE),
-    "a bomb in an error": (answers(BOMB, status="500 No", headers="Content-Encoding: gzip\r\n"), TOO_LARGE),
-    "a bomb in a bomb": (answers(gzip.compress(BOMB), headers="Content-Encoding: gzip, gzip\r\n"), "encoding is"),
+    "a bomb in an error": ((500, BOMB, {"Content-Encoding": "gzip"}), TOO_LARGE),
+    "a bomb in a bomb": ((200, gzip.compress(BOMB), {"Content-Encoding": "gzip, gzip"}), "encoding is"),
 }
 HITS = b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": 0.5}]]}'
 
@@ -101,45 +69,42 @@ def memory() -> int:
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_who_misbehaves_costs_little_time_and_memory(listen, monkeypatch, problem):
+def test_who_misbehaves_costs_little_time_and_memory(server, monkeypatch, problem):
     """An endpoint, and a retriever where it is asked otherwise."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    sender, reason = BAD[problem]
-    url = listen(sender)
+    server.default, reason = BAD[problem]
     started, before = time.monotonic(), memory()
     if problem in ("a body without end", "a bomb in an error"):
-        with pytest.raises(UserError, match=rf"^env.retriever = '{url}/retrieve': .*({reason})") as caught:
-            RemoteRetriever(url, timeout_s=TIMEOUT_S)
+        with pytest.raises(UserError, match=rf"^env.retriever = '{server.url}/retrieve': .*({reason})") as caught:
+            RemoteRetriever(server.url, timeout_s=TIMEOUT_S)
         assert str(caught.value).isprintable()
-    player = Endpoint(EndpointConfig(url=url, model="m", retries=0, timeout_s=TIMEOUT_S))
+    player = Endpoint(EndpointConfig(url=server.url, model="m", retries=0, timeout_s=TIMEOUT_S))
     with pytest.raises(EndpointError, match=reason) as caught:
         asyncio.run(player.complete("hello", temperature=0.0, max_tokens=4, seed=0))
     assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 200 << 20
     assert str(caught.value).isprintable()
 
 
-def test_a_compressed_answer_is_read(listen):
-    url = listen(answers(gzip.compress(HITS), headers="Content-Encoding: gzip\r\nConnection: close\r\n"))
-    assert RemoteRetriever(url, timeout_s=5).search(["q"], 1) == [[Hit("1", "x", 0.5)]]
+def test_a_compressed_answer_is_read(server):
+    server.default = (200, gzip.compress(HITS), {"Content-Encoding": "gzip"})
+    assert RemoteRetriever(server.url, timeout_s=5).search(["q"], 1) == [[Hit("1", "x", 0.5)]]
 
 
 DEEP = b"[" * 1_000_000
 
 
 @pytest.mark.parametrize("body", [DEEP, HITS.replace(b"0.5", b"9" * 5000), HITS.replace(b"0.5", b"NaN")])
-def test_what_a_retriever_makes_up_is_one_line(listen, body):
-    url = listen(answers(body))
-    with pytest.raises(UserError, match=f"^{url}/retrieve: it does not answer as a retriever") as caught:
-        RemoteRetriever(url, timeout_s=10)
+def test_what_a_retriever_makes_up_is_one_line(server, body):
+    server.default = (200, body, {})
+    with pytest.raises(UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever") as caught:
+        RemoteRetriever(server.url, timeout_s=10)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
-def test_a_retriever_that_restarts_costs_nothing(listen, monkeypatch):
+def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.02)
-    close = "Connection: close\r\n"
-    busy = answers(b"starting", status="503 Service Unavailable", headers=close)
-    good = answers(HITS, headers=close)
-    client = RemoteRetriever(listen(good, *[lambda connection: None] * 2, *[busy] * 2, good), timeout_s=5)
+    server.script = [(200, HITS, {}), close, close, *[(503, b"starting", {})] * 2, (200, HITS, {})]
+    client = RemoteRetriever(server.url, timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
     assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120  # as the pauses are
 
@@ -161,9 +126,9 @@ def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
 
     def start(timeout_s: float = 5.0, **limits) -> tuple[str, int]:
         for name, value in limits.items():
-            monkeypatch.setattr(server, name, value)
+            monkeypatch.setattr(retriever_server, name, value)
         config = SearchConfig(timeout_s=timeout_s)
-        made = server.make_server(server.make_app(One(), config, documents=1), config)
+        made = retriever_server.make_server(retriever_server.make_app(One(), config, documents=1), config)
         listener = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

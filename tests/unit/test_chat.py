@@ -18,13 +18,9 @@ CORPUS = [
 ]
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 GPT4_SPLIT = WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN_SPLIT = GPT4_SPLIT.replace("{1,3}", "")
-QWEN25 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|box_end|>", "<|vision_pad|>"]
-QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>", "<think>", "</think>"]
-LLAMA3 = [
-    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"),
-]
+QWEN25 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"]
+QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<think>", "</think>"]
+LLAMA3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|reserved_special_token_0|>"]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -54,13 +50,13 @@ INST_TEMPLATE = (
 )
 
 
-def make(split, special, plain, template, *, eos, pad, bos=None):
+def make(special, plain, template, *, eos, bos=None):
     """A byte-level BPE of about 400 tokens with the added tokens of a real one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.Split(Regex(GPT4_SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -70,7 +66,7 @@ def make(split, special, plain, template, *, eos, pad, bos=None):
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, bos_token=bos)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=special[0], bos_token=bos)
     fast.chat_template = template
     return fast
 
@@ -79,31 +75,23 @@ def thinker(*, flagged=False):
     """Qwen3.5's way: the template opens <think>, or an empty block with enable_thinking = false."""
     tokens = ["<think>", "</think>"]
     special, plain = ([*QWEN25, *tokens], []) if flagged else (QWEN25, tokens)
-    return make(QWEN_SPLIT, special, plain, QWEN35_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>")
+    return make(special, plain, QWEN35_TEMPLATE, eos="<|im_end|>")
 
 
 TOKENIZERS = {
-    "qwen3": make(QWEN_SPLIT, QWEN25, QWEN_PLAIN, QWEN3_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>"),
+    "qwen3": make(QWEN25, QWEN_PLAIN, QWEN3_TEMPLATE, eos="<|im_end|>"),
     "qwen3.5": thinker(),
-    "llama3": make(
-        *(GPT4_SPLIT, LLAMA3, [], LLAMA3_TEMPLATE),
-        **dict(eos="<|eot_id|>", pad="<|finetune_right_pad_id|>", bos="<|begin_of_text|>"),
-    ),
-    "inst": make(GPT4_SPLIT, ["<s>", "</s>"], [], INST_TEMPLATE, eos="</s>", pad="</s>", bos="<s>"),
+    "llama3": make(LLAMA3, [], LLAMA3_TEMPLATE, eos="<|eot_id|>", bos="<|begin_of_text|>"),
+    "inst": make(["<s>", "</s>"], [], INST_TEMPLATE, eos="</s>", bos="<s>"),
     # ChatML bolted onto a base model: its turn tokens are added but not flagged special.
-    "unflagged": make(
-        *(QWEN_SPLIT, ["<|endoftext|>"], ["<|im_start|>", "<|im_end|>"], CHATML),
-        eos="<|endoftext|>",
-        pad="<|endoftext|>",
-    ),
+    "unflagged": make(["<|endoftext|>"], ["<|im_start|>", "<|im_end|>"], CHATML, eos="<|endoftext|>"),
 }
 CHATS = {name: Chat(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 ALL_SPECIAL = sorted({*QWEN25, *QWEN_PLAIN, *LLAMA3, "<s>", "</s>"})
 every = pytest.mark.parametrize("name", TOKENIZERS)
 benign = st.text() | st.lists(st.sampled_from([*CORPUS, "\n", " ", "\t", "user", "a", "é", "\u0301"])).map("".join)
-hostile = st.lists(st.sampled_from([*ALL_SPECIAL, "<|im_", "end|>", "<", "|>", "\n", "user", " x"]) | st.text()).map(
-    "".join
-)
+PARTS = [*ALL_SPECIAL, "<|im_", "end|>", "<", "|>", "\n", "user", " x"]
+hostile = st.lists(st.sampled_from(PARTS) | st.text()).map("".join)
 
 
 def reference(name, text):
@@ -193,7 +181,7 @@ def test_each_observation_token_knows_its_characters(name, text):
 
 
 def test_unusable_templates_are_named():
-    tokenizer = make(QWEN_SPLIT, QWEN25, [], None, eos="<|im_end|>", pad="<|im_end|>")
+    tokenizer = make(QWEN25, [], None, eos="<|im_end|>")
     tokenizer.name_or_path = "org/base-model"
     with pytest.raises(UserError, match=r"org/base-model.*no chat template"):
         Chat(tokenizer)

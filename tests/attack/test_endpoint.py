@@ -2,14 +2,13 @@
 
 import asyncio
 import json
+import os
 import signal
-import threading
 import time
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
+from scripted_server import completion, refusal
 
 from paw import cli
 from paw.agents.endpoint import Endpoint, EndpointError, Reply
@@ -19,59 +18,6 @@ from paw.rollout.chat import ContextFull
 
 pytest.importorskip("openai")
 SAMPLING = {"temperature": 0.4, "max_tokens": 16, "seed": 7}
-
-
-def completion(text="<think>x</think><action>look</action>", *, finish="stop", prompt=11, answer=5):
-    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
-    usage = {"prompt_tokens": prompt, "completion_tokens": answer}
-    return {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
-
-
-def refusal(message, **more):
-    return {"error": {"message": message, "type": "invalid_request_error", **more}}
-
-
-@pytest.fixture
-def server():
-    """`server.script` holds answers to come, (status, body, headers) or a function of the handler; then `default`."""
-    state = SimpleNamespace(script=[], default=(200, completion(), {}), requests=[], models=["m", "n"], keys=[])
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            state.keys.append(self.headers["Authorization"])
-            models = state.models
-            if isinstance(models, int):
-                return self.answer(models, refusal("no"), {})
-            self.answer(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}, {})
-
-        def do_POST(self):
-            if not (body := self.rfile.read(int(self.headers["Content-Length"]))):
-                return  # the client has gone
-            state.requests.append(json.loads(body))
-            given = state.script.pop(0) if state.script else state.default
-            if callable(given):
-                return given(self)
-            self.answer(*given)
-
-        def answer(self, status, body, headers, *, cut=0):
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for key, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
-                self.send_header(key, str(value))
-            self.end_headers()
-            self.wfile.write(data[: len(data) - cut])
-            self.close_connection = self.close_connection or cut > 0
-
-        def log_message(self, *_):
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
-    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
-    state.url = f"http://127.0.0.1:{httpd.server_port}"
-    yield state
-    httpd.shutdown()
-    httpd.server_close()
 
 
 @pytest.fixture
@@ -327,15 +273,23 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
-    evaluate()
+    def answer(handler):
+        if len(server.requests) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        handler.answer(200, completion(), {})
+
+    server.default = answer
+    err, _ = evaluate("--endpoint.concurrency", "2", code=130)
     path = tmp_path / "out" / "episodes.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:3]) + lines[3][:100])
+    assert 0 < len(lines) < 6 and f"stopped: {len(lines)} of 6 episodes are in" in err.splitlines()[-1]
+    path.write_bytes(b"".join(lines) + lines[0][:100])
     server.requests.clear()
+    server.default, left = (200, completion(), {}), 6 - len(lines)
     err, results = evaluate()
-    assert "the last line is incomplete" in err and "3 of 6 episodes are there, playing 3" in err
-    assert len(server.requests) == 9 and results["episodes"] == 6
-    assert path.read_bytes().startswith(b"".join(lines[:3]) + b'{"place"')
+    assert "the last line is incomplete" in err and f"{len(lines)} of 6 episodes are there, playing {left}" in err
+    assert len(server.requests) == 3 * left and results["episodes"] == 6
+    assert path.read_bytes().startswith(b"".join(lines) + b'{"place"')
     for key, value in (("eval.seed", "5"), ("agent.type", "react"), ("model", "n")):
         err, _ = evaluate(f"--{key}", value, code=2)
         assert f"holds an evaluation with {key} = " in err.splitlines()[-1]
@@ -366,26 +320,6 @@ def test_a_full_context_is_a_loss(server, evaluate):
     server.default = (400, refusal("too long", code="context_length_exceeded"), {})
     _, results = evaluate()
     assert (results["episodes"], results["context_full"], results["success"]) == (6, 6, 0.0)
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_folder_that_goes_on(server, evaluate, paw_start, tmp_path):
-    server.default = lambda handler: (time.sleep(0.05), handler.answer(200, completion(), {}))
-    words = {"env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 3, "eval.games": 60}
-    words |= {"endpoint": server.url, "model": "m", "endpoint.concurrency": 2, "out": tmp_path / "out"}
-    child = paw_start("eval", words)
-    path = tmp_path / "out" / "episodes.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < 3:
-        assert child.poll() is None
-        time.sleep(0.02)
-    child.send_signal(signal.SIGINT)
-    code, err = child.wait(30), child.stderr.read()
-    assert code == 130, err
-    assert "Traceback" not in err and "of 60 episodes are in" in err.splitlines()[-1]
-    done = path.read_bytes().count(b"\n")
-    server.default = (200, completion(), {})
-    err, results = evaluate("--endpoint.concurrency", "2", "--eval.games", "60")
-    assert f"{done} of 60 episodes are there" in err and results["episodes"] == 60
 
 
 def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):

@@ -1,0 +1,58 @@
+"""A real HTTP server on loopback whose answers a test scripts, one by one."""
+
+import json
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+
+def completion(text="<think>x</think><action>look</action>", *, finish="stop", prompt=11, answer=5):
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": prompt, "completion_tokens": answer}
+    return {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+
+
+def refusal(message, **more):
+    return {"error": {"message": message, "type": "invalid_request_error", **more}}
+
+
+@contextmanager
+def serve():
+    """`server.script` holds answers to come, (status, body, headers) or a function of the handler; then `default`."""
+    state = SimpleNamespace(script=[], default=(200, completion(), {}), requests=[], models=["m", "n"])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if isinstance(state.models, int):
+                return self.answer(state.models, refusal("no"), {})
+            models = [{"id": name, "object": "model"} for name in state.models]
+            self.answer(200, {"object": "list", "data": models}, {})
+
+        def do_POST(self):
+            if not (body := self.rfile.read(int(self.headers["Content-Length"]))):
+                return  # the client has gone
+            state.requests.append(json.loads(body))
+            given = state.script.pop(0) if state.script else state.default
+            with suppress(OSError):  # the client has gone
+                given(self) if callable(given) else self.answer(*given)
+
+        def answer(self, status, body, headers, *, cut=0):
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for key, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            self.wfile.write(data[: len(data) - cut])
+            self.close_connection = self.close_connection or cut > 0
+
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
+    state.url = f"http://127.0.0.1:{httpd.server_port}"
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
