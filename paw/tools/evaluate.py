@@ -44,22 +44,19 @@ def evaluate(
 
     Returns 1 where episodes could not be played, else 0.
     """
+    path = None
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
             raise UserError("say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME")
-        return _evaluate(config, None, out, as_json)
-    from paw.tools.player import evaluate_model, resolve
+    else:
+        from paw.tools.player import evaluate_model, resolve
 
-    config, path = resolve(model, recipe, overrides)
-    if config.endpoint.url is not None:
-        raise UserError(f"{model} and endpoint.url = '{config.endpoint.url}': one model plays, leave one of them out")
-    if config.agent.type == "plain" and out is None:
-        return evaluate_model(config, path, as_json=as_json)
-    return _evaluate(config, path, out, as_json)
-
-
-def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool) -> int:
+        config, path = resolve(model, recipe, overrides)
+        if url := config.endpoint.url:
+            raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
+        if config.agent.type == "plain" and out is None:
+            return evaluate_model(config, path, as_json=as_json)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
@@ -115,8 +112,8 @@ def _evaluate(config: Config, path: str | None, out: Path | None, as_json: bool)
             to_stderr("")
             to_stderr(f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
             raise
-    if truncated := sum(episode.stats.prompts_truncated for episode in episodes):
-        to_stderr(f"{truncated} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
+    if cut := sum(episode.stats.prompts_truncated for episode in episodes):
+        to_stderr(f"{cut} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
     summary = results.summarise(list(lines.values()), about, config.endpoint, time.monotonic() - started)
     table = results.table(summary)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
@@ -153,9 +150,8 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
     for key in (*settings, *found):
         if (old := found.get(key)) != (new := settings.get(key)):
-            raise UserError(
-                f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}; name another folder with --out"
-            )
+            other = f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}"
+            raise UserError(f"{other}; name another folder with --out")
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:

@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.table import Column, Table
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.files import cause, write_file
+from paw.files import write_file, writing
 from paw.recipe import known_keys, layered, load, put, validate
 from paw.tools.plan import GIB, MFU, USABLE, Plan
 from paw.tools.shapes import Shape, shape_of
@@ -65,11 +66,13 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
     for change in FALLBACKS:
         if not best.reasons():
             break
-        if set(pinned) & change.keys() or not _saves(best.config, change):
+        if set(pinned) & change.keys():
             continue
         more = [*applied, change]
         options = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
         try:
+            if not _saves(*(Plan(changed(config, *changes), shape, **machine) for changes in (applied, more))):
+                continue
             plans = [(attempt(changes), changes) for changes in options]
         except UserError:  # it needs a change to a pinned key
             continue
@@ -89,28 +92,23 @@ def _without(changes: list[Change], one: Change) -> list[Change]:
     return [change for change in changes if change is not one]
 
 
-def _saves(config: Config, change: Change) -> bool:
-    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides."""
-    key, value = next(iter(change.items()))
-    if key == "optim.micro_batch_tokens":
-        return value < config.optim.micro_batch_tokens
-    useless = {
-        "model.checkpointing": config.model.checkpointing == "full",
-        "rollout.sleep_level": config.rollout.engine != "vllm",
-        "policy.offload_reference": not config.policy.kl_coef,
-        "policy.kl_coef": config.lora.rank > 0,
-        "lora.rank": config.lora.rank > 0,
-    }
-    return get(config, key) != value and not useless.get(key, False)
+def _saves(before: Plan, after: Plan) -> bool:
+    """Whether any phase takes less memory of a GPU, or of the host."""
+    taken = [[sum(of.values()) for of in (*plan.phases.values(), *plan.host.values())] for plan in (before, after)]
+    return any(new < old for old, new in zip(*taken, strict=True))
 
 
 def get(config: Config, key: str) -> Any:
     return attrgetter(key)(config)
 
 
+def _tree(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+
+
 def changed(config: Config, *changes: Change) -> Config:
     """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
-    tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    tree = _tree(config)
     for key, value in (pair for change in changes for pair in change.items()):
         tree = layered(tree, put({}, key, value))
     return validate(tree, origin="paw plan")
@@ -195,15 +193,15 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def summary(found: Plan) -> dict[str, Any]:
     """What `--json` prints. Sizes in GiB."""
 
-    def rounded(parts: dict[str, float]) -> dict[str, float]:
-        return {name: round(value, 2) for name, value in parts.items()}
+    def rounded(value: Any) -> Any:
+        return {key: rounded(one) for key, one in value.items()} if isinstance(value, dict) else round(value, 2)
 
     return {
         "fits": not found.reasons(),
-        "peak_gib": round(found.peak, 2),
-        "host_gib": round(found.host_total, 2),
-        "components": {phase: rounded(parts) for phase, parts in found.phases.items()},
-        "host": {phase: rounded(parts) for phase, parts in found.host.items()},
+        "peak_gib": rounded(found.peak),
+        "host_gib": rounded(found.host_total),
+        "components": rounded(found.phases),
+        "host": rounded(found.host),
         "step_s": round(found.step_s, 1),
         "seconds": rounded(found.seconds),
         "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*FALLBACKS))},
@@ -213,19 +211,15 @@ def summary(found: Plan) -> dict[str, Any]:
 
 def tables(tried: list[tuple[str, Plan]]) -> Iterator[Table]:
     """What was tried, and the components of the last attempt by phase."""
-
-    def numbers(names: Iterable[str]) -> list[Column]:
-        return [Column(name, justify="right") for name in names]
-
-    best = tried[-1][1]
+    best, right = tried[-1][1], partial(Column, justify="right")
     title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
-    attempts = Table("settings", *numbers(("GPU GiB", "host GiB", "update s")), "fits", title=title)
+    attempts = Table("settings", *map(right, ("GPU GiB", "host GiB", "update s")), "fits", title=title)
     for label, one in tried:
         verdict = "no" if one.reasons() else "yes"
         attempts.add_row(label, f"{one.peak:.1f}", f"{one.host_total:.1f}", f"{one.step_s:.0f}", verdict)
     yield attempts
     for title, phases in (("GiB of one GPU", best.phases), ("GiB of host memory", best.host)):
-        by_phase = Table("component", *numbers(phases), title=title)
+        by_phase = Table("component", *map(right, phases), title=title)
         for part in dict.fromkeys(part for parts in phases.values() for part in parts):
             by_phase.add_row(part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values()))
         by_phase.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))
@@ -234,12 +228,9 @@ def tables(tried: list[tuple[str, Plan]]) -> Iterator[Table]:
 
 def _write(path: Path, found: Plan) -> None:
     """A recipe that `paw train` takes, with what was predicted in its first lines."""
-    tree = found.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     heading = (
         f"# Found by `paw plan` for {found.gpus} x {found.gpu_gib:g} GB. Predicted: {found.peak:.1f} GiB of a GPU,"
         f" {found.host_total:.1f} GiB of host memory, {found.step_s:.0f} s an update.\n"
     )
-    try:
-        write_file(path, heading + tomli_w.dumps(tree))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {cause(error)}") from None
+    with writing(path):
+        write_file(path, heading + tomli_w.dumps(_tree(found.config)))

@@ -31,7 +31,7 @@ from torch.profiler import record_function
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.files import write_file
+from paw.files import write_file, writing
 from paw.recipe import load
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
@@ -72,10 +72,8 @@ def profile(
     out, config = out.absolute(), load(recipe, overrides)  # an environment may change the current folder
     if not config.wm.enabled:
         raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
         model = random_model(config, Path(scratch) / "model") if synthetic else config.model.path
         variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
@@ -192,7 +190,9 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
         watcher.join()
         peak, mean = torch.cuda.max_memory_allocated(), np.mean(samples)
     else:
-        before = _held(run)
+        states = [value for state in run.optimizer.state.values() for value in state.values()]
+        tensors = [*run.policy.parameters(), *run.reference.parameters(), *filter(torch.is_tensor, states)]
+        before = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
         seen: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         with seen:
             yield
@@ -207,23 +207,16 @@ def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
 def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
     """A Chrome trace of each variant on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
     group = max(groups, key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}))
-    cuda = run.policy.device.type == "cuda"
+    history = torch.cuda.memory if run.policy.device.type == "cuda" else None
     for name, config in zip(("vanilla", "paw"), variants.values(), strict=True):
-        if cuda:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        if history:
+            history._record_memory_history(max_entries=1_000_000)
         with torch.profiler.profile(profile_memory=True) as seen:
             one_pass(run, config, [group], record_function)
         seen.export_chrome_trace(str(out / f"trace_{name}.json.gz"))
-        if cuda:
-            torch.cuda.memory._dump_snapshot(str(out / f"memory_{name}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _held(run: Run) -> int:
-    """Bytes of the weights and of the optimizer's state."""
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
-    tensors = [*run.policy.parameters(), *run.reference.parameters(), *filter(torch.is_tensor, states)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        if history:
+            history._dump_snapshot(str(out / f"memory_{name}.pickle"))
+            history._record_memory_history(enabled=None)
 
 
 def pick(records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
@@ -262,30 +255,22 @@ def table(records: list[Record]) -> Table:
     columns = ("", *variants, f"PaW adds [{spread}]", "the paper")
     shown = Table(*(Column(escape(name), no_wrap=True) for name in columns), box=SIMPLE)
 
-    def times(label: str, which: Sequence[str], key: str = "seconds", paper: str = "") -> None:
+    rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
+    rows += [(f"{step}, s", phases, "seconds", "+2.1 %"), ("update, CPU s", ["update"], "cpu_seconds", "")]
+    for label, which, key, paper in [*rows, (f"{step}, CPU s", phases, "cpu_seconds", "")]:
         a, b = (pick(records, variant, which, key) for variant in variants)
-        told = np.median(a) > 1e-3 and (a != b).any()
-        added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if told else ""
+        differs = np.median(a) > 1e-3 and (a != b).any()
+        added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if differs else ""
         shown.add_row(label, f"{np.median(a):.3f}", f"{np.median(b):.3f}", added, paper)
-
-    def plain(label: str, form: str, values: Sequence[float], paper: str = "") -> None:
-        a, b = values
-        shown.add_row(label, form.format(a), form.format(b), f"{100 * b / a - 100:+.1f} %" if a else "", paper)
-
-    for phase in phases:
-        times(f"{phase}, s", [phase])
-    times(f"{step}, s", phases, paper="+2.1 %")
-    times("update, CPU s", ["update"], "cpu_seconds")
-    times(f"{step}, CPU s", phases, "cpu_seconds")
     peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
-    plain("peak memory, GiB", "{:.4g}", peaks, "+2.4 %")
-    plain("average memory, GiB", "{:.4g}", means)
-    plain("tokens processed", "{:,.0f}", [pick(records, variant, STAGES, "tokens")[0] for variant in variants])
-    plain(
-        "head tokens with a gradient",
-        "{:.3f}",
-        [pick(records, variant, STAGES, "gradient_frac")[0] for variant in variants],
-    )
+    tokens, live = ([pick(records, v, STAGES, key)[0] for v in variants] for key in ("tokens", "gradient_frac"))
+    for label, form, (a, b), paper in (
+        ("peak memory, GiB", "{:.4g}", peaks, "+2.4 %"),
+        ("average memory, GiB", "{:.4g}", means, ""),
+        ("tokens processed", "{:,.0f}", tokens, ""),
+        ("head tokens with a gradient", "{:.3f}", live, ""),
+    ):
+        shown.add_row(label, form.format(a), form.format(b), f"{100 * b / a - 100:+.1f} %" if a else "", paper)
     return shown
 
 

@@ -22,12 +22,12 @@ from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
 def read_groups(path: Path, run: Run) -> list[Group]:
-    """The episodes of a file that `paw rollout` wrote, with log-probs of this run's model; UserError for any other."""
+    """`read_episodes` for this run's model, with its log-probs."""
     return _with_log_probs(run, read_episodes(path, vocabulary=len(run.policy.head_weight)))
 
 
 def read_episodes(path: Path, *, vocabulary: int) -> list[Group]:
-    """The same as they were written, for a model of so many tokens."""
+    """The episodes of a file that `paw rollout` wrote with a model of so many tokens; UserError for any other."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -79,15 +79,13 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
             version=0,
         )
 
-    groups = []
-    for place in range(config.rollout.tasks):
-        group = Group(Task(f"random/{place}", "random"), [], place)
+    groups = [Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)]
+    for group in groups:
         for member in range(config.rollout.group_size):
             won = bool(rng.random() < 0.4)
             last = int(rng.integers(config.env.max_turns)) if won else config.env.max_turns - 1
             turns = [turn(won=won and step == last, done=step == last) for step in range(last + 1)]
             group.trajectories.append(Trajectory(group.task, member, turns))
-        groups.append(group)
     chat = copy(run.chat)
     chat.separator_ids = ids(4, 4)  # as many as ChatML's
     run = replace(run, chat=chat, encode_observation=lru_cache(65536)(lambda text: list(map(int, text.split()))))
@@ -99,13 +97,12 @@ def random_model(config: Config, folder: Path) -> str:
 
     The path is a model folder, a name that `shapes` knows, or "quickstart", then without its tokenizer and warm-up.
     """
-    tokenizer = quickstart.build_tokenizer([], set(), [])
+    path, tokenizer = config.model.path, quickstart.build_tokenizer([], set(), [])
     torch.manual_seed(config.run.seed)
-    if config.model.path == "quickstart":
+    if path == "quickstart":
         lm = quickstart.build_model(tokenizer, config.warmup)
     else:
-        settings = hf_config(shape_of(config.model.path))
-        lm = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+        lm = AutoModelForCausalLM.from_config(hf_config(shape_of(path)), dtype=torch.bfloat16)
     quickstart.save(lm, tokenizer, folder)
     return str(folder)
 

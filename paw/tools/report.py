@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from paw.errors import UserError, clean
-from paw.files import cause, write_file
+from paw.errors import clean
+from paw.files import write_file, writing
 from paw.tools.rundir import Run, load_run
 
 TAIL = 10
@@ -43,7 +43,7 @@ class Metric(NamedTuple):
 
     def total(self, run: Run) -> float:
         """A count over the whole run."""
-        values = run.series(self.key)[1]
+        values = run.metrics.get(self.key, {}).values()
         return sum(values) if self.unit == "n" else max(values, default=0)
 
 
@@ -92,6 +92,7 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("health/sampler_mismatch_mean", "Sampler mismatch, mean", "nats", chart=False),
     ],
 }
+SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 LEADS = {
     "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
     "World model": "Predicting the next observation, on the turns where the policy was least certain.",
@@ -120,11 +121,9 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     runs = [load_run(path) for path in run_dirs]
     out = out or (run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0])
     page = out / "report.html"
-    try:
+    with writing(f"the report to {out}", "; choose another folder with --out"):
         (out / "plots").mkdir(parents=True, exist_ok=True)
         write_file(page, _page(runs, out / "plots").encode(errors="replace"))
-    except OSError as error:
-        raise UserError(f"{out}: cannot write the report: {cause(error)}; choose another folder with --out") from None
     return page
 
 
@@ -167,22 +166,19 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str,
 
     single = len(runs) == 1
 
-    def figures(*given: tuple[str, str, Any], **more: Any) -> list[dict[str, Any]]:
+    def figures(*given: tuple[str, str, Any], aside: str = "", note: str = "") -> list[dict[str, Any]]:
         """Of (file name, title, figure or None)."""
         found = []
-        for name, title, figure in given:
-            if figure:
-                svg = plots.to_svg(figure, name, html.escape(_printable(title)))
-                figure.set_layout_engine("none")  # laid out, which is half the work
-                write_file(plots_dir / f"{name}.png", partial(figure.savefig, dpi=150, facecolor="white"))
-                found.append({"title": title, "svg": svg, "aside": more.get("aside", ""), "note": more.get("note", "")})
+        for name, title, figure in filter(lambda one: one[2], given):
+            svg = plots.to_svg(figure, name, html.escape(_printable(title)))
+            figure.set_layout_engine("none")  # laid out, which is half the work
+            write_file(plots_dir / f"{name}.png", partial(figure.savefig, dpi=150, facecolor="white"))
+            found.append({"title": title, "svg": svg, "aside": aside, "note": note})
         return found
 
-    curve, bars = plots.learning_curve(runs, (4.8, 3.04)), plots.success_by_kind(runs, (3.6, 3.4))
-    wide = figures(
-        ("learning_curve", "Success over training", curve), ("success_by_kind", "Success by task type", bars)
-    )
-    yield "Learning", "", "pair-wide", wide
+    curve = ("learning_curve", "Success over training", plots.learning_curve(runs, (4.8, 3.04)))
+    bars = ("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
+    yield "Learning", "", "pair-wide", figures(curve, bars)
     kinds = [
         (f"success_{i}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}", kind,
          plots.learning_curve(runs, (3.7, 2.2), kind=kind))
@@ -195,8 +191,8 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str,
         times = plots.phase_times(runs, (3.7, 2.5)) if section == "Cost" else None
         found = figures(("time", "Time by phase", times))
         for m in filter(lambda m: m.chart, SECTIONS[section]):
-            unit = f" ({m.unit})" if m.unit else ""
-            figure = plots.metric(runs, m.key, m.label + unit, (3.7, 2.3), percent=m.unit == "%")
+            label = m.label + (f" ({m.unit})" if m.unit else "")
+            figure = plots.metric(runs, m.key, label, (3.7, 2.3), percent=m.unit == "%")
             ends = " → ".join(_value(mean(m.key, TAIL), m.unit) for mean in (runs[0].first, runs[0].last))
             found += figures((m.key.replace("/", "_"), m.label, figure), aside=ends if single else "", note=m.note)
         yield section, lead, "", found
@@ -214,14 +210,15 @@ def _what(run: Run) -> str:
         parts.append(f"{environment}, {where}")
     if model := info.get("model") or config.get("model.path"):
         count = info.get("parameters")
-        parts.append(f"{model}, {_count(count)} parameters" if type(count) is int else str(model))
+        named = [f"{count / size:.3g}{name}" for size, name in SIZES if type(count) is int and count >= size]
+        parts.append(f"{model}, {named[0]} parameters" if named else str(model))
     return " · ".join(parts)
 
 
 def _facts(run: Run) -> dict[str, str]:
     info, planned = run.info, run.config.get("run.updates")
     peak, speed = max(run.series("perf/peak_gib")[1], default=None), run.last("perf/tokens_per_s", TAIL)
-    software = (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels"))
+    software = {"torch": "PyTorch {}", "engine": "{} engine", "backend": "{} kernels"}
     health = [(metric.total(run), metric.label.lower()) for metric in SECTIONS["Health"] if metric.counts]
     lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
     facts = {
@@ -231,7 +228,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Device": str(info.get("device") or ""),
         "Peak memory": "" if peak is None else f"{peak:.3g} GiB",
         "Throughput": "" if speed is None else f"{_value(speed, '')} tokens/s at the end",
-        "Software": ", ".join(text.format(info[key]) for key, text in software if info.get(key)),
+        "Software": ", ".join(text.format(info[key]) for key, text in software.items() if info.get(key)),
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
         "Health": ", ".join(f"{total:g} {label}" for total, label in health if total),
@@ -256,13 +253,6 @@ def _value(value: float | None, unit: str) -> str:
     return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.2g}"
 
 
-def _count(value: int) -> str:
-    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{name}"
-    return str(value)
-
-
 def _duration(seconds: object) -> str:
     """Empty for anything but a positive number."""
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
@@ -283,8 +273,7 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
     tasks = {str(s.get("task")) for s in early}
     picked = early + sorted(late, key=lambda s: str(s.get("task")) not in tasks)[:PER_END]
-    first_late = len(early) if late else 0
-    return [s | {"open": i == first_late} for i, s in enumerate(picked)]
+    return [s | {"open": i == (len(early) if late else 0)} for i, s in enumerate(picked)]
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
@@ -296,21 +285,18 @@ def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
         size += sum(len(text) for text, _ in shown[-1]["tokens"]) + 50 * len(shown[-1]["tokens"])
         size += sum(len(clip(shown[-1][key])) for key in ("prompt", "response", "action"))
     total = sample["length"] if type(sample.get("length")) is int else len(turns)
-    missing = {"task": "", "kind": "", "won": None, "return": None}
-    return missing | sample | {"total": total, "turns": shown}
+    return {"task": "", "kind": "", "won": None, "return": None} | sample | {"total": total, "turns": shown}
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     texts = {key: str(turn.get(key) or "") for key in ("prompt", "action", "response", "observation")}
     guess, real = turn.get("predicted"), texts["observation"]
-    facts = {key: turn.get(key) for key in ("selected", "valid", "entropy")}
-    return {
-        **texts,
-        **facts,
-        "tokens": list(_shaded(real, turn.get("observation_tokens"), turn.get("observation_token_p"))),
+    tokens = _shaded(real, turn.get("observation_tokens"), turn.get("observation_token_p"))
+    return texts | {key: turn.get(key) for key in ("selected", "valid", "entropy")} | {
+        "tokens": list(tokens),
         "predicted": None if guess is None else list(_compared(str(guess), real)),
         "exact": guess is not None and str(guess).strip() == real.strip(),
-    }
+    }  # fmt: skip
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:

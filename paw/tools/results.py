@@ -83,11 +83,8 @@ def table(summary: dict[str, Any]) -> str:
         kinds = {kind: row["success"] for kind, row in summary["kinds"].items()}
         cells = {name: kinds.pop(kind) for kind, name in COLUMNS.items() if kind in kinds} | kinds
         cells |= {} if "Avg." in kinds else {"All": summary["success"]}
-    rows = [
-        ["Model", "Agent", *cells],
-        ["---"] * (2 + len(cells)),
-        [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())],
-    ]
+    shown = [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())]
+    rows = [["Model", "Agent", *cells], ["---"] * len(shown), shown]
     cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
     lines = [
         *(f"| {' | '.join(row)} |" for row in rows),

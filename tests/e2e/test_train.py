@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import paw
+from paw.plugins import CALLBACKS
 from paw.state import checkpoint, restore
 
 pytestmark = pytest.mark.slow
@@ -65,16 +69,6 @@ def test_metrics_are_complete_and_finite(quick_run):
     assert last["optim/grad_norm"] > 0 and last["policy/loss"] != 0 and 0 < last["optim/gradient_frac"] <= 1
     assert last["wm/selected_frac"] == 0.75 and last["eval/games"] == 8
     assert sum(key.startswith("success/") for key in last) > 1
-
-
-def test_the_tokenizer_survives_saving(quick_run, quick_model):
-    """AutoTokenizer picks classes by model type: the phrase tokens must come back, at the start and in the export."""
-    (sample, *_) = lines(quick_run / "samples.jsonl")
-    for folder in (quick_model, quick_run / "hf"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        for turn in sample["turns"]:
-            assert tokenizer.decode(tokenizer.encode(turn["prompt"], add_special_tokens=False)) == turn["prompt"]
-        assert len(tokenizer.encode("\ninventory", add_special_tokens=False)) == 1
 
 
 def test_the_export_is_the_checkpoint(quick_run):
@@ -138,31 +132,55 @@ def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_pa
     assert ours != theirs  # of the first update, before anything is learnt
 
 
-def test_any_causal_lm_with_a_chat_template(paw_here, tiny_llm, tmp_path):
-    """The paper's prompt and loss (KL, entropy bonus, trainer log-probs) on a model that is no quickstart."""
+def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tmp_path):
+    """The paper's prompt on a model that is no quickstart; KL without a reference is in no log, line, page or plot,
+    and appears once there is one."""
     model, run = tiny_llm(tmp_path / "model", "qwen3"), tmp_path / "byte"
     settings = {
-        "run.dir": tmp_path, "run.name": "byte", "run.updates": 2, "run.threads": 1, "model.path": model,
+        "run.dir": tmp_path, "run.name": "byte", "run.updates": 1, "run.threads": 1, "model.path": model,
         "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": "true",
         "env.max_turns": 3, "rollout.tasks": 2, "rollout.group_size": 3, "rollout.max_prompt_tokens": 1024,
-        "rollout.max_response_tokens": 12, "wm.max_tokens": 40, "policy.kl_coef": 0.1, "policy.entropy_coef": 0.01,
-        "policy.old_logp": "trainer", "optim.lr": 1e-2, "optim.epochs": 2, "optim.minibatch_samples": 8,
-        "eval.games": 2,
+        "rollout.max_response_tokens": 12, "wm.loss": "ce", "wm.max_tokens": 40, "policy.kl_coef": 0,
+        "policy.entropy_coef": 0.01, "policy.old_logp": "trainer", "optim.lr": 1e-2, "optim.epochs": 2,
+        "optim.minibatch_samples": 8, "eval.games": 2,
     }  # fmt: skip
     recipe = tmp_path / "empty.toml"
     recipe.write_text('[model]\npath = "-"\n')
-    paw_here("train", recipe, settings)
+    done = paw_here("train", recipe, settings)
+    paw_here("report", run)
+    # KL without a reference, the mask of a loss without one, an engine without a cache
+    absent, page = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}, (run / "report.html").read_text()
+    assert not lines(run / "metrics.jsonl")[-1].keys() & absent and "  kl " not in done.stdout
+    assert "policy/entropy" in page and not any(key in page for key in absent)
+    assert not (run / "plots" / "policy_kl.png").exists() and (run / "plots" / "policy_entropy.png").exists()
+
+    done = paw_here("train", recipe, settings | {"policy.kl_coef": 0.1, "run.updates": 2}, "--resume", "auto")
     _, first, second = lines(run / "metrics.jsonl")
     assert all(math.isfinite(v) for line in (first, second) for v in line.values())
     assert first["health/sampler_mismatch"] < 1e-4 and second["health/sampler_mismatch"] < 1e-4
-    assert second["policy/kl"] > 0 and second["policy/entropy"] > 1 and second["wm/loss"] > 0
+    assert "policy/kl" not in first and second["policy/kl"] > 0 and "  kl " in done.stdout
+    assert second["policy/entropy"] > 1 and second["wm/loss"] > 0
     before, after = load_file(model / "model.safetensors"), load_file(run / "hf" / "model.safetensors")
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert moved == list(before), "every weight gets a gradient"
     paw_here("rollout", run, "--tasks", 1, "--out", tmp_path / "out.jsonl", {"rollout.group_size": 2})
     turns = lines(tmp_path / "out.jsonl")
-    assert max(len(turn["response_ids"]) for turn in turns) == 12
+    assert max(len(turn["response_ids"]) for turn in turns) == 12 and "<think>" in turns[0]["prompt"]
     assert all(len(t["sampled_logp"]) == len(t["entropy"]) == len(t["response_ids"]) for t in turns)
     names = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
     assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
-    assert "<think>" in turns[0]["prompt"]
+
+
+def test_the_examples_of_the_python_page_run(quick, paw_env, tmp_path, monkeypatch):
+    load, brief = paw.load, quick | {"run.updates": 1, "eval.games": 2}
+    monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paw, "load", lambda recipe, **changes: load(recipe, **{**changes, **brief}))
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "page.py").write_text("\n".join(examples))
+    names = runpy.run_path("page.py")
+    assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html" and names["report"].is_file()
+    assert names["watched"].is_file() and names["watched"].parent.name == "watched"
+    monkeypatch.setitem(CALLBACKS, "report", "builtins:object")  # takes seconds, and two were written
+    assert paw.train(names["config"]).parent.name == "centred"

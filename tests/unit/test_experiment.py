@@ -110,7 +110,7 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
     stopped = jobs[0].directory / "metrics.jsonl"
     stopped.write_text("\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line))
     (jobs[1].directory / "run.json").write_text('{"ended": {"how": "stopped"}}')
-    assert [job.finished for job in jobs] == [False, False, True, True]
+    assert [bool(job.finished) for job in jobs] == [False, False, True, True]
     with pytest.raises(UserError, match=r"grpo-0 has optim.lr = 0.0005, not 0.001"):
         make_plan(tmp_path, run__updates="3", optim__lr="1e-3")
 

@@ -1,8 +1,10 @@
-"""`paw plan`: shapes, the memory's arithmetic, the fallbacks, and the refusal of what cannot fit."""
+"""`paw plan`: shapes, memory against a simulated update, the fallbacks, and the refusal of what cannot fit."""
 
 import importlib
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +13,10 @@ from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.fit import changed, check_fits, check_machine, get
 from paw.tools.plan import HEAD_BUFFER, Plan
-from paw.tools.shapes import SHAPES, from_config, shape_of
+from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+MEMORY, SIMULATION = (importlib.import_module(f"bench.{name}") for name in ("memory", "memory_simulation"))
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
 
@@ -160,6 +164,24 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
     check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
     with pytest.raises(UserError, match="does not fit"):
         check_machine(config, gpus=2, gpu_gib=None, on_host=2)
+
+
+@pytest.mark.slow
+def test_the_tracker_counts_what_the_allocator_does():
+    tree = {"model": {"path": "-", "dtype": "bfloat16", "checkpointing": "full"}, "optim": {"micro_batch_tokens": 1024}}
+    config, small = MEMORY.validate(tree, origin="test"), Shape(512, 256, 1024, 2, 4, 2, 64, tied=False)
+    found = SIMULATION.simulate(config, small, attention="sdpa")
+    assert found.update > found.step  # so that activations count
+    assert found.update == pytest.approx(SIMULATION.real_peak(config, small), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("Qwen2.5-1.5B", 1, "flash-adamw", "full"), ("Qwen2.5-1.5B", 8, "adamw", "full")])
+def test_the_plan_agrees_with_the_simulation(case):
+    config, shape = MEMORY.make_config(*case, 8192), replace(SHAPES[case[0]], layers=8)
+    wanted, found = MEMORY.predicted(config, shape, case[1]), SIMULATION.simulate(config, shape, case[1])
+    assert wanted["update"] == pytest.approx(found.update, rel=0.05)
+    assert wanted["step"] == pytest.approx(found.step, rel=0.05)
 
 
 def test_mistakes_are_one_line(capsys):

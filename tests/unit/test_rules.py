@@ -1,13 +1,19 @@
-"""Rules of the house that no linter has, held over every file of paw/ and kernels/.
+"""Rules of the house that no linter has, over every file of paw/ and kernels/; what is installed, and by what.
 
 Who may import what: import-linter's contracts in pyproject.toml. What runs code from files: ruff's S rules there.
 """
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(p for folder in ("paw", "kernels") for p in (ROOT / folder).rglob("*.py") if "build" not in p.parts)
@@ -17,6 +23,23 @@ LAZY = {  # library -> extra that installs it
     "rapidfuzz": "webshop", "bm25s": "search", "faiss": "search", "fastapi": "search", "uvicorn": "search",
     "httpx": "search", "pyarrow": "search", "openai": "agents",
 }  # fmt: skip
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+WANTED = {name: [Requirement(text) for text in texts] for name, texts in EXTRAS.items()}
+CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+ELSEWHERE = {"vllm", "trackers", "bench"}
+"""Extras that the tests on a CPU do without."""
+NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "loguru"}
+"""Imported where they are there: brought by torch's GPU builds, installed apart, or tau2's own."""
+PARTS = {"pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2", "huggingface_hub": "transformers"}
+"""Packages that another one, a dependency, pins."""
+RECORDER = """#!/bin/sh
+echo "$@" >> {log}
+case "$1" in
+  -c) exit {version} ;;
+  -m) [ "$2" != venv ] || {{ mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }} ;;
+esac
+"""
 
 
 def calls(text: str) -> list[ast.Call]:
@@ -47,13 +70,10 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
             assert f"paw-trainer[{LAZY[library]}]" in text, f"{name}: a UserError must name the extra of {library}"
 
 
-def test_files_are_short():
+def test_files_are_short_and_the_kernels_folder_is_no_package():
     lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
     assert lines["paw/train.py"] <= 300 and max(lines.values()) <= 400
-
-
-def test_the_kernels_folder_is_no_package():
-    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert "kernels/__init__.py" not in TEXTS
 
 
 def loaded_after(modules: list[str]) -> set[str]:
@@ -64,12 +84,9 @@ def loaded_after(modules: list[str]) -> set[str]:
     return {module.split(".")[0] for module in done.stdout.split()}
 
 
-def test_the_command_line_starts_without_torch():
+def test_the_command_line_and_environments_start_without_torch():
     light = ["paw", "paw.config", "paw.types", "paw.errors", "paw.cli"]
     assert loaded_after(light).isdisjoint({"torch", "transformers", "numpy", *LAZY})
-
-
-def test_environments_start_without_torch():
     modules = [n.removesuffix(".py").replace("/", ".") for n in TEXTS if n.startswith("paw/envs/")]
     modules = [m.removesuffix(".__init__") for m in modules if not m.endswith((".embedding", ".retrieval.dense"))]
     assert loaded_after(modules).isdisjoint({"torch", "transformers", *LAZY})
@@ -85,3 +102,50 @@ def test_a_runs_files_are_written_whole():
         if name.startswith(("paw/run", "paw/state/", "paw/model/")):
             called = {call.func.attr for call in calls(TEXTS[name]) if isinstance(call.func, ast.Attribute)}
             assert not {"write_text", "write_bytes", "savefig"} & called, name
+
+
+def test_dependencies_have_bounds_and_constraints_a_version_within_them():
+    """No address, no path, no local version such as +cpu: another machine installs from it too."""
+    for requirement in (requirement for wanted in WANTED.values() for requirement in wanted):
+        assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(requirement)
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in CONSTRAINTS)
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in CONSTRAINTS)}
+    assert len(pinned) == len(CONSTRAINTS) > 100 and "triton" not in pinned
+    for extra in WANTED.keys() - ELSEWHERE:
+        for requirement in WANTED[extra]:
+            version = pinned[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is not {version}"
+
+
+def test_what_is_imported_is_a_dependency():
+    """Not only something that a dependency brings along today."""
+    provided = packages_distributions()
+    named = {canonicalize_name(requirement.name) for wanted in WANTED.values() for requirement in wanted}
+    for path, text in TEXTS.items():
+        for node in ast.walk(ast.parse(text)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in {module.split(".")[0] for module in modules} - NOT_OURS - set(sys.stdlib_module_names):
+                packages = [PARTS.get(module, module), *provided.get(module, [])]
+                assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
+
+
+def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
+    def make(*words, version=0):
+        """`make train` with a Python that only writes down what it is asked to do: (exit code, stderr, that)."""
+        fake, log = tmp_path / "python", tmp_path / "log"
+        fake.write_text(RECORDER.format(log=log, version=version))
+        fake.chmod(0o755)
+        path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvidia-smi").exists())
+        command = ["make", "-C", ROOT, "train", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ, "PATH": path})
+        return done.returncode, done.stderr, log.read_text()
+
+    code, said, log = make(version=1)
+    assert code and "paw needs Python 3.11 or later" in said and "PYTHON=python3.11" in said
+    assert "pip" not in log and not (tmp_path / "venv").exists()
+    index = "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+    code, said, log = make()
+    assert code == 0 and index in said and "--index-url" not in log
+    code, said, log = make("-B", index)
+    assert code == 0 and "TORCH_INDEX" not in said and "--index-url https://download.pytorch.org/whl/cpu torch" in log

@@ -15,8 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from paw.config import Config
-from paw.errors import UserError
-from paw.files import cause, write_file
+from paw.files import write_file, writing
 
 PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
     Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
@@ -128,13 +127,11 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
 
 def write(out: Path, name: str, *, text: str, records: Sequence[Record], figure: Any, summary: Any = None) -> None:
     """NAME.md, NAME.csv and NAME.png, summary.json where there is one; prints the text and the names."""
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         write_file(out / f"{name}.md", text)
         write_csv(out / f"{name}.csv", records)
         write_file(out / f"{name}.png", partial(figure.savefig, dpi=150))
         if summary is not None:
             write_file(out / "summary.json", json.dumps(summary, indent=1, default=asdict))
-    except OSError as error:
-        raise UserError(f"--out {out}: {cause(error)}") from None
     print(f"{text}\n{out / name}.md, .csv, .png")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from paw.config import Config
 from paw.errors import UserError, to_stderr
+from paw.files import writing
 from paw.recipe import load
 from paw.tools.rundir import Run, load_run
 
@@ -68,11 +69,11 @@ class Job:
     words: tuple[str, ...]
 
     @property
-    def finished(self) -> bool:
+    def finished(self) -> Run | None:
+        """Its run, if that ended by itself; a report it may lack."""
         with suppress(UserError):  # not begun
             run = load_run(self.directory)
-            return run.finished and run.updates >= self.updates
-        return False
+            return run if run.finished and run.updates >= self.updates else None
 
     @property
     def log(self) -> Path:
@@ -144,8 +145,9 @@ def conduct(
     if not options.report_only:
         train(jobs, at_once=options.jobs)
     runs: Runs = {variant: {} for variant in variants}
-    for job in (job for job in jobs if job.finished):
-        runs[job.variant][job.seed] = load_run(job.directory)
+    for job in jobs:
+        if run := job.finished:
+            runs[job.variant][job.seed] = run
     if not runs[base := next(iter(variants))]:
         raise UserError(f"--report-only: no finished run of variant '{base}' in {options.out / 'runs'}")
     return {variant: found for variant, found in runs.items() if found}
@@ -238,12 +240,10 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
     metrics = job.directory / "metrics.jsonl"
-    try:
+    with writing(job.directory, "; set --out"):
         job.directory.parent.mkdir(parents=True, exist_ok=True)
         resume = ["--resume", "auto"] if metrics.is_file() and metrics.stat().st_size else []
         command = [sys.executable, "-m", "paw", *job.words, *resume]
         with job.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches it once, through `train`.
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    except OSError as error:
-        raise UserError(f"cannot write {job.directory}: {error.strerror}; set --out") from None
