@@ -5,6 +5,7 @@ and games.
 """
 
 import argparse
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -33,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, help in EXPERIMENTS.items():
         sub = experiments.add_parser(name, help=help, description=help)
         add = sub.add_argument
-        runs.add_arguments(sub, seeds="3" if name == "sweep" else "5", out=name)
+        sub.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
+        add("recipe", help="name of a packaged recipe, or a .toml file")
+        which = {"help": "how many, or which: 0-4,7 (default: %(default)s)", "type": runs.parse_seeds, "metavar": "N"}
+        add("--seeds", default="3" if name == "sweep" else "5", **which)
+        add("--out", type=Path, default=Path(name), help="folder to write (default: %(default)s)")
+        add("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
+        add("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
+        add("--report-only", action="store_true", help="train nothing, use what is finished")
         if name == "sweep":
             for key, what in {"alpha": "shares of turns that are targets", "rho": "highest p not masked"}.items():
                 add(f"--{key}", default=SWEPT[key], metavar="X,Y", help=f"{what} (default: %(default)s)")
@@ -43,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add("--variants", "--arms", default=default, metavar="A,B", help=named)
         own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
         add("--variant", "--arm", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
-        more = "seeds of the first two variants, if they are to have more"
-        add("--pair-seeds", type=runs.parse_seeds, default=[], metavar="N", help=more)
+        which["help"] = "seeds of the first two variants, if they are to have more"
+        add("--pair-seeds", default=[], **which)
         listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
         add("--list", action="version", version=listing, help="print the named variants")
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -67,8 +75,8 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
         title, paper = "Sparse reward", {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
         if name == "compare":
             title, paper = "Comparison", results.paper_columns(load(recipe, overrides))
-    seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
-    seeds |= {variant: sorted({*options.seeds, *pair_seeds}) for variant in list(variants)[:2]}
+    seeds = dict.fromkeys(variants, options.seeds)
+    seeds |= dict.fromkeys(list(variants)[:2], sorted({*options.seeds, *pair_seeds}))
     found = runs.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 

@@ -6,7 +6,6 @@ its checkpoint.
 """
 
 import argparse
-import difflib
 import re
 import shlex
 import signal
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paw.config import Config
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, nearest, to_stderr
 from paw.files import writing
 from paw.recipe import load
 from paw.tools.rundir import Run, load_run
@@ -80,31 +79,15 @@ class Job:
         return self.directory.with_name(f"{self.directory.name}.log")
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, seeds: str, out: str) -> None:
-    """The options that every experiment has."""
-    add = parser.add_argument
-    add("recipe", help="name of a packaged recipe, or a .toml file")
-    help = "how many, or which: 0-4,7 (default: %(default)s)"
-    add("--seeds", type=parse_seeds, default=seeds, metavar="N", help=help)
-    add("--out", type=Path, default=Path(out), help="folder to write (default: %(default)s)")
-    add("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
-    add("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
-    add("--report-only", action="store_true", help="train nothing, use what is finished")
-    parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
-
-
 def parse_seeds(text: str) -> list[int]:
     """ "5" is 0 to 4; a list names seeds: "0-4,7"."""
-    if text.isdecimal():
-        seeds = list(range(int(text)))
-    elif re.fullmatch(r"\d+(-\d+)?(,(\d+(-\d+)?)?)*", text):
+    seeds = range(int(text)) if text.isdecimal() else []
+    if not text.isdecimal() and re.fullmatch(r"\d+(-\d+)?(,(\d+(-\d+)?)?)*", text):
         ends = [part.split("-") for part in text.split(",") if part]
-        seeds = sorted({seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)})
-    else:
-        seeds = []
+        seeds = {seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)}
     if not seeds:
         raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-4,7")
-    return seeds
+    return sorted(seeds)
 
 
 def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
@@ -115,8 +98,7 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
     named = []
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in VARIANTS:
-            near = difflib.get_close_matches(name, VARIANTS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(VARIANTS)}"
+            hint = nearest(name, VARIANTS) or f"there are: {', '.join(VARIANTS)}"
             raise UserError(f"--variants: unknown variant '{name}': {hint} (or give your own with --variant)")
         named.append(f"{name}: {VARIANTS[name][0]}")
     found: dict[str, Overrides] = {}
@@ -124,8 +106,7 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
         name, colon, rest = text.partition(":")
         pairs = [word.partition("=") for word in shlex.split(rest)]
         if not colon or not re.fullmatch(r"[\w.+=-]+", name) or not all(equals for _, equals, _ in pairs):
-            example = "'loud: wm.scale=10 wm.loss=mae'"
-            raise UserError(f"--variant '{text}': give a name and what it changes, such as {example}")
+            raise UserError(f"--variant '{text}': give a name and what it changes, such as 'loud: wm.scale=10'")
         if name in found:
             raise UserError(f"variant '{name}' is there twice")
         found[name] = {key: value for key, _, value in pairs}
@@ -166,9 +147,8 @@ def plan(
     for key in overrides:
         if key in OWN:
             raise UserError(f"--{key}: the experiment sets it; see --seeds and --out")
-        if setter := next((variant for variant, keys in variants.items() if key in keys), None):
-            advice = "leave it out, or write that variant yourself with --variant"
-            raise UserError(f"--{key} is what variant '{setter}' sets; {advice}")
+        if setters := [variant for variant, keys in variants.items() if key in keys]:
+            raise UserError(f"--{key} is what variant '{setters[0]}' sets; leave it out, or write a --variant yourself")
     jobs = []
     common = {"run.threads": "1"} if options.jobs > 1 else {}
     for seed in sorted({seed for chosen in seeds.values() for seed in chosen}):
