@@ -62,7 +62,7 @@ constraints:  ## renew constraints.txt by the newest versions that pyproject.tom
 	mv build/constraints.txt constraints.txt
 
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
-	$(PY) tests/attack/soak.py $(ARGS)
+	PAW_SOAK="200 60" $(PY) -m pytest -s tests/attack/test_soak.py $(ARGS)
 
 docs: $(VENV)/.test  ## the pages of docs/ as a site in build/site; a warning is an error
 	$(VENV)/bin/mkdocs build -q --strict

@@ -29,7 +29,7 @@ from paw.rollout.engines.base import Engine
 from paw.rollout.episode import find_agent
 from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, TrainState
+from paw.state.train_state import Learner
 
 if TYPE_CHECKING:
     from paw.algo.critic import Critic
@@ -50,7 +50,7 @@ class Parts:
     """The policy itself where none is needed; with LoRA, which has its adapters switched off for it."""
     critic: "Critic | None"
     engine: Engine
-    state: TrainState
+    learners: list[Learner]
     encode_observation: Callable[[str], list[int]]
     info: dict[str, Any]
     """Of run.json: start (the model it began from), backend of the head, warmup_s."""
@@ -198,7 +198,7 @@ def build(
         reference=reference,
         critic=critic,
         engine=engine,
-        state=TrainState(learners),
+        learners=learners,
         # environments repeat themselves
         encode_observation=lru_cache(65536)(lambda text: chat.observation_ids(text, config.wm.max_tokens)),
         info=info,

@@ -132,15 +132,14 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.recipe import load_named, warnings
-    from paw.state import signals
-    from paw.state.claim import check_claim, run_names
+    from paw.state.claim import check_free, run_names
 
     resume, numbered = options.resume, "run.name" not in overrides
     config = load_named(options.recipe, overrides)
+    name = next(run_names(config, resume=resume, numbered=numbered))
     if options.dry_run:
         from paw.tools.reference import explain
 
-        name = next(run_names(config, resume=resume)) if numbered else config.run.name
         print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
         for line in warnings(config):
             to_stderr(line)
@@ -150,7 +149,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
     # What needs no model is checked before torch is loaded, which takes seconds.
     if "RANK" not in os.environ:  # a rank's directory is that of rank 0, maybe of another machine
-        check_claim(config, resume=resume, numbered=numbered)
+        check_free(config.run.dir / name, resume=resume)
     data = getattr(config.env, "data", None)
     if data and not data.expanduser().exists():
         from paw.envs import make_factory
@@ -168,15 +167,14 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         from paw.model.launcher import die_with_launcher
 
         die_with_launcher()
-    with signals.leaving_at_once():
-        if options.gpus != 1:
-            from paw.model.launcher import launch
+    if options.gpus != 1:
+        from paw.model.launcher import launch
 
-            words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-            return launch(options.gpus, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
-        from paw.train import train
+        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
+        return launch(options.gpus, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
+    from paw.train import train
 
-        report = train(config, resume=resume, numbered=numbered)
+    report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
         print(f"report: {report}")
     return 0

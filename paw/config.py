@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paw.errors import UserError
-from paw.keys import keys_of, section_type
+from paw.keys import flatten, keys_of, section_type
 from paw.tool_config import EndpointConfig, RwmlConfig, WarmupConfig
 from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
 
@@ -297,7 +297,7 @@ class Config(Section):
             return table
         base: Any = cls.model_fields[str(info.field_name)].annotation
         try:
-            return section_type(base, table).model_validate(table)
+            return section_type(base, table.get(base.KEY)).model_validate(table)
         except UserError as error:
             name = table.get(base.KEY, base.model_fields[base.KEY].default)
             raise _problem("plugin", str(error).removeprefix(f"'{name}': "), (base.KEY,), name) from None
@@ -305,11 +305,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _applies(cls, tree: Any) -> Any:
-        for dotted, key in (keys_of(cls, tree) if isinstance(tree, dict) else {}).items():
-            section, leaf = dotted.split(".", 1)
-            table = tree.get(section)
-            if key.needs and isinstance(table, dict) and leaf in table and table[leaf] != key.field.default:
-                raise _problem("only", f"it needs {key.needs}", (section, leaf), table[leaf])
+        flat = flatten(tree) if isinstance(tree, dict) else {}
+        for key, known in keys_of(cls, flat).items():
+            if known.needs and flat.get(key, known.field.default) != known.field.default:
+                raise _problem("only", f"it needs {known.needs}", tuple(key.split(".")), flat[key])
         return tree
 
     @model_validator(mode="after")

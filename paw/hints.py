@@ -5,7 +5,7 @@ from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError, clean, nearest
-from paw.keys import built_in, keys_of, own_fields
+from paw.keys import Flat, built_in, keys_of, own_fields
 
 SYNONYMS = {
     "optim.lr": "actor_lr learning_rate", "optim.betas": "adam_beta1 adam_beta2",
@@ -46,14 +46,14 @@ LEFT = {
 """Keys of older versions that were removed, and why."""
 
 
-def unknown_key(key: str, value: Any, tree: dict[str, Any], *, origin: str, dashes: str = "") -> UserError:
-    """The error of a key of the tables `tree` that is unknown, or does not apply."""
+def unknown_key(key: str, value: Any, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
+    """The error of a key that is unknown, or does not apply beside the others of `flat`."""
     if key in MOVED and isinstance(value, dict) and value:
         key += f".{next(iter(value))}"  # of a section that moved, the first key
-    return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, tree)}")
+    return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, flat)}")
 
 
-def hint(key: str, tree: dict[str, Any]) -> str:
+def hint(key: str, flat: Flat) -> str:
     """What was meant, as the end of a line, or "": where it went, which choice has it, the nearest.
 
     A right name in the wrong section comes before a similar one.
@@ -63,7 +63,7 @@ def hint(key: str, tree: dict[str, Any]) -> str:
     section, _, rest = key.partition(".")
     if moved := MOVED.get(key) or (section in MOVED and f"{MOVED[section]}.{rest}".rstrip(".")):
         return f"; it is '{moved}' now"
-    keys, leaf = keys_of(Config, tree), key.rpartition(".")[2]
+    keys, leaf = keys_of(Config, flat), key.rpartition(".")[2]
     if (found := keys.get(key)) and found.needs:
         return f"; it needs {found.needs}"
     if others := [choice for choice, own in plugin_keys() if key in own]:

@@ -1,6 +1,7 @@
-"""Keys of a configuration: which there are, and which of them apply."""
+"""Keys of a configuration: tables as dotted keys, which keys there are, and which of them apply."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
@@ -9,6 +10,10 @@ from paw import plugins
 from paw.errors import UserError
 from paw.values import Only, PluginSection, Section
 
+DEPTH = 3
+"""Parts of a key at most: what lies deeper is a value."""
+Flat = dict[str, Any]
+"""{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
 """(dotted key, field, what it needs to apply)."""
 
@@ -21,11 +26,34 @@ class Key(NamedTuple):
     """What is lacking for it to apply."""
 
 
-def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
-    """`base`, with the keys of the plug-in that the table names. Raises UserError where there is no such plug-in."""
+def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:
+    """Tables within one another as dotted keys; an empty table is a value."""
+    flat: Flat = {}
+    for name, value in dict(tree).items():
+        key = f"{prefix}{name}"
+        deeper = value if isinstance(value, dict | Section) and key.count(".") < DEPTH - 1 else {}
+        flat |= flatten(deeper, f"{key}.") or {key: value}
+    return flat
+
+
+def nested(flat: Flat) -> dict[str, Any]:
+    """Dotted keys as tables within one another; below a value that is no table there are none."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *tables, leaf = key.split(".", DEPTH - 1)
+        table: Any = tree
+        for part in tables:
+            table = table.setdefault(part, {}) if isinstance(table, dict) else table
+        if isinstance(table, dict):
+            table[leaf] = value
+    return tree
+
+
+def section_type(base: type[Section], name: Any) -> type[Section]:
+    """`base`, with the keys of the plug-in of that name, None the default. UserError where there is no such plug-in."""
     if not issubclass(base, PluginSection):
         return base
-    name = table.get(base.KEY, base.model_fields[base.KEY].default)
+    name = base.model_fields[base.KEY].default if name is None else name
     if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
         return base
     if target := plugins.SETTINGS.get(f"{base.KIND}.{name}"):
@@ -33,22 +61,26 @@ def section_type(base: type[Section], table: dict[str, Any]) -> type[Section]:
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 
 
-def keys_of(config: type[Section], tree: dict[str, Any]) -> dict[str, Key]:
-    """Every dotted key of the sections that the tables choose, in order; of a plug-in that is not there, none."""
-    types: dict[str, type[Section]] = {}
-    for section, field in config.model_fields.items():
+def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
+    """Every dotted key of the sections that the values choose, in order; a plug-in that is not there has none."""
+    rows: dict[str, tuple[FieldInfo, list[Only]]] = {}
+    for section, field in (config if isinstance(config, type) else type(config)).model_fields.items():
         base: Any = field.annotation
-        table = tree.get(section, {})
-        types[section] = type(table) if isinstance(table, Section) else base
-        if isinstance(table, dict):
-            try:
-                types[section] = section_type(base, table)
-            except UserError:
-                continue  # said when the section itself is validated
+        made = base
+        with suppress(UserError):  # said when the section itself is validated
+            chosen = flat.get(f"{section}.{getattr(base, 'KEY', '')}")
+            made = section_type(base, chosen) if isinstance(config, type) else type(getattr(config, section))
+        rows |= {dotted: (leaf, needs) for dotted, leaf, needs in fields(section, made)}
+
+    def holds(need: Only) -> bool:
+        if need.key not in rows:
+            return True
+        value = flat.get(need.key, rows[need.key][0].default)
+        return value in need.values if need.values else bool(value)
+
     return {
-        dotted: Key(field, next((need for need in needs if not _holds(need, tree, types)), None))
-        for section, made in types.items()
-        for dotted, field, needs in fields(section, made)
+        dotted: Key(field, next((need for need in needs if not holds(need)), None))
+        for dotted, (field, needs) in rows.items()
     }
 
 
@@ -65,15 +97,6 @@ def fields(prefix: str, section: type[Section]) -> Iterator[Row]:
             yield f"{prefix}.{name}", field, needs
 
 
-def _holds(need: Only, tree: dict[str, Any], types: dict[str, type[Section]]) -> bool:
-    section, leaf = need.key.split(".")
-    if leaf not in types[section].model_fields:
-        return True
-    table, default = tree.get(section), types[section].model_fields[leaf].default
-    value = table.get(leaf, default) if isinstance(table, dict) else getattr(table, leaf, default)
-    return value in need.values if need.values else bool(value)
-
-
 def built_in(base: Any) -> Iterable[str]:
     """The built-in plug-ins of a section that have keys beside its own."""
     return plugins.BUILT_IN[base.KIND] if issubclass(base, PluginSection) and not base.WITHIN else ()
@@ -82,4 +105,4 @@ def built_in(base: Any) -> Iterable[str]:
 def own_fields(section: str, base: Any, name: str) -> list[Row]:
     """The keys that a built-in plug-in adds to its section."""
     common = {dotted for dotted, _, _ in fields(section, base)}
-    return [row for row in fields(section, section_type(base, {base.KEY: name})) if row[0] not in common]
+    return [row for row in fields(section, section_type(base, name)) if row[0] not in common]

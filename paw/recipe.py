@@ -8,7 +8,6 @@ unknown key is an error that says what was meant. No torch here.
 """
 
 import tomllib
-from collections.abc import Container
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from paw import plugins
 from paw.config import Config
 from paw.errors import UserError, clean, nearest, shown
-from paw.keys import Key, keys_of
+from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -50,8 +49,8 @@ def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
 
     Raises UserError for whatever is unknown, malformed or out of range.
     """
-    tree, origins = read_recipe(str(recipe))
-    return override(tree, overrides or {}, origin=str(recipe), origins=origins)
+    flat, origins = read_recipe(str(recipe))
+    return override(flat, overrides or {}, origin=str(recipe), origins=origins)
 
 
 def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
@@ -62,21 +61,21 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": Path(recipe).stem})})
 
 
-def override(tree: dict[str, Any], overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
-    """The Config of a recipe's tables under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    given: dict[str, dict[str, Any]] = {}
-    for key, value in overrides.items():
-        section, _, leaf = key.partition(".")
-        given.setdefault(section, {})[leaf] = _named(value)
-        if not isinstance(tree.get(section, {}), dict):
-            found = f"{section} = {shown(tree[section])}"
-            raise UserError(f"command line: --{key} does not fit the recipe's {found}, which is no table")
-    chosen = _merge(tree, given, leaves=())  # what plug-ins are chosen decides which keys there are
-    keys, layer = keys_of(Config, chosen), dict[str, Any]()
-    for section, table in given.items():
-        for leaf, value in table.items():
-            _set(layer, f"{section}.{leaf}", value, keys, chosen)
-    return validate(layered(tree, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
+def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
+    """The Config of a recipe's keys under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
+    given = {key: _named(value) for key, value in overrides.items()}
+    keys, layer = keys_of(Config, flat | given), Flat()  # what plug-ins are chosen decides which keys there are
+    for key, value in given.items():
+        table = key.rpartition(".")[0]
+        if key not in keys and not (table in keys and get_origin(keys[table].field.annotation) is dict):
+            from paw.hints import unknown_key
+
+            raise unknown_key(key.rstrip("."), value, flat | given, origin="command line", dashes="--")
+        if isinstance(value, str):
+            value = _parsed(value, keys[key].field.annotation if key in keys else None)
+        flat = {old: kept for old, kept in flat.items() if not old.startswith(f"{key}.")}  # a table as a whole
+        layer |= flatten({key: value})
+    return validate(layered(flat, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
 
 
 def _named(value: Any) -> Any:
@@ -86,34 +85,21 @@ def _named(value: Any) -> Any:
     return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
 
 
-def _set(layer: dict[str, Any], key: str, value: Any, keys: dict[str, Key], tree: dict[str, Any]) -> None:
-    """Put an override into the layer: a TOML value, or a bare word; `none` where a key may be left unset."""
-    tables = (known for known, found in keys.items() if get_origin(found.field.annotation) is dict)
-    inside = next((known for known in tables if key.startswith(f"{known}.")), None)
-    if key not in keys and inside is None:
-        from paw.hints import unknown_key
-
-        raise unknown_key(key.rstrip("."), value, tree, origin="command line", dashes="--")
-    kind = keys[inside or key].field.annotation
-    if isinstance(value, str):
-        text = value
-        value = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
-        with suppress(ValueError, RecursionError):
-            parsed = tomllib.loads(f"value = {text}")
-            value = parsed["value"] if len(parsed) == 1 else text
-        if text.lower() == "none" and type(None) in get_args(kind):
-            value = None
-        elif kind in (str, Path) and not isinstance(value, str):
-            value = text  # a name that looks like a number or a date
-    if inside:  # --model.chat_template_kwargs.enable_thinking false
-        before = get(layer, inside) or get(tree, inside)
-        value = {**(before if isinstance(before, dict) else {}), key.removeprefix(f"{inside}."): value}
-    put(layer, inside or key, value)
+def _parsed(text: str, kind: Any) -> Any:
+    """A TOML value, or a bare word; `none` where a key may be left unset."""
+    if text.lower() == "none" and type(None) in get_args(kind):
+        return None
+    value: Any = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
+    with suppress(ValueError, RecursionError):
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    # a name that looks like a number or a date
+    return text if kind in (str, Path) and not isinstance(value, str) else value
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
-    """Build a Config from nested dicts; the first problem becomes a one-line UserError, which names where the key comes
-    from by `origins`, or `origin`; of several keys at once, the command line's.
+    """Build a Config from tables or dotted keys; the first problem becomes a one-line UserError. It names where the key
+    comes from, by `origins`, or `origin`; of several keys at once, the command line's.
     """
 
     def where(key: str, message: str = "") -> str:
@@ -121,16 +107,16 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         return "command line" if "command line" in found else (found or [origin])[-1]
 
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(nested(flatten(tree)))
     except ValidationError as error:
         problems = error.errors()
     kind, value, key = problems[0]["type"], problems[0]["input"], _dotted(problems[0]["loc"])
     if kind in ("extra_forbidden", "only"):
         from paw.hints import unknown_key
 
-        raise unknown_key(key, value, tree, origin=where(key))
+        raise unknown_key(key, value, flatten(tree), origin=where(key))
     if kind == "missing" and isinstance(problems[0]["loc"][-1], str):
-        key = next((known for known in keys_of(Config, tree) if known.startswith(f"{key}.")), key)
+        key = next((known for known in keys_of(Config, flatten(tree)) if known.startswith(f"{key}.")), key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
     reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
     message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
@@ -150,11 +136,9 @@ def dump(config: Config) -> str:
 
 def as_tree(config: Config) -> dict[str, Any]:
     """The keys that apply and are set, as nested dicts of plain values."""
-    plain, tree = config.model_dump(mode="json", exclude_none=True), {}
-    for dotted, key in known_keys(config).items():
-        if not key.needs and (value := get(plain, dotted)) is not None:
-            put(tree, dotted, value)
-    return tree
+    plain = config.model_dump(mode="json", exclude_none=True)
+    values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
+    return nested({key: value for key, value in values.items() if value is not None})
 
 
 def warnings(config: Config) -> list[str]:
@@ -169,70 +153,36 @@ def warnings(config: Config) -> list[str]:
 
 def known_keys(config: Config) -> dict[str, Key]:
     """Every dotted key of a configuration's sections, those that do not apply too."""
-    return keys_of(Config, {section: getattr(config, section) for section in Config.model_fields})
+    return keys_of(config, flatten(config))
 
 
-def layered(tree: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    """The layer over the tree, without the keys of the tree that no longer apply."""
-    before = keys_of(Config, tree)
-    merged = _merge(tree, layer, leaves=before)
-    after = keys_of(Config, merged)
-    for dotted, key in before.items():
-        if not key.needs and (dotted not in after or after[dotted].needs) and get(layer, dotted, _ABSENT) is _ABSENT:
-            table, _, leaf = dotted.rpartition(".")
-            if isinstance(found := get(merged, table), dict):
-                found.pop(leaf, None)
-    return merged
-
-
-def _merge(old: dict[str, Any], new: dict[str, Any], *, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
-    """A copy of `old` under the values of `new`; a leaf is replaced as a whole, a table or not."""
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in old.items()}
-    for key, value in new.items():
-        before, dotted = merged.get(key), f"{prefix}{key}"
-        if isinstance(before, dict) and isinstance(value, dict) and dotted not in leaves:
-            value = _merge(before, value, leaves=leaves, prefix=f"{dotted}.")
-        merged[key] = value
-    return merged
-
-
-_ABSENT: Any = object()
-
-
-def get(tree: Any, dotted: str, default: Any = None) -> Any:
-    """What nested dicts hold under a dotted key."""
+def get(tree: Any, dotted: str) -> Any:
+    """What nested dicts hold under a dotted key, or None."""
     for part in dotted.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return default
-        tree = tree[part]
+        tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
-def put(tree: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
-    """The tree itself, with a value under a dotted key."""
-    top = tree
-    *tables, leaf = dotted.split(".")
-    for part in tables:
-        tree = tree.setdefault(part, {})
-    tree[leaf] = value
-    return top
+def layered(flat: Flat, layer: Flat) -> Flat:
+    """The layer over other keys, without those of them that no longer apply."""
+    before, merged = keys_of(Config, flat), flat | layer
+    after = keys_of(Config, merged)
+    gone = {key for key, known in before.items() if not known.needs and (key not in after or after[key].needs)}
+    return {key: value for key, value in merged.items() if key in layer or key not in gone}
 
 
-def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tables of a recipe, by name or path, over those of its bases; and the recipe each dotted key comes from."""
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for origin, tables in _lineage(recipe):
-        tree = layered(tree, tables)
-        for section, table in tables.items():
-            keys = [f"{section}.{leaf}" for leaf in table] if isinstance(table, dict) else [section]
-            origins |= dict.fromkeys(keys, origin)
-    return tree, origins
+def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
+    """The keys of a recipe, by name or path, over those of its bases; and the recipe each comes from."""
+    flat, origins = Flat(), dict[str, str]()
+    for origin, layer in _lineage(recipe):
+        flat = layered(flat, layer)
+        origins |= dict.fromkeys(layer, origin)
+    return flat, origins
 
 
-def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, tables) of a recipe after those of its bases, in the order in which they override one another."""
-    layers: list[tuple[str, dict[str, Any]]] = []
+def _lineage(recipe: str) -> list[tuple[str, Flat]]:
+    """(origin, keys) of a recipe after those of its bases, in the order in which they override one another."""
+    layers: list[tuple[str, Flat]] = []
 
     def add(name: str, by: str, folder: Path, heirs: tuple[str, ...]) -> None:
         origin, key, tables = name, name, _packaged(name)
@@ -255,7 +205,7 @@ def _lineage(recipe: str) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{origin}: base = {shown(tables['base'])}: {takes}")
         for base in bases:
             add(base, f"{origin}: base: ", folder, (*heirs, key))
-        layers.append((origin, {section: table for section, table in tables.items() if section != "base"}))
+        layers.append((origin, flatten({section: table for section, table in tables.items() if section != "base"})))
 
     add(recipe, "", Path(), ())
     return layers

@@ -33,6 +33,7 @@ from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
+from paw.state.train_state import save
 from paw.types import Sample
 
 STARTING_OVER = -1
@@ -49,6 +50,10 @@ class Run(Parts):
     """Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `failed`."""
     signal: StopSignal
+    step: int = 0
+    """Updates done; the weight version."""
+    saved: int = 0
+    """The step of the newest checkpoint."""
     log: MetricsLog | None = None
     """Of rank 0, as `record` is."""
     record: RunRecord | None = None
@@ -62,26 +67,12 @@ class Run(Parts):
     """Whether it has not ended in order."""
 
     @property
-    def step(self) -> int:
-        """Updates done; the weight version."""
-        return self.state.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.state.step = step
-
-    @property
-    def saved(self) -> int:
-        """The step of the newest checkpoint."""
-        return self.state.saved
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.state.optimizer
+        return self.learners[0].optimizer
 
     @property
     def guard(self) -> UpdateGuard:
-        return self.state.guard
+        return self.learners[0].guard
 
     def call(self, hook: str, *given: Any) -> None:
         """Call the hook of every callback that has it."""
@@ -205,7 +196,8 @@ class Run(Parts):
         if self.log:
             self.log.sync()
         with self.ranks.phase("save"):
-            self.state.save(self.directory / "checkpoints", self.ranks, keep=self.config.run.keep)
+            save(self.learners, self.step, self.directory / "checkpoints", self.ranks, keep=self.config.run.keep)
+        self.saved = self.step
         if self.record:
             self.record.write()
 
@@ -281,7 +273,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         from paw.state.restore import restore
 
         chosen = "" if resume == "auto" else resume
-        path = restore(run.state, directory / "checkpoints", ranks, warn=run.say, chosen=chosen)
+        path = restore(run, directory / "checkpoints", warn=run.say, chosen=chosen)
         run.say(f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over")
     if ranks.first:
         with writing(directory / "config.toml"):

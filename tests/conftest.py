@@ -14,9 +14,7 @@ import pytest
 
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken by the other workers
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are taken by other workers, and by children
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is no folder is tried for a minute else
 
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
@@ -24,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is n
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forked import FORKS, Child
+from forked import Child
 
 from paw.cli import main
 from paw.plugins import CALLBACKS
@@ -61,34 +59,26 @@ def paw_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`paw(*words, code=0, **options)` runs the command line to its end; a mapping among the words is overrides.
+    """`paw(*words, code=0)` runs the command line, without a report; a mapping among the words is overrides."""
 
-    Forked, and without the report that takes a process of its own. `alone`, or with `options` of subprocess.Popen: as
-    users start it, with the report.
-    """
-
-    def run(
-        *words: Any, code: int | None = 0, timeout: float = 300, env: dict[str, str] | None = None, cwd: Any = ".",
-        alone: bool = False, **options: Any,
-    ):  # fmt: skip
-        environment, cwd = {**paw_env, **(env or {})}, str(Path(cwd).absolute())
+    def run(*words: Any, code: int | None = 0, env: dict[str, str] | None = None):
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            if alone or options or "PYTHONPATH" in (env or {}):
-                files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-                child = subprocess.Popen(command(*words), env=environment, cwd=cwd, **files, **options)
-            else:
-                files = {"out": out.fileno(), "err": err.fileno()}
-                child = FORKS.start(command(*words)[3:], env=environment, cwd=cwd, report=False, **files)
+            files = {"out": out.fileno(), "err": err.fileno()}
+            child = Child(command(*words)[3:], env={**paw_env, **(env or {})}, cwd=str(Path.cwd()), **files)
             try:
-                returned = child.wait(timeout)
+                returned = child.wait()
             finally:
                 child.kill()
             out.seek(0), err.seek(0)
             done = subprocess.CompletedProcess(words, returned, out.read(), err.read())
-        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        return checked(done, code)
 
     return run
+
+
+def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
+    assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 @pytest.fixture
@@ -99,15 +89,13 @@ def paw_here(paw_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: py
         threads = torch.get_num_threads()
         with monkeypatch.context() as patch:
             patch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
-            patch.setitem(CALLBACKS, "report", "builtins:object")  # takes seconds; the runs of `paw` have theirs
+            patch.setitem(CALLBACKS, "report", "builtins:object")
             if cwd:
                 patch.chdir(cwd)
             capfd.readouterr()
             returned = main(command(*words)[3:])
         torch.set_num_threads(threads)
-        done = subprocess.CompletedProcess(words, returned, *capfd.readouterr())
-        assert code is None or returned == code, f"exit {returned}\n{done.stdout}\n{done.stderr}"
-        return done
+        return checked(subprocess.CompletedProcess(words, returned, *capfd.readouterr()), code)
 
     return run
 
@@ -120,8 +108,7 @@ def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[...,
     def start(*words: Any) -> Child:
         ours, theirs = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        files = {"out": nowhere, "err": theirs}
-        child = FORKS.start(command(*words)[3:], env=paw_env, cwd=str(tmp_path), report=True, **files)
+        child = Child(command(*words)[3:], env=paw_env, cwd=str(tmp_path), out=nowhere, err=theirs)
         os.close(theirs), os.close(nowhere)
         child.stderr = os.fdopen(ours, errors="replace")
         started.append(child)
@@ -150,10 +137,11 @@ def quick() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def quick_run(paw: Callable[..., Any], quick: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished quickstart run of two updates; read only."""
+def quick_run(paw_env: dict[str, str], quick: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished quickstart run of two updates, as users start it, with its report; read only."""
     folder = tmp_path_factory.mktemp("runs")
-    paw("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"}, alone=True)
+    words = command("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"})
+    checked(subprocess.run(words, env=paw_env, capture_output=True, text=True), 0)
     return folder / "first"
 
 
@@ -182,23 +170,9 @@ def tiny_llm() -> Callable[..., Path]:
 
 
 def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) -> Path:
-    import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    kinds = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.1}
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -211,25 +185,23 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
     backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = template
-    config, model = kinds[kind]
-    torch.manual_seed(0)
-    lm = model(
-        config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=positions,
-            tie_word_embeddings=kind == "qwen3",
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **(experts if kind == "qwen3_moe" else {}),
-        )
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=positions,
+        tie_word_embeddings=kind == "qwen3",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **(experts if kind == "qwen3_moe" else {}),
     )
-    lm.save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

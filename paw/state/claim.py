@@ -22,7 +22,7 @@ WAIT_S = 0.5
 
 
 class InUseError(UserError):
-    """The folder is another living process's."""
+    """The folder is another run's, or another living process's."""
 
 
 def lock(folder: Path) -> IO[str]:
@@ -74,17 +74,15 @@ def _written(path: Path) -> str:
 def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
     """Make and lock the directory of a new run, or lock that of the run to resume; (its name, the lock).
 
-    `numbered` takes the name as a stem, see `run_names`. Raises UserError where the directory holds another run, is in
-    use, or has none to resume.
+    Raises UserError where the directory holds another run, is in use, or has none to resume.
     """
-    for name in run_names(config, resume=resume) if numbered else [config.run.name]:
+    for name in run_names(config, resume=resume, numbered=numbered):
         directory = config.run.dir / name
         try:
-            if resume:
-                _check_resumable(directory, resume)
-            else:
+            if not resume:
                 directory.mkdir(parents=True, exist_ok=True)
                 fsync(directory.parent)
+            check_free(directory, resume=resume)
             held = lock(directory)
         except InUseError:
             if resume or not numbered:
@@ -93,51 +91,39 @@ def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]
         except (OSError, ValueError) as error:
             why = cause(error)
             raise UserError(f"cannot create the run directory {directory}: {why}; set --run.dir") from None
-        if resume or not _begun(directory):
-            for leftover in directory.glob(".tmp_*_*"):  # of a file that a kill kept from being renamed
-                with suppress(OSError):
-                    leftover.unlink()
-            return name, held
-        held.close()
-        if not numbered:
-            raise _taken(directory)
+        for leftover in directory.glob(".tmp_*_*"):  # of a file that a kill kept from being renamed
+            with suppress(OSError):
+                leftover.unlink()
+        return name, held
     raise AssertionError("numbers do not end")
 
 
-def check_claim(config: Config, *, resume: str, numbered: bool) -> None:
-    """Raise what `claim` would, but for other processes' locks and folders that cannot be made."""
-    directory = config.run.dir / (next(run_names(config, resume=resume)) if numbered else config.run.name)
-    if resume:
-        _check_resumable(directory, resume)
-    elif _begun(directory):
-        raise _taken(directory)
+def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
+    """Names a run may take: run.name, or with `numbered` those whose stem it is, of a new run without end, of one to
+    resume the highest there is."""
+    stem = config.run.name
+    found = (
+        re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name)
+        for path in config.run.dir.glob("*/metrics.jsonl")
+    )
+    taken = max((int(match[1] or 1) for match in found if match), default=0) if numbered else 0
+    for number in [max(taken, 1)] if resume or not numbered else count(taken + 1):
+        yield stem if number == 1 else f"{stem}-{number}"
 
 
-def _check_resumable(directory: Path, resume: str) -> None:
+def check_free(directory: Path, *, resume: str) -> None:
+    """Raise UserError for a run directory that cannot be taken, whoever else has it: it holds another run, or none to
+    resume."""
+    metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
+    if not resume:
+        if metrics.exists() and metrics.stat().st_size > 0:  # an empty log is of one that stopped before it had begun
+            raise InUseError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+        return
     if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
         raise UserError(f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100")
-    if not (directory / "metrics.jsonl").is_file():
+    if not metrics.is_file():
         raise UserError(f"--resume: there is no run in {directory}; start without --resume")
-    there = sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
+    there = sorted(path.name for path in checkpoints.glob("step_*"))
     if resume not in ("auto", *there):
         found = f"there are: {', '.join(there)}" if there else "there is none"
-        raise UserError(f"--resume {resume}: no such checkpoint in {directory / 'checkpoints'}; {found}")
-
-
-def _taken(directory: Path) -> UserError:
-    return UserError(f"{directory} holds a run already; use --resume auto, or another --run.name")
-
-
-def run_names(config: Config, *, resume: str) -> Iterator[str]:
-    """Names a run may take whose stem is run.name: of a new one without end, of one to resume the highest there is."""
-    pattern = re.compile(rf"{re.escape(config.run.name)}(?:-(\d+))?")
-    found = (pattern.fullmatch(path.parent.name) for path in config.run.dir.glob("*/metrics.jsonl"))
-    taken = max((int(match[1] or 1) for match in found if match), default=0)
-    for number in [max(taken, 1)] if resume else count(taken + 1):
-        yield config.run.name if number == 1 else f"{config.run.name}-{number}"
-
-
-def _begun(directory: Path) -> bool:
-    """Whether there is a run: an empty log is one that stopped before it had begun."""
-    metrics = directory / "metrics.jsonl"
-    return metrics.exists() and metrics.stat().st_size > 0
+        raise UserError(f"--resume {resume}: no such checkpoint in {checkpoints}; {found}")

@@ -43,7 +43,8 @@ class UpdateGuard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        """Raises KeyError, TypeError or ValueError for what is no state."""
+        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
 
 VLLM = "--rollout.gpu_memory_utilization"

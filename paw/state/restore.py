@@ -5,14 +5,13 @@ Rank 0 reads the files; the others are sent their shares.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from paw.errors import UserError, describe, shown, to_stderr
 from paw.files import cause, json_object
-from paw.model.ranks import Ranks, distribute_like
+from paw.model.ranks import distribute_like
 from paw.state.checkpoint import (
     MANIFEST,
     STATE,
@@ -34,9 +33,11 @@ from paw.state.checkpoint import (
     rng_name,
     saved,
 )
+from paw.state.guards import UpdateGuard
 
 if TYPE_CHECKING:
-    from paw.state.train_state import TrainState
+    from paw.run import Run
+    from paw.state.train_state import Learner
 
 T = TypeVar("T")
 
@@ -124,12 +125,8 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, o
 
 def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | None = None) -> Path:
     """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written."""
-    from paw.model.policy import (  # what only verifies does without
-        full_parameters,
-        load_policy,
-        load_tokenizer,
-        weights_dtype,
-    )
+    # what only verifies does without
+    from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
     from paw.recipe import load as load_config
     from paw.state.export import export, start_model
 
@@ -158,28 +155,15 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
 # --- into a run ------------------------------------------------------------------------------------------------------
 
 
-class _Optimizer(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    name: str = Field(alias="class")
-    lr: list[float]
-
-
-class _Guard(BaseModel):
-    model_config = ConfigDict(strict=True)
-    skipped: Annotated[int, Field(ge=0)]
-    in_a_row: Annotated[int, Field(ge=0)]
-
-
-def restore(
-    run: "TrainState", folder: Path, ranks: Ranks, *, warn: Callable[[str], None], chosen: str = ""
-) -> str | None:
+def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = "") -> str | None:
     """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from `chosen`, the name of another
     one: its path, None without any. Raises CheckpointError where none fits; on the other ranks PeerLostError then.
     """
     tensors: Tensors = {}
+    ranks, learners = run.ranks, run.learners
 
     def check(path: Path) -> tuple[Tensors, dict[str, Any]]:
-        return _read(run, path, ranks.world_size)
+        return _read(learners, path, ranks.world_size)
 
     def read() -> dict[str, Any] | None:
         found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn)
@@ -205,46 +189,50 @@ def restore(
                 for name, (dtype, shape) in named.items()
             }
     state = sent["state"]
-    for learner in run.learners:
-        prefix, named = learner.prefix, learner.parameters.items()
-        learner.model.load(tensors[f"{prefix}model"])
-        load_optimizer(learner.optimizer, named, tensors[f"{prefix}optimizer"], state[f"{prefix}optimizer"])
-        learner.guard.load_state(state[f"{prefix}guard"])
+    for learner in learners:
+        learner.model.load(tensors[f"{learner.prefix}model"])
+        load_optimizer(learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"])
+        learner.guard.load_state(state[f"{learner.prefix}guard"])
     mine = rng_name(ranks.rank) if rng_name(ranks.rank) in state else rng_name(0)  # fewer ranks saved it
     load_rng(tensors[mine], state[mine])
     run.step = run.saved = state["step"]
     return sent["path"]
 
 
-def _read(run: "TrainState", path: Path, world: int) -> tuple[Tensors, dict[str, Any]]:
-    found, state = load(path, like={f"{of.prefix}model": of.parameters for of in run.learners})
+def _read(learners: Sequence["Learner"], path: Path, world: int) -> tuple[Tensors, dict[str, Any]]:
+    """What a checkpoint holds. Raises CheckpointError where the run could not be put back from it."""
+    found, state = load(path, like={f"{of.prefix}model": of.parameters for of in learners})
     try:
-        for learner in run.learners:
-            prefix, named = learner.prefix, learner.parameters.items()
-            about: Any = state.get(f"{prefix}optimizer")
-            _Optimizer.model_validate(about)
-            _Guard.model_validate(state.get(f"{prefix}guard"))
-            check_optimizer(learner.optimizer, named, found[f"{prefix}optimizer"], about)
+        for of in learners:
+            name = f"{of.prefix}optimizer"
+            if not hasattr(of.optimizer, "load_tensors"):  # what does not fit a compressed state is seen there
+                _check_fit(found[name], _moments(of, found[name]), origin=f"{path / name}.safetensors")
+            UpdateGuard(1).load_state(state[f"{of.prefix}guard"])
         for rank in filter(lambda rank: not rank or rng_name(rank) in state, range(world)):
-            load_rng(found[rng_name(rank)], state.get(rng_name(rank), {}), trial=True)
-    except ValidationError as error:
-        what = f"{error.title}: {error.errors()[0]['msg']}"
-        raise damaged(path, STATE, what) from None
+            load_rng(found[rng_name(rank)], state[rng_name(rank)], trial=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, STATE, describe(error)) from None
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path}: {error}") from None
+        raise error if str(path) in str(error) else CheckpointError(f"checkpoint {path}: {error}") from None
     return found, state
+
+
+def _moments(learner: "Learner", found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state of the parameters of which any is there."""
+    begun = {name.rpartition("/")[0] for name in found}
+    named = {name: parameter for name, parameter in learner.parameters.items() if name in begun}
+    like = {f"{name}/{key}": parameter for name, parameter in named.items() for key in ("exp_avg", "exp_avg_sq")}
+    return like | {f"{name}/step": torch.zeros(()) for name in named}
 
 
 def _small(stem: str, dimensions: int) -> bool:
     return dimensions == 0 or stem.startswith(rng_name(0))
 
 
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
-) -> None:
-    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding; learning rates too.
+def load_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]) -> None:
+    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
 
-    Raises CheckpointError where a compressed state does not fit; for others, see `check_optimizer`.
+    Raises CheckpointError where a compressed state does not fit.
     """
     by_name = dict(parameters)
     restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
@@ -252,8 +240,7 @@ def load_optimizer(
         name, key = full_name.rsplit("/", 1)
         restored[by_name[name]][key] = tensor
     optimizer.state.clear()
-    for group, lr in zip(optimizer.param_groups, info["lr"], strict=True):
-        group["lr"] = lr
+    for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in (each for each in group["params"] if each in restored):
             values = restored[parameter]
@@ -267,32 +254,6 @@ def load_optimizer(
             step = {"step": values.pop("step").to(parameter.device if on_device else "cpu", copy=True)}
             placed = {key: distribute_like(parameter, value) for key, value in values.items()}
             optimizer.state[parameter] = step | placed  # Optimizer.load_state_dict casts to the parameter's dtype
-
-
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor], info: Mapping[str, Any]
-) -> None:
-    """Raise CheckpointError where `load_optimizer` could not put these back; a compressed state's are seen there."""
-    origin, groups = "optimizer.safetensors", optimizer.param_groups
-    if (info["class"], len(info["lr"])) != (type(optimizer).__name__, len(groups)):
-        wrote = f"written by {info['class']} with {len(info['lr'])} parameter groups"
-        raise CheckpointError(f"{origin}: {wrote}, this run has {type(optimizer).__name__} with {len(groups)}")
-    trained = {parameter for group in groups for parameter in group["params"]}
-    by_name = {name: parameter for name, parameter in parameters if parameter in trained}
-    keys: dict[str, set[str]] = defaultdict(set)
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        keys[name].add(key)
-        if (parameter := by_name.get(name)) is None:
-            raise CheckpointError(f"{origin}: '{full_name}' belongs to no parameter of this run")
-        shape = [] if key == "step" else list(parameter.shape)
-        fits = list(tensor.shape) == shape and tensor.dtype in (torch.float32, parameter.dtype)
-        if not fits and not hasattr(optimizer, "state_tensors"):
-            has = f"is {tensor.dtype} {list(tensor.shape)}, the parameter {parameter.dtype} {list(parameter.shape)}"
-            raise CheckpointError(f"{origin}: '{full_name}' {has}")
-    for name, found in keys.items() if isinstance(optimizer, torch.optim.AdamW) else ():
-        if missing := {"step", "exp_avg", "exp_avg_sq"} - found:
-            raise CheckpointError(f"{origin}: '{name}' lacks {', '.join(sorted(missing))}")
 
 
 def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False) -> None:

@@ -6,7 +6,6 @@ All may change but what the run's past or its checkpoints would have no meaning 
 import re
 import tomllib
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +13,7 @@ from paw.config import Config
 from paw.errors import UserError, shown
 from paw.files import json_object, update_of, write_file
 from paw.hints import MOVED
+from paw.keys import flatten
 
 FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
@@ -37,12 +37,12 @@ def changes(directory: Path, config: Config) -> list[str]:
     try:
         if not path.is_file():
             raise ValueError("it is missing" if not path.exists() else "it is no file")
-        written = flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        written = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
     before = {MOVED.get(key, key): value for key, value in written.items()}
-    now = flat(config.model_dump(mode="json", exclude_none=True))
-    defaults = flat(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
+    now = flatten(config.model_dump(mode="json", exclude_none=True))
+    defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
     for key in sorted((before.keys() | now.keys()) - {"run.name", "run.dir"}):
         old, new = (tree.get(key, defaults.get(key)) for tree in (before, now))
@@ -59,12 +59,6 @@ def changes(directory: Path, config: Config) -> list[str]:
         old, new = ("none" if value is None else shown(value) for value in (old, new))
         found.append(f"changed: {key} {old} -> {new}")
     return found
-
-
-def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Sections as one dict of dotted keys."""
-    sections = ((name, table) for name, table in tree.items() if isinstance(table, dict))
-    return {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
 
 
 def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
@@ -95,11 +89,8 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
 
 def gaps(path: Path, history: list[dict[str, Any]], last: int) -> Iterator[str]:
     """A sentence where lines of the updates 0 to `last` are missing."""
-    missing = sorted(set(range(last + 1)).difference(record["step"] for record in history))
-    runs = [[step for _, step in run] for _, run in groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0])]
-    if missing:
-        which = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:9])
-        which += ", ..." if len(runs) > 9 else ""
+    if missing := sorted(set(range(last + 1)).difference(record["step"] for record in history)):
+        which = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
         yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
 
 

@@ -1,37 +1,14 @@
-"""Signals: Ctrl-C at any time, a clean stop between updates. No torch."""
+"""A clean stop between updates. Before it, and after it, Ctrl-C is `paw.__main__`'s. No torch."""
 
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
 GRACE_S = 5.0
 """Seconds for the main thread to stop at a second signal."""
-
-
-@contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """While things load Ctrl-C ends the process, with exit code 130: an exception inside a starting C++ library aborts.
-
-    Where Ctrl-C is ignored, as in the background of a script, it stays so. `StopSignal` takes over from this.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _leave(*_: object) -> None:
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h")  # the live view hides the cursor
-    os._exit(128 + signal.SIGINT)
 
 
 class StopSignal:

@@ -18,7 +18,8 @@ from rich.table import Column, Table
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import write_file, writing
-from paw.recipe import known_keys, layered, load, put, validate
+from paw.keys import flatten
+from paw.recipe import known_keys, layered, load, validate
 from paw.tools.plan import GIB, MFU, USABLE, Plan
 from paw.tools.shapes import Shape, shape_of
 
@@ -108,10 +109,10 @@ def _tree(config: Config) -> dict[str, Any]:
 
 def changed(config: Config, *changes: Change) -> Config:
     """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
-    tree = _tree(config)
-    for key, value in (pair for change in changes for pair in change.items()):
-        tree = layered(tree, put({}, key, value))
-    return validate(tree, origin="paw plan")
+    flat = flatten(_tree(config))
+    for change in changes:
+        flat = layered(flat, change)
+    return validate(flat, origin="paw plan")
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:

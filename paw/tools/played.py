@@ -19,9 +19,9 @@ def load_played(recipe: str | None, overrides: Overrides, defaults: Overrides | 
     if recipe is None and f"{name}-grpo" in recipe_names():
         recipe = f"{name}-grpo"
         to_stderr(f"settings of the recipe {recipe}; --recipe names another")
-    tree, origins = read_recipe(recipe) if recipe is not None else ({"model": {"path": "-"}}, {})
-    keys = keys_of(Config, layered(tree, {"env": {"name": name}} if name else {}))
+    flat, origins = read_recipe(recipe) if recipe is not None else ({"model.path": "-"}, {})
+    keys = keys_of(Config, layered(flat, {"env.name": name} if name else {}))
     given = {key: text for key, text in (defaults or {}).items() if key in keys} | overrides
     if name == "search" and given.get("env.data", "").lower() == "none":
         given = {"env.retriever": "bm25"} | given  # the recipe's E5 is a download
-    return override(tree, given, origin=recipe or "command line", origins=origins)
+    return override(flat, given, origin=recipe or "command line", origins=origins)

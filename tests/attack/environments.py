@@ -9,7 +9,9 @@ import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -145,3 +147,23 @@ class DownInTraining(Honest):
         if time.monotonic() < self.down_until < math.inf:
             raise ConnectionError("connection refused")
         return "start"
+
+
+class Crashing(Honest):
+    """Every fifth task raises in its second turn, but for the first of an update; the reward is the response's."""
+
+    def make(self) -> Game:
+        return Fragile({})
+
+
+class Fragile(Game):
+    def reset(self, task: Task) -> str:
+        self.crashes = not task.id.endswith("/0") and zlib.crc32(task.id.encode()) % 5 == 0
+        return super().reset(task)
+
+    def step(self, response: str) -> Outcome:
+        outcome = super().step(response)
+        if self.crashes and self.n == 2:
+            raise OSError("the simulator is gone")
+        reward = float(outcome.done and zlib.crc32(response.encode()) % 2)
+        return replace(outcome, reward=reward, won=reward > 0)

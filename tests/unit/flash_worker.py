@@ -61,25 +61,25 @@ def resume(folder):
         straight, optimizer = make(offload=offloaded)
         for i in range(2):
             step(straight, optimizer, i)
-        tensors, info = train_state.optimizer_tensors(optimizer, straight.named_parameters())
+        tensors = train_state.optimizer_tensors(optimizer, straight.named_parameters())
         model = {name: p.detach() for name, p in straight.named_parameters()}
-        path = checkpoint.save(folder, int(offloaded), {"optimizer": tensors, "model": model}, {"optimizer": info})
+        path = checkpoint.save(folder, int(offloaded), {"optimizer": tensors, "model": model}, {})
         assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
         for i in range(2, 4):
             step(straight, optimizer, i)
-        files, state = restore.load(path)
+        files, _ = restore.load(path)
         again, optimizer = make(offload=offloaded)
         with torch.no_grad():
             for name, p in again.named_parameters():
                 p.copy_(files["model"][name])
-        restore.load_optimizer(optimizer, again.named_parameters(), files["optimizer"], state["optimizer"])
+        restore.load_optimizer(optimizer, again.named_parameters(), files["optimizer"])
         for i in range(2, 4):
             step(again, optimizer, i)
         assert same(again, straight)
         try:
             other = make(bits=24)[1]
             named = list(zip(dict(again.named_parameters()), other.param_groups[0]["params"], strict=True))
-            restore.load_optimizer(other, named, files["optimizer"], state["optimizer"])
+            restore.load_optimizer(other, named, files["optimizer"])
         except checkpoint.CheckpointError as error:
             assert "optim.master_bits" in str(error)
         else:
@@ -152,17 +152,16 @@ def shards(folder):
         step(one, first, i)
         step(two, second, i)
     assert same(one, two)
-    gathered, info = train_state.optimizer_tensors(second, two.named_parameters(), ranks.gathered)
-    tensors = dict(gathered)
-    expected, _ = train_state.optimizer_tensors(first, one.named_parameters())
+    tensors = dict(ranks.gathered(train_state.optimizer_tensors(second, two.named_parameters())))
+    expected = dict(train_state.optimizer_tensors(first, one.named_parameters()))
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
         assert tensor.shape == expected[name].shape, name
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
     third = make(model=two)[1]
-    restore.load_optimizer(third, two.named_parameters(), expected, info)
+    restore.load_optimizer(third, two.named_parameters(), expected)
     fewer, last = make(model=copy.deepcopy(one))
-    restore.load_optimizer(last, fewer.named_parameters(), tensors, info)
+    restore.load_optimizer(last, fewer.named_parameters(), tensors)
     for model, optimizer in ((one, first), (two, third), (fewer, last)):
         step(model, optimizer, 2)
     assert same(one, two) and same(one, fewer)

@@ -1,13 +1,11 @@
 """Recipes, overrides, and mistakes that are named in one line before anything is loaded."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from paw.config import Config
 from paw.errors import UserError
-from paw.recipe import dump, load, recipe_names, validate
+from paw.recipe import dump, load, recipe_names
 
 MODEL = '[model]\npath = "some/model"\n'
 
@@ -32,30 +30,19 @@ def problem(*arguments) -> str:
     return message
 
 
-def load_text(text: str) -> Config:
-    return validate(tomllib.loads(text), origin="text")
-
-
 MEANT = {
     "optim.lrr": "; did you mean 'optim.lr'?",
     "rollout.lr": "; did you mean 'optim.lr'?",  # a right name in the wrong section
-    "lr": "; did you mean 'optim.lr'?",
     "zzzqqq": "",
     # names of TRL and verl
     "learning_rate": "; it is 'optim.lr' here",
     "rollout.n": "; it is 'rollout.group_size' here",
-    "max_steps": "; it is 'run.updates' here",
-    "output_dir": "; it is 'run.dir' here",
-    "beta": "; it is 'policy.kl_coef' here",
     # keys that moved or left
     "advantage.estimator": "; it is 'advantage.type' now",
-    "search.retriever": "; it is 'env.retriever' now",
     "simulator.url": "; it is 'env.simulator.url' now",
     "wm.horizon": "; wm.horizon was removed: it did not help where it was measured (docs/experiments.md)",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
-    "agent.trials": "; agent.type = 'reflexion' has it",
-    "wm.q": "; it needs wm.loss = 'gce'",
     "critic.lr": "; it needs advantage.type = 'ppo'",
     "lora.alpha": "; it needs lora.rank",
 }
@@ -79,11 +66,9 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     assert "omega" not in dump(config) and "rho" not in dump(config)
     message = problem(path, {"advantage.type": "grpo", "advantage.omega": "2"})
     assert message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
-    assert problem(path, {"wm.enabled": "false", "wm.rho": "0.1"}).endswith("'wm.rho'; it needs wm.enabled = True")
 
 
-def test_a_plug_in_of_ones_own_brings_its_keys(recipe, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("""
+PLUGINS = """
 from paw.config import EnvConfig
 
 class Maze:
@@ -92,13 +77,19 @@ class Maze:
 
 def best(samples, *, width: float = 1.0): ...
 def token(logp, entropy, batch, *, floor: float = 0.0): ...
-""")
+"""
+
+
+def test_a_plug_in_of_ones_own_brings_its_keys(recipe, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(PLUGINS)
     monkeypatch.chdir(tmp_path)
-    chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best"}
-    config = load(recipe(), chosen | {"env.depth": "4", "advantage.width": "2", "env.max_turns": "7"})
-    assert config.env.settings() == {"depth": 4} and config.advantage.settings() == {"width": 2.0}
+    chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best", "policy.loss": "mine.py:token"}
+    own = {"env.depth": "4", "advantage.width": "2", "policy.floor": "2"}
+    config = load(recipe(), chosen | own | {"env.max_turns": "7"})
+    assert [part.settings() for part in (config.env, config.advantage, config.policy)] == [
+        {"depth": 4}, {"width": 2.0}, {"floor": 2.0}
+    ]  # fmt: skip
     assert load(recipe(dump(config))) == config
-    assert load(recipe(), {"policy.loss": "mine.py:token", "policy.floor": "2"}).policy.settings() == {"floor": 2.0}
     for key, text, said in (
         ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
         ("env.depth", "deep", "env.depth = 'deep': Input should"),
@@ -112,14 +103,9 @@ WRONG = [
     ("optim.lr", "-1", "optim.lr = -1: Input should be greater than 0"),
     ("optim.lr", "fast", "optim.lr = 'fast': Input should be a valid number"),
     ("optim.lr", "inf", "finite"),
-    ("optim.lr", "{a = 1}", "valid number"),
     ("optim.lr", "1\nx = 2", "valid number"),
     ("optim.betas", "[0.9]", "optim.betas.1"),
-    ("run.updates", "1.5", "valid integer"),
-    ("run.name", "", "at least 1 character"),
     ("run.trackers", "wandbee", "'wandb' or 'trackio'"),
-    ("wm.enabled", "maybe", "valid boolean"),
-    ("wm.alpha", "1.1", "less than or equal to 1"),
     ("wm.weight", "adaptiv", "'adaptive', or Input should be a valid number"),
     ("wm.loss", "l2", "there is no 'l2'"),
     ("env.kinds", '["pikc"]', "env.kinds.0 = 'pikc'"),
@@ -137,24 +123,18 @@ def test_a_wrong_value_is_named_with_its_origin(recipe):
 
 
 OVERRIDES = [
-    ("optim.lr", "5e-4", 5e-4),
     ("optim.lr", "1", 1.0),
-    ("run.seed", "-3", -3),
     ("wm.enabled", "False", False),
     ("env.kinds", '["pick", "look"]', ["pick", "look"]),
-    ("run.trackers", "[]", []),
     ("run.trackers", "wandb", ["wandb"]),
     ("optim.betas", "[0.9, 0.99]", (0.9, 0.99)),
     ("env.style", '"compact"', "compact"),
-    ("model.path", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
     ("model.path", "7", "7"),
     ("run.name", "2026-07-01", "2026-07-01"),
-    ("run.dir", "out/x", Path("out/x")),
     ("wm.weight", "0.5", 0.5),
     ("wm.weight", "adaptive", "adaptive"),
     ("advantage.similarity", "none", None),
     ("env.data", "/games", Path("/games")),
-    ("env.data", "none", None),
 ]
 
 
@@ -167,18 +147,14 @@ def test_overrides(recipe):
         assert found == expected and type(found) is type(expected) and config.optim.epochs == 2
 
 
-def test_malformed_recipes(recipe, tmp_path):
+def test_malformed_recipes(recipe):
     for text, reason in (
         ("", "'model.path' is missing; set it in the recipe or with --model.path VALUE"),
         ("[model\n", "not valid TOML"),
-        (MODEL + 'path = "y"\n', "not valid TOML"),
-        ("\ufeff" + MODEL, "not valid TOML"),
         ("model = 3\n", "model = 3"),
     ):
         path = recipe(text)
         assert problem(path).startswith(f"{path}: ") and reason in problem(path)
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    assert "not valid TOML" in problem(tmp_path / "binary.toml")
     assert "optim = 3" in problem(recipe("optim = 3\n" + MODEL), {"optim.lr": "1"})
     assert "did you mean 'quickstart'?" in problem("quikstart")
     assert all(name in problem("zzzqqq") for name in recipe_names())
@@ -196,7 +172,7 @@ def test_a_table_takes_one_key_at_a_time_or_all(recipe):
 
 def test_what_is_dumped_loads_to_the_same(recipe):
     config = load("quickstart", {"run.dir": "a b/ü", "wm.weight": "0.25", "env.data": "/x", "optim.lr": "1e-7"})
-    assert load(recipe(dump(config))) == config == load_text(dump(load_text(dump(config))))
+    assert load(recipe(dump(config))) == config
     with pytest.raises(ValueError, match="frozen"):
         config.optim.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -209,7 +185,7 @@ def test_a_recipe_overrides_keys_of_its_bases_in_order(recipe, tmp_path):
     config = load(path, {"wm.rho": "0.3"})
     assert (config.optim.lr, config.optim.epochs, config.wm.rho, config.wm.alpha) == (2e-3, 2, 0.3, 0.5)
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
-    assert config == load_text(dump(config)) and "\nbase" not in dump(config)
+    assert config == load(recipe(dump(config))) and "\nbase" not in dump(config)
 
 
 def test_a_base_that_cannot_be(recipe):
