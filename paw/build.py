@@ -57,8 +57,7 @@ class Parts:
 
 
 def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the peers that torchrun's variables tell of. Raises UserError where these do not fit together or this
-    machine, and for ranks that would be left without one of the `tasks`."""
+    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or outnumber the `tasks`."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
     from paw.model.parallel import DistributedRanks, read_variables
@@ -68,8 +67,7 @@ def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.
 
 
 def check_environment(config: Config) -> EnvFactory:
-    """The environment of the run. UserError where it cannot be played, not by the run's agent, or lacks what the world
-    model's weight needs."""
+    """The environment of the run. UserError where it, or the run's agent, cannot play, or lacks the best reward."""
     find_agent(config)
     factory = make_factory(config)
     if config.wm.enabled and config.wm.weight == "adaptive":
@@ -80,7 +78,7 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """UserError, before anything is loaded, for a library that the configuration needs and that is not installed."""
+    """UserError for a library that is needed and not installed."""
     if config.lora.rank:
         from paw.model.lora import import_peft
 
@@ -116,8 +114,7 @@ def build(
 ) -> Parts:
     """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
 
-    `run` is the directory of a run to resume, which began from its own warm-up model. Raises UserError for a model that
-    is not there or cannot be trained, and for what the machine cannot do.
+    `run` is the directory of a run to resume, which began from its own warm-up model.
     """
     device = pick_device(config.model.device)
     backend = pick_backend(config.model.head_backend, device, config.model.dtype)
@@ -185,8 +182,7 @@ def build(
 
         critic = Critic(models[-1], config, ranks)
         learners.append(Learner("critic_", critic.model, critic.optimizer, critic.guard))
-    # After the warm-up, which a cached model has not gone through. A run's draws derive from run.seed without these
-    # generators; their states are saved all the same.
+    # After the warm-up, which a cached model has not gone through.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)

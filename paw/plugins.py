@@ -106,10 +106,7 @@ def load(kind: str, name: str) -> Any:
 
 @cache
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
-    """The keys of a plug-in, beside those of `base`, as a section; `name` is the plug-in's in messages.
-
-    Raises UserError for a `Config` that is no Section, or a keyword-only parameter without a type.
-    """
+    """The keys of a plug-in, beside those of `base`, as a section. UserError for what cannot be keys."""
     if isinstance(plugin, type):
         own = getattr(plugin, "Config", Section)
         if not (isinstance(own, type) and issubclass(own, Section)):
@@ -131,10 +128,7 @@ def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Sect
 
 
 def import_file(file: str, origin: str) -> ModuleType:
-    """The module of a Python file, imported once for each state of the file.
-
-    A UserError, beginning with `origin`, says that there is no such file, or what its code raises and where.
-    """
+    """The module of a Python file, imported once for each state of the file. A UserError begins with `origin`."""
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")

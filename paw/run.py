@@ -202,7 +202,7 @@ class Run(Parts):
             self.record.write()
 
     def finish(self) -> Path:
-        """Save what is not saved yet, export to Hugging Face format; returns the path of the report to come."""
+        """Save, export to Hugging Face format; returns the path of the report to come."""
         if self.saved != self.step:
             self.save()
         self.optimizer.state.clear()  # room for whole weights
@@ -221,10 +221,7 @@ class Run(Parts):
 
 @contextmanager
 def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Iterator[Run]:
-    """A run ready to train, taken down at the end. UserError where memory runs out, naming phase, peak and knob.
-
-    `numbered` gives a new run the next free number after run.name where that is another's.
-    """
+    """A run ready to train, see `train`, taken down at the end. UserError where memory runs out: what to turn."""
     run: Run | None = None
     try:
         with ExitStack() as stack:

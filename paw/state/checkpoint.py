@@ -7,14 +7,13 @@
         state.json                                                    step, version, and the caller's counters
         manifest.json                                                 size and sha256 of each file above
 
-A save writes a hidden folder, fsyncs it and renames it into place. No format in common use notices a flipped byte, so
-every load checks the manifest first. Nothing is ever unpickled.
+A save writes a hidden folder, fsyncs it and renames it into place; a load checks the manifest first, for no format in
+common use notices a flipped byte. Nothing is ever unpickled.
 """
 
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -44,14 +43,9 @@ def save(
 ) -> Path:
     """Write `folder`/step_NNNNNN and return it; on any failure the checkpoints already there stay as they were.
 
-    `tensors` maps file stem -> name -> tensor, or -> pairs of name and tensor, which are taken one by one, in order;
-    tied weights appear once. `state` holds JSON values; "step" (updates done) and "version" are added.
-
-    Raises UserError where the disk is full, read-only or otherwise refuses; ValueError for a state that JSON cannot
-    hold exactly (NaN, infinity), or a stem that is no plain name.
+    `tensors` maps file stem -> name -> tensor, or -> pairs of name and tensor, which are taken one by one; tied weights
+    appear once. `state` holds JSON values. Raises UserError where the disk refuses, ValueError for a NaN in the state.
     """
-    if bad := [stem for stem in tensors if not re.fullmatch(r"\w+", stem)]:
-        raise ValueError(f"file stem {bad[0]!r}: use letters, digits and _")
     text = json.dumps({**state, "version": VERSION, "step": step}, indent=1, allow_nan=False)
     path = folder / f"step_{step:06d}"
     temp, replaced = folder / f".tmp_{path.name}", folder / f".tmp_replaced_{path.name}"
@@ -89,8 +83,6 @@ def saved(folder: Path) -> list[Path]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` (>= 1) checkpoints saved last. A removal cut short leaves no half checkpoint behind."""
-    if keep < 1:
-        raise ValueError(f"keep = {keep}: at least 1")
     for path in sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))[:-keep]:
         path.rename(path.with_name(f".tmp_pruned_{path.name}"))
         _remove(path.with_name(f".tmp_pruned_{path.name}"))

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """A context manager: without `end`, an exception is what ended the run; a process that is killed leaves no end."""
+    """A context manager: without `end`, an exception is what ended the run; a process that is killed leaves no end.
+
+    `resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run.
+    """
 
     def __init__(
         self, directory: Path, about: dict[str, Any], *, resumed_at: int | None = None, notes: Sequence[str] = ()
     ) -> None:
-        """`resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run."""
         self._path = directory / "run.json"
         self._began = time.monotonic()
         self._before_s, self.about = 0.0, dict(about)
