@@ -45,16 +45,14 @@ def main() -> None:
     parser.add_argument("--bm25", type=int, default=20_000, help="documents (default: %(default)s)")
     parser.add_argument("--dense", type=int, default=1_000, help="documents (default: %(default)s)")
     options = parser.parse_args()
-    libraries = {name: importlib.metadata.version(name) for name in ("bm25s", "faiss-cpu", "torch", "uvicorn")}
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit("paw/envs/search/retrieval", "paw/envs/search/embedding.py"),
-        "device": cpu_name(),
+    made = commit("paw/envs/search/retrieval", "paw/envs/search/embedding.py")
+    about = {"date": datetime.date.today().isoformat(), "commit": made, "device": cpu_name()}
+    about |= {
         "threads": torch.get_num_threads(),
-        "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times
-        "python": platform.python_version(),
-        **libraries,
-    }
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }  # above 1: distrust the times
+    about |= {"python": platform.python_version()}
+    about |= {name: importlib.metadata.version(name) for name in ("bm25s", "faiss-cpu", "torch", "uvicorn")}
     rows: list[dict[str, Any]] = []
     for name, documents in vars(options).items():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,4 @@
-"""The environment protocol: text in, text out, no torch.
-
-An `Env` plays one episode at a time and owns everything about its text: the context shown to the model, parsing a
-response into an action, which responses are invalid. An `EnvFactory` lists the tasks of its splits and makes
-environments. Which task is played when is the trainer's: see `train_tasks`.
-"""
+"""The environment protocol: text in, text out, no torch. Which task is played when is the trainer's: `train_tasks`."""
 
 import functools
 import random
@@ -21,6 +16,11 @@ class Env(Protocol):
 
     It may also have `anchor() -> str`, the observation as GiGPO compares it (default: the last one), `close()`, and
     `task: str`, the current task in words, for agents with prompts of their own (default: the first observation).
+
+    The quickstart's warm-up imitates, and `paw env check` plays, what training needs nothing of: `oracle() -> str`, a
+    good response to the current context (NoOracleError where there is none); `admissible_actions() -> list[str]`, those
+    that do something now, bare, without tags ([] for open-ended environments); and `format_action(action) -> str`, a
+    well-formed response that plays a bare action (default: the action itself).
     """
 
     def reset(self, task: Task) -> str:
@@ -33,22 +33,6 @@ class Env(Protocol):
 
     def step(self, response: str) -> Outcome:
         """Play the action parsed from a model's `response` text."""
-        ...
-
-
-class Demonstrator(Env, Protocol):
-    """What the quickstart's warm-up imitates and `paw env check` plays; training needs none of it."""
-
-    def oracle(self) -> str:
-        """A good response to the current context, well-formed. Raises NoOracleError where there is none."""
-        ...
-
-    def admissible_actions(self) -> list[str]:
-        """Actions that do something now, bare, without tags; [] for open-ended environments."""
-        ...
-
-    def format_action(self, action: str) -> str:
-        """A well-formed response that plays the bare `action` (default of an Env without it: the action itself)."""
         ...
 
 
@@ -97,10 +81,7 @@ class Endless:
 
 
 def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
-    """The `count` tasks of update `step`: a function of the arguments, so that a resumed run sees the same ones.
-
-    A split of n tasks is played in epochs, each in an order of its own; an endless one as it comes.
-    """
+    """The `count` tasks of update `step`, a function of the arguments: of n tasks each once an epoch."""
     return _stream(factory.tasks(split, seed), step * count, count, seed)
 
 
@@ -136,8 +117,7 @@ def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
 
 def shuffled(seed: int, i: int, n: int) -> int:
     """Element i of an endless sequence over range(n) that goes through all of it, in a new order, again and again."""
-    epoch, place = divmod(i, n)
-    return _order(seed, epoch, n)[place]
+    return _order(seed, i // n, n)[i % n]
 
 
 @functools.lru_cache(4)
@@ -148,5 +128,5 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 
 
 def admissible_responses(env: Any) -> list[str]:
-    """A well-formed response for each admissible action; `env` is a Demonstrator, or guarded."""
+    """A well-formed response for each admissible action; `env` has all members of an Env, or is guarded."""
     return [env.format_action(action) for action in env.admissible_actions()]

@@ -19,10 +19,7 @@ class BadAnswer(Exception):
 
 
 def bounded(client: type[Any]) -> type[Any]:
-    """A subclass of `client`, which is httpx.AsyncClient or one of its kind, whose answers are read whole and small.
-
-    `send` raises BadAnswer for one of more than MAX_BYTES, or in another encoding than asked for.
-    """
+    """A subclass of httpx.AsyncClient or one of its kind: BadAnswer for answers above MAX_BYTES or of odd encoding."""
 
     class Bounded(client):
         async def send(self, request: Any, **options: Any) -> Any:

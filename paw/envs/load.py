@@ -27,10 +27,7 @@ RENAMED = {
 class OwnFactory:
     """The EnvFactory of what a user handed over: an Env or an EnvFactory, as a class or as an object.
 
-    A class is made with the `[env]` section, or with nothing if it takes nothing. Of an Env each episode in play gets a
-    new one, or a deep copy of the object. `tasks` may be a list: every tenth task then is held out for evaluation.
-
-    Raises UserError: a member is missing, or what the user wrote raises.
+    Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every tenth is held out.
     """
 
     def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
@@ -97,10 +94,7 @@ class OwnFactory:
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
-    """The factory of `given`, or, where that is None, of what env.name names.
-
-    Raises UserError: there is no such thing, it lacks members of the protocol, or what the user wrote raises.
-    """
+    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had."""
     origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
         if given is None:

@@ -1,11 +1,8 @@
 """Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
 
-A task is a triplet of an episode played before: what the agent was shown (its prompt, history included), the action,
-and what the environment answered, the next state. One turn: the agent predicts the next state. It is rewarded if the
-cosine distance between the embeddings of predicted and real state is below `rwml.threshold`; a malformed answer never
-is. One task in ten, by a hash of its id, is held out with all of its triplets: those are the evaluation.
-
-The wording of the paper's prompt is not public as far as we know: this one asks for the same in the same tags.
+A task is a recorded turn: what the agent was shown, its action, and what the environment answered. The agent predicts
+the answer, and is rewarded if the cosine distance between the embeddings of both is below env.threshold. One game in
+ten, by a hash of its id, is held out. The wording of the paper's prompt is not public: this one asks for the same.
 """
 
 import hashlib
@@ -93,16 +90,11 @@ def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
-    """The user message.
-
-    Compact style: the prompt and, on the line after a last "did:", the action; so a model that knows no instructions
-    can be taught the form in a few steps.
-    """
+    """The user message. In compact style the action follows a last "did:", a form that is learnt in a few steps."""
     if config.style == "compact":
         return f"{triplet.prompt}\ndid:\n{triplet.action}"
-    return PAPER.format(
-        prompt=triplet.prompt.strip(), action=triplet.action, instruction=THINK if config.think else NO_THINK
-    )
+    instruction = THINK if config.think else NO_THINK
+    return PAPER.format(prompt=triplet.prompt.strip(), action=triplet.action, instruction=instruction)
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
@@ -122,13 +114,9 @@ def predicted(response: str, config: NextStateConfig) -> str | None:
 
 
 class NextStateFactory:
-    """The triplets of `env.triplets`.
+    """The triplets of `env.triplets`; `similarity` makes rewards (default: the encoder `env.embedding`, loaded now).
 
-    `similarity` is what rewards are made of (default: the encoder `env.embedding`, loaded now).
-
-    Raises:
-        UserError: the file is missing or damaged, one of the two splits is empty, the split to evaluate on is another,
-            or the encoder is not there.
+    Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there is no encoder.
     """
 
     Config = NextStateConfig
@@ -141,9 +129,7 @@ class NextStateFactory:
             raise UserError("env.triplets is not set; make a file with `paw rwml collect`, then --env.triplets FILE")
         if config.eval_split != HELD_OUT:
             raise UserError(f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only")
-        self.config = config
-        self.reward_max = config.reward
-        self.invalid_penalty = config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
         self.triplets = read_triplets(config.triplets)
         tasks = [Task(f"{t.task}#{i}", t.kind, t) for i, t in enumerate(self.triplets)]
         self.training = [task for task in tasks if not task.payload.held_out]
@@ -163,14 +149,12 @@ class NextStateFactory:
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
-            raise UserError(
-                "model.path = 'quickstart' is warmed up on games, not on triplets: make it with `paw warmup quickstart`"
-                " and give the folder"
-            )
+            reason = "is warmed up on games, not on triplets: make it with `paw warmup quickstart` and give the folder"
+            raise UserError(f"model.path = 'quickstart' {reason}")
         return self.held_out if split == HELD_OUT else self.training
 
     def make(self) -> "NextStateEnv":
-        return NextStateEnv(self.config, self.config.threshold, self._similarity)
+        return NextStateEnv(self.config, self._similarity)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr(self.triplets).encode()).hexdigest()[:16]
@@ -180,8 +164,8 @@ class NextStateFactory:
 class NextStateEnv:
     """One prediction."""
 
-    def __init__(self, config: NextStateConfig, threshold: float, similarity: Callable[[str, str], float]) -> None:
-        self.config, self.threshold, self.similarity = config, threshold, similarity
+    def __init__(self, config: NextStateConfig, similarity: Callable[[str, str], float]) -> None:
+        self.config, self._similarity = config, similarity
 
     def reset(self, task: Task) -> str:
         self._triplet: Triplet = task.payload
@@ -193,15 +177,9 @@ class NextStateEnv:
     def step(self, response: str) -> Outcome:
         """The outcome's observation is the real next state, its action the predicted one."""
         guess, real = predicted(response, self.config), self._triplet.next_state
-        right = guess is not None and 1.0 - self.similarity(guess, real.strip()) < self.threshold
-        return Outcome(
-            observation=real,
-            reward=self.config.reward if right else 0.0,
-            done=True,
-            won=right,
-            action=guess or "",
-            valid=guess is not None,
-        )
+        right = guess is not None and 1.0 - self._similarity(guess, real.strip()) < self.config.threshold
+        reward = self.config.reward if right else 0.0
+        return Outcome(real, reward, done=True, won=right, action=guess or "", valid=guess is not None)
 
     def oracle(self) -> str:
         return answer(self._triplet.next_state, self.config)

@@ -1,7 +1,4 @@
-"""What the prompts of ALFWorld and WebShop share: how past turns are shown, and how an answer becomes an action.
-
-Source of the paper's: verl-agent's `SimpleMemory.fetch`, `alfworld_projection` and `webshop_projection`.
-"""
+"""What the prompts of ALFWorld and WebShop share, after verl-agent's SimpleMemory and projections."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -15,29 +12,19 @@ THINK = (
     "Once you've finished your reasoning, you should choose an admissible action for current step "
     "and present it within <action> </action> tags."
 )
+LATER = """\
+Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} observations and the \
+corresponding actions you took: {history}
+You are now at step {step} and y"""
 Past = Sequence[tuple[str, str]]
 """(observation, action played on it) of every earlier turn, oldest first."""
-
-
-def tagged_action(response: str, *, think: bool, unparsed: int) -> tuple[str, bool]:
-    """(action to play, whether the response is well-formed).
-
-    The action is the text between the first <action> and the first </action>, lower-cased; without them, the last
-    `unparsed` characters. <think> is looked for as written, <action> in any case.
-    """
-    text = response.lower()
-    start, end = text.find("<action>"), text.find("</action>")
-    if start == -1 or end == -1:
-        return text[-unparsed:], False
-    thought = not think or ("<think>" in response and "</think>" in response)
-    return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
 
 
 class TaggedStyle:
     """The paper's prompts, answered in tags. Whether an action is admissible does not matter for validity."""
 
     unparsed: int
-    """See `tagged_action`."""
+    """Characters at the end of a response without tags that are its action."""
     advice = ""
     """How to reason, at the end of a sentence."""
 
@@ -54,8 +41,17 @@ class TaggedStyle:
         return template.format(**values, **turns, instruction=instruction)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
-        """(action to play, whether the response is well-formed)."""
-        return tagged_action(response, think=self.think, unparsed=self.unparsed)
+        """(action to play, whether the response is well-formed).
+
+        The action is the text between the first <action> and the first </action>, lower-cased. <think> is looked for as
+        it is written, <action> in any case.
+        """
+        text = response.lower()
+        start, end = text.find("<action>"), text.find("</action>")
+        if start == -1 or end == -1:
+            return text[-self.unparsed :], False
+        thought = not self.think or ("<think>" in response and "</think>" in response)
+        return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
 
     def format_action(self, action: str) -> str:
         """A well-formed response that plays `action`."""
@@ -64,10 +60,7 @@ class TaggedStyle:
 
 
 class LineStyle:
-    """Short prompts for a tiny model whose vocabulary is whole phrases; the response is the bare action.
-
-    Actions and the observation fill whole lines, so that a tokenizer can make each action one token wherever it stands.
-    """
+    """Short prompts for a tiny model. Actions and the observation fill whole lines, so that each can be one token."""
 
     def __init__(self, *, history: int = 2, think: bool = False) -> None:
         self.history = history

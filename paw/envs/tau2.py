@@ -1,11 +1,7 @@
 """tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface, `tau2.gym.gym_agent.AgentGymEnv`.
 
 The agent serves a customer whom an LLM plays: it calls tools or writes to the customer, and a policy says what it may
-do. Written against tau2-bench 1.0.1, which installs from its repository only (Python 3.12 or 3.13). Which tasks there
-are and how they are split is the domain's own (`train`, `test`, both together `base`).
-
-An answer of the user or a tool is the world-model target. Reward: env.reward times that of tau2-bench, which comes with
-the end. What breaks there (the user's LLM is down, no answer in time) costs the episode, never the run.
+do. Written against tau2-bench 1.0.1. What breaks there (the user's LLM is down) costs the episode, never the run.
 """
 
 import functools
@@ -31,7 +27,6 @@ INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip instal
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
 """Ends of a simulation that are no fault of the agent."""
 DONE = '{"name": "done", "arguments": {}}'
-"""The tool call that ends a conversation."""
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 PROMPT = """
@@ -54,10 +49,7 @@ THINK = "You should first reason step-by-step within <think> </think> tags."
 
 
 class Tau2Factory:
-    """The tasks of one domain.
-
-    Raises UserError: tau2-bench is not installed or something else of its name is, or it has no such domain or split.
-    """
+    """The tasks of one domain. UserError: tau2-bench is not installed, or has no such domain or split."""
 
     Config = Tau2Config
     name = "tau2"
@@ -134,21 +126,12 @@ class Tau2Env:
         return text
 
     def context(self) -> str:
-        return PROMPT.format(
-            policy=self._policy.strip(),
-            tools="\n".join(self._tools.values()),
-            conversation="\n".join(self._said),
-            think=THINK if self.config.think else "",
-        )
-
-    def anchor(self) -> str:
-        return self._text
+        tools, conversation = "\n".join(self._tools.values()), "\n".join(self._said)
+        think = THINK if self.config.think else ""
+        return PROMPT.format(policy=self._policy.strip(), tools=tools, conversation=conversation, think=think)
 
     def step(self, response: str) -> Outcome:
-        """Play an action. An invalid one goes neither to the tools nor to the user.
-
-        Raises EnvironmentFailure: tau2-bench broke or took longer than env.step_timeout_s.
-        """
+        """Play an action; an invalid one goes neither to the tools nor to the user."""
         assert self._gym is not None, "step() before reset() or after the end"
         action, problem = self._parse_action(response)
         self._turns += 1
@@ -166,14 +149,9 @@ class Tau2Env:
         if not done and self._turns >= self.config.max_turns:
             done = True
             self.close()
+        score, won = float(reward), reward >= 1.0
         return Outcome(
-            observation=self._text,
-            reward=self.config.reward * float(reward),
-            done=done,
-            won=reward >= 1.0,
-            action=action,
-            valid=not problem,
-            score=float(reward),
+            self._text, self.config.reward * score, done=done, won=won, action=action, valid=not problem, score=score
         )
 
     def format_action(self, action: str) -> str:

@@ -23,7 +23,6 @@ DAY_S = 86400.0
 class Threads:
     """At most `count` calls at once (0: in the caller's own thread), each of at most `timeout_s` seconds (None: any).
 
-    A call returns or raises what the function does, but EnvironmentFailure for what no coroutine can raise;
     TimeoutError beyond the deadline, UserError once more than MAX_LOST threads hang.
     """
 

@@ -46,9 +46,7 @@ class Reply(Strict):
 class Worker:
     """A game in a child process, with the interface of the game itself; the child is kept from episode to episode.
 
-    Args:
-        factory: "module:name" of a callable that makes the game, imported in the child.
-        timeout_s: seconds one `start` or `step` may take.
+    `factory` is "module:name" of what makes the game, imported in the child; `timeout_s` bounds each call.
     """
 
     admissible: list[str]
@@ -59,20 +57,12 @@ class Worker:
         self._child: subprocess.Popen | None = None
 
     def start(self, **arguments: Any) -> str:
-        """Make a new game from JSON-able `arguments`, in a new child if there is none; returns its first text.
-
-        Raises EnvironmentFailure: the child raised, died, hung, or answered too much or something else than text.
-        """
+        """Make a new game from JSON-able `arguments`; returns its first text. EnvironmentFailure: the child broke."""
         if self._child is None:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # imports as here
             command = [sys.executable, "-m", __name__, self.factory]
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # imports as here
-            )
+            self._child = subprocess.Popen(command, bufsize=0, env=env, **pipes)
             self._kill = weakref.finalize(self, _kill, self._child)  # also at exit of the interpreter
             self._receive("start", START_TIMEOUT_S)
         return self._ask("start", arguments)
@@ -136,11 +126,8 @@ def _ending(child: subprocess.Popen) -> str:
 
 def _kill(child: subprocess.Popen) -> None:
     child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    with contextlib.suppress(OSError), child:  # which closes its pipes, and waits
+        pass
 
 
 # ---- the child

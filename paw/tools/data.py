@@ -1,8 +1,6 @@
 """`paw data`: where an environment's files are, whether a folder has them, or generated ones in their place.
 
-ALFWorld's official games come through the alfworld package's own download command; a generated folder has the same
-layout, so alfworld itself can play it too. The files of WebShop and of search-augmented QA are the user's to get: the
-command names the places, checks a folder and prints what is in it.
+The files of WebShop and search QA are the user's to get; ALFWorld's come through its package's own download command.
 """
 
 import argparse
@@ -13,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from paw.envs.alfworld import index
 from paw.envs.alfworld.problem import KINDS
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.settings import WebshopConfig
+from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
 
 WEBSHOP = """\
@@ -51,16 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what `args` ask and print what the folder holds.
-
-    Raises UserError: nothing is there, a file is damaged, the download failed, or the options do not fit together.
-    """
+    """Do what `args` ask and print what the folder holds."""
     alfworld = args.env == "alfworld"
     home = os.environ.get("ALFWORLD_DATA") if alfworld else None
     folder: Path = (args.dir or Path(home or Path.home() / ".cache" / args.env)).expanduser()
     least, generate, report = {
         "alfworld": (1, _generate_games, _report_games),
-        "webshop": (20, _generate_shop, _report_shop),
+        "webshop": (20, lambda *_: webshop.write(folder, args.generate, args.seed), _report_shop),
         "search": (20, _generate_world, _report_search),
     }[args.env]
     if args.download and not alfworld:
@@ -114,12 +111,6 @@ def _report_games(folder: Path, _: object) -> None:
     print(f"use them with --env.data {folder}")
 
 
-def _generate_shop(folder: Path, args: argparse.Namespace) -> None:
-    from paw.envs.webshop import generator
-
-    generator.write(folder, args.generate, args.seed)
-
-
 def _report_shop(folder: Path, _: object) -> None:
     from paw.envs.webshop import catalogue
 
@@ -141,16 +132,16 @@ def _generate_world(folder: Path, args: argparse.Namespace) -> None:
     from paw.envs.search.world import World, split
 
     world = World(args.generate, seed=args.seed)
-    rows: dict[str, list[dict[str, Any]]] = {
-        CORPORA[0]: [{"id": name, "contents": contents} for name, contents in world.documents]
-    }
-    for name, questions in split([world]).items():
-        rows[f"{name}.jsonl"] = [
-            {"question": q.text, "golden_answers": q.answers, "data_source": kind} for kind, q in questions
-        ]
-    for name in (CORPORA[0], "train.jsonl", "test.jsonl"):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[name])
+
+    def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / name).write_text(text, encoding="utf-8")
+
+    write(CORPORA[0], ({"id": name, "contents": contents} for name, contents in world.documents))
+    parts = split([world])
+    for name in ("train", "test"):
+        keys = ("question", "golden_answers", "data_source")
+        write(f"{name}.jsonl", (dict(zip(keys, (q.text, q.answers, kind), strict=True)) for kind, q in parts[name]))
 
 
 def _report_search(folder: Path, corpus: Path | None) -> None:

@@ -1,7 +1,6 @@
 """`paw env check`: whether an environment keeps what training relies on (docs/environments.md), one line a rule.
 
-A few episodes are played: by the oracle, by chance, with garbage, and a mixture. Each is then played again, with the
-same responses, in circumstances that must not matter.
+Episodes by the oracle, by chance and of garbage are played again in circumstances that must not matter.
 """
 
 import argparse
@@ -9,20 +8,19 @@ import json
 import math
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from paw.envs import make_factory
-from paw.envs.base import Tasks, admissible_responses, size, train_tasks, warmup_tasks
+from paw.envs.base import Tasks, admissible_responses, eval_tasks, size, train_tasks, warmup_tasks
 from paw.errors import OURS, NoOracleError, UserError, clean, describe, shown
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     rule: str
     ok: bool
     seen: str
@@ -32,15 +30,16 @@ class Finding:
 
 
 def members(s: Subject) -> str:
-    fits: dict[str, Callable[..., object]] = {
-        "name": lambda value: isinstance(value, str) and value,
-        "reward_max": lambda value: _number(value) and value > 0,
-        "invalid_penalty": lambda value: _number(value) and value >= 0,
-        "may_block": lambda value: isinstance(value, bool),
-        "distinct_eval": lambda value: isinstance(value, bool),
-    }
-    for name, fit in fits.items():
-        if not fit(value := getattr(s.factory, name)):
+    def fits(name: str, value: Any) -> bool:
+        if name in ("may_block", "distinct_eval"):
+            return isinstance(value, bool)
+        if name == "name":
+            return isinstance(value, str) and value != ""
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return number and (value > 0 or (value == 0 and name == "invalid_penalty"))
+
+    for name in ("name", "reward_max", "invalid_penalty", "may_block", "distinct_eval"):
+        if not fits(name, value := getattr(s.factory, name)):
             raise Broken(f"{name} = {shown(value)}; for what it must be see EnvFactory in paw/envs/base.py")
     prints = [factory.fingerprint() for factory in (s.factory, s.factory, s.make_factory())]
     if not isinstance(prints[0], str) or len({*prints}) > 1:
@@ -66,7 +65,7 @@ def outcomes(s: Subject) -> str:
 
 
 def task_ids(s: Subject) -> str:
-    held_out = sorted(task.id for task in s.held_out)
+    held_out = sorted(task.id for task in eval_tasks(s.factory, s.env.eval_split, 0, 0))
     if twice := [one for one, two in pairwise(held_out) if one == two]:
         raise Broken(f"two tasks of '{s.env.eval_split}' have the id {twice[0]!r}; make ids unique")
     streams, remark = {"training": train_tasks(s.factory, 0, 64, 0, split=s.env.train_split)}, ""
@@ -211,7 +210,7 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     findings = check(subject)
     failed, speed = sum(not finding.ok for finding in findings), subject.steps / max(subject.seconds, 1e-9)
     if args.json:
-        rules = [vars(finding) for finding in findings]
+        rules = [finding._asdict() for finding in findings]
         print(json.dumps({"env": args.env, "ok": not failed, "steps_per_second": round(speed), "rules": rules}))
         return min(failed, 1)
     for finding in findings:
@@ -233,10 +232,6 @@ def _keys(tasks: Tasks) -> list[tuple[str, str]]:
 
 def _outcomes(s: Subject) -> list[Outcome]:
     return [outcome for episode in s.episodes for outcome in episode.outcomes]
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _raised(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from paw.config import EnvConfig
-from paw.envs.base import EnvFactory, admissible_responses, eval_tasks, train_tasks
+from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
 from paw.rollout.guard import Guarded
 from paw.types import Outcome, Task
@@ -57,10 +57,6 @@ class Subject:
     @cached_property
     def tasks(self) -> list[Task]:
         return train_tasks(self.factory, 0, 4, 0, split=self.env.train_split)
-
-    @cached_property
-    def held_out(self) -> list[Task]:
-        return eval_tasks(self.factory, self.env.eval_split, 0, 0)
 
     @cached_property
     def episodes(self) -> list[Episode]:

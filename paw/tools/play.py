@@ -1,8 +1,6 @@
 """`paw play`: a game at the terminal, or line by line for a program.
 
-A person sees what the agent sees, types an action or its number, and can ask for the exact prompt. With `--json` every
-line read is one command and every line written one object with the keys feedback, admissible, won, reward and done
-(and score, where there is one); the first stands for the start. It ends with the episode or the input.
+With `--json` every line read is one command and every line written one object; the first stands for the start.
 """
 
 import argparse
@@ -46,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Play one game as `args` say; returns the exit status, 1 if the environment broke.
-
-    Raises UserError where the game file is unreadable, or the factory does (no such environment, nothing installed).
-    """
+    """Play one game as `args` say; returns the exit status, 1 if the environment broke."""
     plain = args.env == "alfworld" and not overrides and not args.recipe
     env, factory, task = _alfworld(args) if plain else _any(args, overrides)
     talk = _json if args.json else _terminal
@@ -102,15 +97,13 @@ def _json(environment: Guarded, task: Task) -> None:
         outcome = environment.step(environment.format_action(line.strip()))
 
 
-def _say(*texts: str) -> None:
-    """What an environment wrote, with its line ends and nothing else that moves the cursor."""
-    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
-
-
 def _terminal(environment: Guarded, task: Task) -> None:
-    text = environment.reset(task)
-    _say(*_task(environment, text).values(), text, HELP)
-    turns = 0
+    def say(*texts: str) -> None:
+        """What an environment wrote, with its line ends and nothing else that moves the cursor."""
+        print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+
+    text, turns = environment.reset(task), 0
+    say(*_task(environment, text).values(), text, HELP)
     while True:
         actions = environment.admissible_actions()
         print("\n" + "\n".join(f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)))
@@ -121,14 +114,14 @@ def _terminal(environment: Guarded, task: Task) -> None:
             print()
             return
         if command in ("", "prompt"):
-            _say(shown(environment.context()) if command else HELP)
+            say(shown(environment.context()) if command else HELP)
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]
-            _say(command)
+            say(command)
         outcome = environment.step(environment.format_action(command))
         turns += 1
-        _say(f"\n{outcome.observation}")
+        say(f"\n{outcome.observation}")
         if outcome.done:
             said = f"Won in turn {turns}, reward {outcome.reward:g}" if outcome.won else f"Not won by turn {turns}"
             score = "" if outcome.score is None else f", score {outcome.score:.2f}"

@@ -11,7 +11,7 @@ Overrides = dict[str, str]
 def load_played(recipe: str | None, overrides: Overrides, defaults: Overrides | None = None) -> Config:
     """`load` for a command that plays: without a recipe env.name says what, as the recipe <env.name>-grpo has it.
 
-    `defaults` are overrides of keys that the environment has. Raises UserError as `load` does, or if nothing is named.
+    `defaults` are overrides of keys that the environment has.
     """
     name = overrides.get("env.name")
     if recipe is None and name is None:

@@ -25,10 +25,7 @@ from paw.tools.results import kind_lines, kind_rows
 
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
-    """Play `eval.games` held-out games and print success, overall and per task type, with 95 % Wilson intervals.
-
-    Returns 1 where episodes failed, else 0.
-    """
+    """Play `eval.games` held-out games and print success with Wilson intervals; returns 1 where episodes failed."""
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(progress)
         tell(stats.failures)

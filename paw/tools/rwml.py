@@ -1,11 +1,7 @@
 """`paw rwml`: what RWML (arXiv 2602.05842) needs besides RL on next states (`paw train` with a next-state recipe).
 
-    collect   play episodes, cut them into triplets (prompt, action, next state)
-    filter    fine-tune a copy on a tenth of them, predict the others several times, thin out the easy ones
-    sft       fine-tune on next states: the WM-SFT baseline, and a start for models that follow no instructions
-
-Held-out triplets (envs/next_state.py) are neither fine-tuned on nor thinned out. The triplets that the filter's copy
-saw are left out of its result: nothing is known of how easy they are.
+Held-out triplets (envs/next_state.py) are neither fine-tuned on nor thinned out. Those that the filter's copy saw are
+left out of its result: nothing is known of how easy they are.
 """
 
 import argparse
@@ -176,10 +172,7 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
 
 
 def _prepare(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Any, ...]:
-    """(configuration, model path, factory, sample(share) of the training triplets).
-
-    Fine-tuning has no thoughts to imitate, so neither asks it for any (env.think).
-    """
+    """(configuration, model path, factory, sample(share) of triplets to train on). No thoughts are imitated."""
     if options.model is None:
         raise UserError(f"paw rwml {options.stage}: say which model learns with --model")
     given = {"env.triplets": options.source, "model.path": options.model, "env.think": "false"}

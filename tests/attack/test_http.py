@@ -12,9 +12,8 @@ import pytest
 
 from paw.config import EndpointConfig
 from paw.envs import http
-from paw.envs.search.retrieval import remote
+from paw.envs.search.retrieval import Hit, remote
 from paw.envs.search.retrieval import server as retriever_server
-from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError

@@ -1,11 +1,7 @@
 """Generated household games: the same for the same seed, solvable, of the promised size, never in two splits."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +11,6 @@ from paw.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.problem import KINDS, TASK_TYPES, Game
 from paw.envs.alfworld.tables import ABILITIES, DIFFICULTIES, GOALS, HOLDS, SENTENCES
-from paw.errors import UserError
 
 SEEDS = st.integers(0, 2**48)
 LEVELS = st.sampled_from(sorted(DIFFICULTIES))
@@ -35,62 +30,27 @@ def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
     assert household.won
     assert game.task.startswith("Your task is to: ") and game.task.endswith(".")
     assert len(game.walkthrough) <= 12
+    for _, type_, index in game.scene.objects:
+        assert type_ == "DeskLamp" or type_ in HOLDS[game.scene.receptacles[index][1]]
 
 
-def test_games_depend_on_the_seed_alone():
-    code = (
-        "from paw.envs.alfworld.generator import games\n"
-        "for level in ('tiny', 'full'):\n"
-        "    print([game.scene for game in games('unseen', 5, 3, seed=1, difficulty=level)])"
-    )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert len(printed) == 1
-
-
-@pytest.mark.slow
-def test_splits_never_share_a_game():
-    contents = [
-        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 300, seed=seed, difficulty="tiny")}
-        for split in SPLITS
-    ]
-    assert all(len(content) > 550 for content in contents)  # a split hardly repeats itself
-    assert len(set.union(*contents)) == sum(map(len, contents))
-
-
-def test_stream_can_be_entered_anywhere():
+def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
     whole = [game.scene for game in games("train", 0, 12, seed=3, difficulty="tiny")]
     assert [game.scene for game in games("train", 7, 5, seed=3, difficulty="tiny")] == whole[7:]
-    assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != whole
-    assert {game.name for game in games("train", 0, 2, difficulty="tiny", kinds=["look"])} == {
-        game.name for game in games("train", 0, 2, difficulty="tiny", kinds=("look",))
-    }
-    scene = whole[0]
-    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
-    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
-    assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
+    contents = [
+        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 100, seed=seed, difficulty="tiny")}
+        for split in SPLITS
+    ]
+    assert all(len(content) > 190 for content in contents)  # a split hardly repeats itself
+    assert len(set.union(*contents)) == sum(map(len, contents))
 
 
 @pytest.mark.parametrize(
     ("level", "kinds", "receptacles", "objects"),
-    [
-        ("tiny", KINDS[:5], (4, 5), (3, 6)),
-        ("small", KINDS, (5, 8), (5, 9)),
-        ("medium", KINDS, (9, 14), (10, 17)),
-        ("full", KINDS, (8, 46), (5, 90)),
-    ],
+    [("tiny", KINDS[:5], (4, 5), (3, 6)), ("medium", KINDS, (9, 14), (10, 17)), ("full", KINDS, (8, 46), (5, 90))],
 )
 def test_presets_keep_their_promises(level, kinds, receptacles, objects):
-    made = [generate(seed, difficulty=level) for seed in range(100)]
-    assert DIFFICULTIES[level].kinds == kinds
+    made = [generate(seed, difficulty=level) for seed in range(60)]
     assert {game.kind for game in made} == set(kinds)
     for game in made:
         # a bathroom has no more receptacles than its table allows, whatever the preset would like
@@ -99,20 +59,7 @@ def test_presets_keep_their_promises(level, kinds, receptacles, objects):
     if level == "tiny":
         assert all(game.names[id_].endswith(" 1") for game in made for id_ in (*game.location, *game.object_type))
     if level == "full":
-        heads = {game.scene.floor_plan // 100 for game in made}
-        assert heads == {0, 2, 3, 4}  # all four rooms
-
-
-def test_objects_lie_where_alfworld_lets_them():
-    for level in DIFFICULTIES:
-        for seed in range(20):
-            scene = generate(seed, difficulty=level).scene
-            for _, type_, index in scene.objects:
-                assert type_ == "DeskLamp" or type_ in HOLDS[scene.receptacles[index][1]]
-    for difficulty in DIFFICULTIES.values():
-        for room in difficulty.rooms:
-            for type_ in room.objects:
-                assert any(type_ in HOLDS[receptacle] for receptacle in room.receptacles), type_
+        assert {game.scene.floor_plan // 100 for game in made} == {0, 2, 3, 4}  # all four rooms
 
 
 @settings(max_examples=20, deadline=None)
@@ -121,42 +68,21 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
     game = generate(seed, difficulty=level)
     path = write(game, tmp_path_factory.mktemp("games"))
     loaded = Game.load(path)
-    assert loaded.walkthrough == game.walkthrough
-    assert loaded.kind == game.kind
+    assert (loaded.walkthrough, loaded.kind) == (game.walkthrough, game.kind)
     ours, theirs, rng = Household(game), Household(loaded), random.Random(seed)
     assert ours.reset() == theirs.reset()
     for _ in range(30):
         assert ours.admissible == theirs.admissible
         command = rng.choice(ours.admissible)
-        assert ours.step(command) == theirs.step(command)
-        assert ours.won == theirs.won
-
-
-def test_written_layout_is_alfworlds(tmp_path):
-    game = generate(11, difficulty="full", kinds=["heat"])
-    path = write(game, tmp_path)
-    kind, object_, _, parent, scene = path.parent.parent.name.split("-")
+        assert (ours.step(command), ours.won) == (theirs.step(command), theirs.won)
+    kind, object_, _, parent, scene = path.parent.parent.name.split("-")  # as ALFWorld calls and describes it
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
-    assert kind == trajectory["task_type"] == "pick_heat_then_place_in_recep"
-    assert trajectory["pddl_params"]["object_target"] == object_
-    assert trajectory["pddl_params"]["parent_target"] == parent
-    assert trajectory["scene"]["scene_num"] == int(scene)
-    data = json.loads(path.read_text())
-    assert data["solvable"] is True
-    assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
-    with pytest.raises(ValueError, match="was not generated"):
-        write(Game.load(path), tmp_path)
-
-
-def test_mistakes_are_named():
-    with pytest.raises(UserError, match='difficulty "huge" is not known; choose one of tiny, small, medium, full'):
-        generate(0, difficulty="huge")
-    with pytest.raises(UserError, match='task type "two" is not offered by difficulty "tiny"'):
-        generate(0, difficulty="tiny", kinds=["two"])
-    with pytest.raises(UserError, match='split "test" of generated games is not known'):
-        next(games("test", 0, 1))
-    with pytest.raises(UserError, match="kinds is empty"):
-        generate(0, kinds=[])
+    parameters = trajectory["pddl_params"]
+    assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"]["scene_num"] == int(scene)
+    assert parameters["object_target"] == object_ and parent in (
+        parameters["parent_target"],
+        parameters["toggle_target"],
+    )
 
 
 def test_tables_and_data_are_alfworlds():

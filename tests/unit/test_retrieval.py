@@ -21,16 +21,10 @@ NEWS = [
     ("a", '"Sofa"\nThe feline slept on the sofa all afternoon.'),
     ("b", '"Markets"\nShare prices fell sharply on Monday.'),
     ("c", '"Clinic"\nA physician examined the patient.'),
-    ("d", '"Station"\nThe train to Berlin departs at noon.'),
-    ("e", '"Kitchen"\nShe baked bread with flour and yeast.'),
+    ("d", '"Kitchen"\nShe baked bread with flour and yeast.'),
+    ("e", '"Station"\nThe train to Berlin departs at noon.'),
 ]
-PARAPHRASES = {
-    "cats resting upon couches": "a",
-    "stocks losing value": "b",
-    "doctor looking at someone sick": "c",
-    "railway towards Germany": "d",
-    "making a loaf": "e",
-}
+PARAPHRASES = {"cats resting upon couches": "a", "stocks losing value": "b", "doctor looking at someone sick": "c"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,16 +63,15 @@ def test_bm25_splits_words_as_lucene():
     assert found == [[0], [1], [], [0], [1], []]
     (hits,) = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top(["red"], 5)
     assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
-    assert Bm25(["the", ""]).top(["the red"], 3) == [[]] and Bm25(["red"]).top([], 3) == []
+    assert Bm25(["the", ""]).top(["the red"], 3) == [[]]
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
     corpus = write(tmp_path / "c.jsonl", [(f"d{i}", f"word{i % 7} word{i % 11} other{i}") for i in range(200)])
-    config = SearchConfig(corpus=corpus)
     queries = ["word3 word5", "other17", "nothing", "word0 word0 other70"]
-    first = make_retriever(config).search(queries, 7)
+    first = make_retriever(SearchConfig(corpus=corpus)).search(queries, 7)
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    again = make_retriever(config)
+    again = make_retriever(SearchConfig(corpus=corpus))
     assert again.search(queries, 7) == first and [len(hits) for hits in first] == [7, 1, 0, 7]
     assert kept and kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
     assert isinstance(again._index._data.base, np.memmap) or isinstance(again._index._data, np.memmap)
@@ -97,16 +90,13 @@ def test_a_corpus_gives_its_documents(tmp_path):
     assert list(Corpus(path)) == [("1", "rewritten")]
 
 
-def test_a_damaged_line_is_named(tmp_path, cache):
+def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     path = tmp_path / "bad.jsonl"
     for line, reason in (
-        ('{"id": 1}', "contents: Field required"),
         ('{"id": 1, "contents": " "}', "contents: String should match pattern"),
         ('{"id": true, "contents": "x"}', "id: str: Input should be a valid string"),
-        ('["x"]', "Input should be an object"),
         ("[" * 100_000, "Invalid JSON: recursion limit exceeded"),
         ('{"id": 1, "contents": "\\ud800"}', "Invalid JSON: "),
-        ('{"id": 1, "contents": "\xff"}', "Invalid JSON: invalid unicode"),
     ):
         path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1"))
         with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
@@ -114,15 +104,12 @@ def test_a_damaged_line_is_named(tmp_path, cache):
         assert reason in str(error.value) and "\n" not in str(error.value)
         assert str(error.value).endswith(" (the last line: is the file cut off?)")
         assert not list(cache.iterdir())  # nothing half-made is left
-
-
-def test_a_corpus_that_is_not_there(tmp_path):
-    for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .{reason}"):
-            Corpus(path)
-    (tmp_path / "empty.jsonl").write_text("\n")
+    path.write_text("\n")
     with pytest.raises(UserError, match="there is no document in it"):
-        Corpus(tmp_path / "empty.jsonl")
+        Corpus(path)
+    path.unlink()
+    with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .No such file"):
+        Corpus(path)
     with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())
 
@@ -148,15 +135,6 @@ def test_e5_gets_its_prefixes(tmp_path):
     assert passage @ bare < 0.99  # what it is refused for if the prefix is missing
 
 
-class Interrupted(list):
-    """Documents of which the fifth cannot be read."""
-
-    def __getitem__(self, at):
-        if isinstance(at, slice) and at.start == 4:
-            raise KeyboardInterrupt
-        return super().__getitem__(at)
-
-
 @pytest.fixture
 def loaded(news, monkeypatch) -> None:
     """The encoder is not loaded again."""
@@ -164,6 +142,12 @@ def loaded(news, monkeypatch) -> None:
 
 
 def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, monkeypatch):
+    class Interrupted(list):
+        def __getitem__(self, at):
+            if isinstance(at, slice) and at.start == 4:
+                raise KeyboardInterrupt
+            return super().__getitem__(at)
+
     monkeypatch.setattr(dense, "CHUNK", 2)
     with pytest.raises(KeyboardInterrupt):
         DenseRetriever(Interrupted(NEWS), ENCODER)

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -60,27 +60,20 @@ def make_config(tmp_path, triplets, **changes):
     )
 
 
-@pytest.fixture(scope="module")
-def played():
+def test_triplets_are_the_valid_turns_once_and_a_file_gives_them_back(tmp_path):
     factory, config = make_factory(), Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
     rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
-    return rollouts.play(train_tasks(factory, 0, 8, 0), group_size=3, temperature=1.0, seed=0, stream="triplets")[0]
-
-
-def test_triplets_are_the_valid_turns_in_order(played):
+    options = {"group_size": 3, "temperature": 1.0, "seed": 0, "stream": "triplets"}
+    played, _ = rollouts.play(train_tasks(factory, 0, 8, 0), **options)
     turns = [(e.task.id, n, turn) for group in played for e in group.trajectories for n, turn in enumerate(e.turns)]
     valid = [(task, n, turn) for task, n, turn in turns if turn.outcome.valid]
     assert 0 < len(valid) < len(turns)
-    cut = rwml.cut(played, dedup=False)
-    assert [(t.task, t.step) for t in cut] == [(task, n) for task, n, _ in valid]
-    for found, (_, _, turn) in zip(cut, valid, strict=True):
+    every, once = rwml.cut(played, dedup=False), rwml.cut(played, dedup=True)
+    assert [(t.task, t.step) for t in every] == [(task, n) for task, n, _ in valid]
+    for found, (_, _, turn) in zip(every, valid, strict=True):
         said = turn.outcome
         assert (found.prompt, found.response, found.action) == (turn.prompt, turn.response, said.action)
         assert found.next_state == said.observation != ""
-
-
-def test_dedup_keeps_the_first_of_equal_triplets_and_a_file_gives_them_back(played, tmp_path):
-    every, once = rwml.cut(played, dedup=False), rwml.cut(played, dedup=True)
     key = lambda t: (t.prompt, t.action, t.next_state)  # noqa: E731
     assert [key(t) for t in once] == list(dict.fromkeys(map(key, every))) and len(once) < len(every)
     triplets = [*once, triplet(next_state="two\nlines \u2028 and more")]
@@ -92,40 +85,27 @@ def test_splits_hold_whole_games_apart(tmp_path):
     apart = [{task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)]
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
     assert len(factory.training) + len(factory.held_out) == 200
-    n = len(factory.training)
-    epoch = train_tasks(factory, 0, n, seed=1)
-    assert (
-        sorted(epoch, key=lambda t: t.id) == sorted(factory.training, key=lambda t: t.id) and epoch != factory.training
-    )
-    assert train_tasks(factory, 1, n, seed=1) != epoch
-    assert eval_tasks(factory, "held_out", 0, 0) == factory.held_out and len(eval_tasks(factory, "held_out", 3, 0)) == 3
+    epoch = train_tasks(factory, 0, len(factory.training), seed=1)
+    assert {t.id for t in epoch} == {t.id for t in factory.training} and len(epoch) == len(factory.training)
+    assert eval_tasks(factory, "held_out", 0, 0) == factory.held_out
 
 
-def test_the_question_shows_prompt_action_and_form():
+def test_what_is_asked_and_what_an_answer_predicts():
     asked = ask(triplet(), PAPER)
-    assert triplet().prompt in asked and "\nlook\n" in asked
-    assert asked.index("[Action]") > asked.index(triplet().prompt) and asked.endswith(
-        "<next_state> </next_state> tags."
-    )
-    assert "<think>" in asked and "<think>" not in ask(triplet(), PAPER.model_copy(update={"think": False}))
-    assert ask(triplet(), ENV) == triplet().prompt + "\ndid:\nlook"
-
-
-def test_what_an_answer_predicts():
+    assert asked.index("[Action]\nlook\n") > asked.index(triplet().prompt) and "<think>" in asked
     quiet = PAPER.model_copy(update={"think": False})
+    assert "<think>" not in ask(triplet(), quiet) and "<next_state> </next_state> tags." in ask(triplet(), quiet)
+    assert ask(triplet(), ENV) == triplet().prompt + "\ndid:\nlook"
     for response, think, plain in (
-        ("<think>it opens</think><next_state> It is open. </next_state>", "It is open.", "It is open."),
+        ("<think>it opens</think><next_state> It is\nopen. </next_state>", "It is\nopen.", "It is\nopen."),
         ("<think>say <next_state>?</think>\n<next_state>Yes.</next_state>\n", "Yes.", "Yes."),
-        ("<next_state>It is\nopen.</next_state>", None, "It is\nopen."),
         ("</think><next_state>It is open.</next_state>", None, "It is open."),
         ("<think>a</think><next_state>one</next_state><next_state>two</next_state>", None, None),
         ("<think>a</think>so <next_state>one</next_state>", None, None),
         ("<think>a</think><next_state>  </next_state>", None, None),
-        ("It is open.", None, None),
     ):
         assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
     assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN  # what is imitated
-    assert predicted(" \n", ENV) is None
 
 
 def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp_path):
@@ -155,9 +135,8 @@ def test_minilm_distinguishes_what_the_reward_has_to_and_embeds_a_text_once():
 def test_the_last_token_is_pooled_where_the_model_says_so(tiny_llm, tmp_path):
     folder = tiny_llm(tmp_path / "encoder", "qwen3")
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(
-        '{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false}'
-    )
+    modes = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes))
     embedding = Embedding(str(folder))
     texts = ["short", "a much longer text"]
     for text, vector in zip(texts, embedding.encode(texts), strict=True):
@@ -168,30 +147,18 @@ def test_the_last_token_is_pooled_where_the_model_says_so(tiny_llm, tmp_path):
 
 
 def test_threads_share_one_call_and_one_failure():
-    batches, start = [], threading.Barrier(8)
-
     def similarity(pairs):
         batches.append(len(pairs))
         if ("6", "6") in pairs:
             raise ZeroDivisionError
         return same(pairs)
 
-    together, results = _Together(similarity), {}
-
-    def call(i):
-        start.wait()
-        try:
-            results[i] = together(str(i), str(i // 2 * 2))
-        except ZeroDivisionError:
-            results[i] = None
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert sum(batches) == 8 and results[6] is None
-    assert all(value in (None, float(i % 2 == 0)) for i, value in results.items()) and len(results) == 8
+    batches, together = [], _Together(similarity)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(together, str(i), str(i // 2 * 2)) for i in range(8)]
+    failed = [isinstance(call.exception(), ZeroDivisionError) for call in calls]
+    assert sum(batches) == 8 and failed[6]
+    assert all(failed[i] or call.result() == float(i % 2 == 0) for i, call in enumerate(calls))
     assert together("a", "a") == 1.0
 
 
@@ -211,20 +178,10 @@ def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
     optimizer.step()
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-4 < 5e-3  # a step of Adam is about lr
-    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), make_model().parameters(), strict=True))
-
-
-def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
-    """The same rollouts as any episode: an environment, a prompt, an answer, a reward."""
-    config = make_config(tmp_path, games(30), sft_epochs=3)
-    factory, chat, model = NextStateFactory(config.env, same), make_chat(), make_model()
-    rollouts = Rollouts(factory, make_engine(model), chat, config)
-    options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
-    before, _ = rollouts.play(factory.held_out[:2], **options)
-    rwml.fine_tune(Policy(model), chat, factory.training, config)
-    after, _ = rollouts.play(factory.held_out[:2], **options)
-    assert not any(e.won for group in before for e in group.trajectories)
-    assert all(e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.inf)
+    with pytest.raises(UserError, match=r"diverged at step 1 of \d; lower rwml\.sft_lr"):
+        rwml.fine_tune(Policy(model), chat, tasks, config)
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
@@ -234,10 +191,8 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
     good = asdict(triplet())
     for text, message in (
         ("", "it holds no triplet"),
-        ("{", "line 1: Invalid JSON"),
         (json.dumps(good) + "\n\n[1]", "line 3: Input should be an object"),
         (json.dumps({**good, "more": 1}), "line 1: more: "),
-        (json.dumps({**good, "step": "0"}), "line 1: step: Input should be a valid integer, not '0'"),
         (json.dumps({**good, "next_state": " "}), "line 1: next_state: String should match"),
     ):
         path.write_text(text)
@@ -246,17 +201,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
         assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_missing_encoder_ends_training_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
-    triplets = write(tmp_path / "t.jsonl", games(30))
-    words = ["train", "rwml-quickstart", "--env.triplets", str(triplets), "--env.embedding", "."]
-    assert cli.main(words) == 2
-    err = capsys.readouterr().err
-    assert "env.embedding = '.': there is no config.json in it" in err and err.count("\n") == 1
-
-
-def test_other_mistakes_are_named(tmp_path):
+def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
     def fault(triplets, **env):
         config = make_config(tmp_path, triplets)
         with pytest.raises(UserError) as raised:
@@ -265,7 +210,6 @@ def test_other_mistakes_are_named(tmp_path):
 
     held = next(t for t in games(100) if t.held_out)
     assert "none of its 1 games is one to train on" in fault([held])
-    assert "none of its 1 games is one to evaluate on" in fault([next(t for t in games(9) if not t.held_out)])
     assert "env.eval_split = 'valid_unseen'" in fault(games(30), eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env\.triplets is not set"):
         NextStateFactory(ENV, same)
@@ -273,12 +217,9 @@ def test_other_mistakes_are_named(tmp_path):
         NextStateFactory(make_config(tmp_path, games(30)).env, same).tasks("warmup", 0)
     with pytest.raises(UserError, match=r"set wm\.enabled = false"):
         validate({"model": {"path": "-"}, "env": {"name": "next_state"}}, origin="r")
-
-
-def test_fine_tuning_that_diverges_says_so(tmp_path):
-    config, model = make_config(tmp_path, games(30)), make_model()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.fill_(math.inf)
-    factory = NextStateFactory(config.env, same)
-    with pytest.raises(UserError, match=r"diverged at step 1 of \d; lower rwml\.sft_lr"):
-        rwml.fine_tune(Policy(model), make_chat(), factory.training, config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
+    words = ["train", "rwml-quickstart", "--env.triplets", str(tmp_path / "triplets.jsonl"), "--env.embedding", "."]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert "env.embedding = '.': there is no config.json in it" in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Search QA without files: the generated world, the paper's prompts literally, actions, exact match, episodes."""
+"""Search QA: the generated world, the paper's prompts literally, actions, exact match, episodes, files."""
 
 import json
 
@@ -6,22 +6,31 @@ import pytest
 
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import admissible_responses, eval_tasks, train_tasks
+from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
+from paw.envs.search import data
 from paw.envs.search.data import Question
 from paw.envs.search.factory import SearchEnv
 from paw.envs.search.prompt import CompactStyle, PaperStyle
-from paw.envs.search.retrieval.base import Hit
+from paw.envs.search.retrieval import Hit
 from paw.envs.search.reward import exact_match, normalize
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.envs.settings import SearchConfig
-from paw.errors import EnvironmentFailure, UserError
+from paw.errors import EnvironmentFailure, NoOracleError, UserError
 from paw.types import Task
+
+pa = pytest.importorskip("pyarrow", reason="pip install 'paw-trainer[search]'")
+pq = pytest.importorskip("pyarrow.parquet")
 
 ENV = SearchConfig(eval_split="test", max_turns=4, history=4, reward=1.0, invalid_penalty=0.01)
 
 
-def factory(entities=100, topk=3, search=None, **changes):
-    env = ENV.model_copy(update={"entities": entities, "topk": topk, **(search or {}), **changes})
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def factory(**changes):
+    env = ENV.model_copy(update={"entities": 100, **changes})
     return make_factory(Config(model=ModelConfig(path="-"), env=env))
 
 
@@ -39,16 +48,10 @@ def episode(question=None, search=None, **changes):
 # --- the world ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world():
-    return World(300)
-
-
 def test_a_world_follows_from_its_seed_and_has_every_kind():
-    for entities in (20, 41, 59):
-        small = World(entities, numbered=entities == 41)
-        assert len(small.entities) == len(small.documents) == entities and all(split([small]).values())
-        assert {entity.kind for entity in small.entities} == set(RELATIONS)
+    small = World(20)
+    assert len(small.entities) == len(small.documents) == 20 and all(split([small]).values())
+    assert {entity.kind for entity in small.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
@@ -57,7 +60,8 @@ def test_a_world_follows_from_its_seed_and_has_every_kind():
     assert found == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
 
 
-def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer(world):
+def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
+    world = World(300)
     names = [name for entity in world.entities for name in set(map(normalize, entity.names))]
     texts = [question.text for _, question in world.questions]
     assert len(names) == len(set(names)) and len(texts) == len(set(texts)) > 1000
@@ -112,8 +116,6 @@ def test_history_thought_and_braces():
     environment = episode(history=0)
     environment.step("<search>the Nile</search>")
     assert environment.context() == FIRST
-    environment.reset(Task("u", "nq", Question("Who?", ("Ada",))))
-    assert environment.anchor() == "Who?"
 
 
 def test_projections():
@@ -122,12 +124,9 @@ def test_projections():
         ("<ANSWER>Paris\nFrance</Answer>", "answer[Paris\nFrance]", True),
         ("<answer></answer>", "answer[]", True),
         ("<search>a</search> text <answer>b</answer>", "search[a]", False),
-        ("<answer>b</answer><search>a</search>", "search[a]", False),
         ("<answer>b</answer><search>a", "answer[b]", False),
-        ("<search>a</search><search>b</search>", "search[a]", False),
         ("<search>a <search>b</search>", "search[a <search>b]", False),
         ("a</search><search>b</search>", "", False),  # cut after the first closing tag
-        ("<search>a", "", False),
         ("search[a]", "", False),
     ):
         played, well_formed = PaperStyle().parse_action(response)
@@ -143,30 +142,25 @@ def test_projections():
 
 
 def test_what_is_found_is_told_as_the_search_tool_tells_it():
-    style = PaperStyle()
-    assert style.observation(['"Köln"\nA "city".\n', " b "]) == (
+    assert PaperStyle().observation(['"Köln"\nA "city".\n', " b "]) == (
         '<information>{"result": "Doc 1: \\"K\\u00f6ln\\"\\nA \\"city\\".\\nDoc 2: b\\n"}</information>'
     )
-    inner = style.observation(["x\ny"]).removeprefix("<information>").removesuffix("</information>")
-    assert json.loads(inner) == {"result": "Doc 1: x\ny\n"}
     assert CompactStyle().observation(['"town 1"\ntown 1 is\n old.', "no title"]) == "town 1 is old.\nno title"
 
 
 def test_exact_match():
-    right = [
-        *(("the Beatles", "Beatles"), ("Beatles, The!", "the beatles"), ("An apple a day", "apple day")),
-        *(("U.S.A.", "USA"), ("  two   words\n", "two words"), ("1,000", "1000"), ("São Paulo", "são paulo")),
-        ("the café’s", "café’s"),  # a typographic apostrophe is no ASCII punctuation
-        ("The The", "the the"),
-    ]
-    wrong = [
-        ("theatre", "atre"),  # articles are whole words
-        ("well-known", "well known"),  # punctuation goes without a blank
-        ("STRASSE", "straße"),  # lower(), not casefold()
-        *(("Sao Paulo", "São Paulo"), ("Nile", "River Nile"), ("", "Nile"), ("", "The The"), ("?", "A")),
-    ]
-    assert all(exact_match(answer, ["x", golden]) for answer, golden in right)
-    assert not any(exact_match(answer, ["x", golden]) for answer, golden in wrong) and not exact_match("", [])
+    for answer, golden, right in (
+        ("the Beatles", "Beatles", True),
+        ("U.S.A.", "USA", True),
+        ("  two   words\n", "two words", True),
+        ("The The", "the the", True),
+        ("theatre", "atre", False),  # articles are whole words
+        ("well-known", "well known", False),  # punctuation goes without a blank
+        ("STRASSE", "straße", False),  # lower(), not casefold()
+        ("Nile", "River Nile", False),
+        ("", "The The", False),
+    ):
+        assert exact_match(answer, ["x", golden]) == right, answer
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
@@ -174,18 +168,14 @@ def test_exact_match():
 
 def test_an_episode_of_a_search_and_an_answer():
     environment = episode()
-    assert environment.anchor() == environment.task == "Where is the Nile?" and environment.admissible_actions() == []
+    assert environment.task == "Where is the Nile?" and environment.admissible_actions() == []
     found = environment.step("<search>Nile</search>")
     assert found.observation == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
     assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
-    assert environment.anchor() == found.observation
     answered = environment.step("<answer>in africa</answer>")
     assert (answered.done, answered.won, answered.reward, answered.observation) == (True, True, 1.0, "")
-    with pytest.raises(AssertionError):
-        environment.step("<answer>again</answer>")
-    environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
+    environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=2)
     environment.step("<search>Nile</search>")
-    assert environment.step("nothing").observation == ""
     last = environment.step("<search>Nile</search>")  # finds nothing any more, and words found are no answer
     assert (last.done, last.won, last.observation, last.action, last.valid) == (True, False, "", "search[Nile]", True)
 
@@ -195,12 +185,10 @@ def test_a_failing_search_fails_its_episode_alone():
         raise UserError("no\nserver")
 
     environment = episode(search=broken)
-    with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
-        environment.step("<search>Nile</search>")
-    environment = episode(search=broken)
     empty = environment.step("<search> </search>")  # is not asked for: an agent cannot break its episode so
     assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
-    assert environment.step("<answer>Africa</answer>").won
+    with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
+        environment.step("<search>Nile</search>")
 
 
 @pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20)])
@@ -208,8 +196,11 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
     played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
     for part in ("train", "warmup", "test"):
-        for task in eval_tasks(played, part, 300, 0):
+        for task in eval_tasks(played, part, 150, 0):
             environment.reset(task)
+            responses = admissible_responses(environment)
+            assert len({*responses}) == len(responses) == (40 if style == "compact" else 0)
+            assert style == "paper" or environment.oracle() in responses
             outcome = environment.step(environment.oracle())
             while not outcome.done:
                 assert outcome.valid
@@ -217,21 +208,11 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
             assert outcome.won, task
 
 
-def test_actions_of_a_numbered_world_are_whole_lines_of_it():
-    played = factory(style="compact", entities=20)
-    environment = played.make()
-    environment.reset(train_tasks(played, 0, 1, 0)[0])
-    responses = admissible_responses(environment)
-    assert len(responses) == len(set(responses)) == 40 and environment.oracle() in responses
-    assert all(environment.style.parse_action(response)[1] for response in responses)
-    assert factory().make().admissible_actions() == []
-
-
 def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
     with pytest.raises(UserError, match="no split 'valid_unseen', only test, warmup, train"):
         factory(eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env.corpus = .* needs env.data"):
-        factory(search={"corpus": tmp_path / "corpus.jsonl"})
+        factory(corpus=tmp_path / "corpus.jsonl")
     made = [factory(), factory(entities=101), factory(topk=2), factory(entities=20, style="compact")]
     assert len({one.fingerprint() for one in made}) == 4 and factory().fingerprint() == made[0].fingerprint()
 
@@ -246,7 +227,7 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
             return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0)
 
     monkeypatch.setattr(zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config))
-    played = factory(search={"retriever": "zerosearch"})
+    played = factory(retriever="zerosearch")
     assert played.may_block
 
     def noisy(tasks):
@@ -258,3 +239,116 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
 
     assert noisy(eval_tasks(played, "test", 60, 0)) == noisy(train_tasks(played, 0, 60, 0)) == 0
     assert 15 < noisy(train_tasks(played, 150, 60, 0)) < 45  # half of them, by default
+
+
+# --- questions from files ------------------------------------------------------------------------------------------
+
+NILE = {"question": "which river is longest?", "golden_answers": ["Nile", "River Nile"], "data_source": "searchR1_nq"}
+ROWS = [NILE, {"question": "Who?", "golden_answers": ["Ada"], "data_source": "2wikimultihopqa"}]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def searchr1(rows):
+    """As Search-R1's scripts/data_process write a row."""
+    extra = {"prompt": [{"role": "user", "content": "Answer the question."}], "ability": "fact-reasoning"}
+    target = [{"style": "rule", "ground_truth": {"target": row["golden_answers"]}} for row in rows]
+    return [{**row, **extra, "reward_model": model} for row, model in zip(rows, target, strict=True)]
+
+
+def parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+def of_files(folder, corpus=True, **changes):
+    documents = [{"id": name, "contents": f'"{name}"\n{name} is a river.'} for name in ("Nile", "Volta")]
+    search = {"corpus": jsonl(folder / "corpus.jsonl", documents)} if corpus else {}
+    return factory(**{"data": folder, **search, **changes})
+
+
+def contents(tasks):
+    return [(task.kind, task.payload.text, task.payload.answers) for task in tasks]
+
+
+EXPECTED = [("nq", "which river is longest?", ("Nile", "River Nile")), ("2wikimultihopqa", "Who?", ("Ada",))]
+
+
+def test_parquet_and_json_lines_say_the_same(tmp_path):
+    assert contents(data.load(jsonl(tmp_path / "a.jsonl", ROWS))) == EXPECTED
+    assert contents(data.load(parquet(tmp_path / "a.parquet", ROWS))) == EXPECTED
+    rows = searchr1(ROWS)
+    assert contents(data.load(parquet(tmp_path / "b.parquet", rows))) == EXPECTED
+    without = [{key: value for key, value in row.items() if key != "golden_answers"} for row in rows]
+    assert contents(data.load(parquet(tmp_path / "c.parquet", without))) == EXPECTED
+    path = jsonl(tmp_path / "capitals.jsonl", [{"question": "Capital of Chad?", "golden_answers": "N'Djamena"}])
+    assert contents(data.load(path)) == [("capitals", "Capital of Chad?", ("N'Djamena",))]
+    sources = ("searchR1_nq", "RUC-NLPIR/FlashRAG_datasets/TriviaQA", "bamboogle", "my_own", "uniq")
+    assert [*map(data.short_name, sources)] == ["nq", "triviaqa", "bamboogle", "my_own", "uniq"]
+
+
+GOOD = json.dumps(ROWS[0]).encode()
+
+
+def refused(path) -> str:
+    with pytest.raises(UserError) as error:
+        data.load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = tmp_path / "test.jsonl"
+    for content, words in (
+        (GOOD + b"\n" + GOOD[:40], ", line 2: Invalid JSON: EOF while"),
+        (b'\n\n{"question": "\xff"}', ", line 3: Invalid JSON: invalid unicode"),
+        (b'{"question": " ", "golden_answers": ["a"]}', ", line 1: question: String should match pattern"),
+        (b'{"question": "a", "golden_answers": []}', ", line 1: golden_answers: List should have at least 1 item"),
+        (b"\n\n", "holds no question"),
+    ):
+        path.write_bytes(content)
+        assert words in refused(path)
+    path = tmp_path / "test.parquet"
+    whole = parquet(path, ROWS).read_bytes()
+    for content in (whole[:-20], b"", whole[:4] + b"\xff" * 36 + whole[40:]):
+        path.write_bytes(content)
+        assert "no whole parquet" in refused(path)
+    assert "no column 'question'; it has golden_answers" in refused(parquet(path, [{"golden_answers": ["a"]}]))
+    missing = {"question": "Why?", "golden_answers": None, "data_source": "nq"}
+    assert ", row 3: golden_answers: Input should be a valid list" in refused(parquet(path, [*ROWS, missing]))
+
+
+def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
+    for settings, message in (
+        ({"data": tmp_path / "nowhere"}, "does not exist"),
+        ({}, "holds neither test.parquet and test.jsonl"),
+    ):
+        with pytest.raises(UserError, match=message):
+            of_files(tmp_path, **settings)
+    jsonl(tmp_path / "test.jsonl", ROWS)
+    played = of_files(tmp_path)
+    environment = played.make()
+    environment.reset(eval_tasks(played, "test", 0, 0)[0])
+    with pytest.raises(NoOracleError):
+        environment.oracle()
+    assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
+    assert environment.step("<answer>the nile</answer>").won
+    with pytest.raises(UserError, match="leave env"):
+        warmup_tasks(played, 0, 1, 0)
+    assert of_files(tmp_path).fingerprint() == played.fingerprint() and "corpus.jsonl" in played.fingerprint()
+    with pytest.raises(UserError, match=r"needs documents: set env\.corpus"):
+        of_files(tmp_path, corpus=False)
+    one = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split
+    assert len(eval_tasks(one, "test", 0, 0)) == len(train_tasks(one, 0, 1, 0)) == 1
+    (tmp_path / "train.jsonl").write_text("{")
+    with pytest.raises(UserError, match=r"train\.jsonl, line 1"):  # before a model is loaded
+        of_files(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    parquet(tmp_path / "test.parquet", ROWS)
+    with pytest.raises(UserError, match="holds both"):
+        of_files(tmp_path)
+    with pytest.raises(UserError, match=r"test\.csv is neither \.parquet nor \.jsonl"):
+        of_files(tmp_path, data=(tmp_path / "test.parquet").rename(tmp_path / "test.csv"))

@@ -1,4 +1,4 @@
-"""WebShop's files, goals and search on a shop of four products; the generated shop."""
+"""WebShop's files, goals and search on a shop of four products; the generated shop, its tasks and episodes."""
 
 import hashlib
 import json
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue, generator
-from paw.envs.webshop.catalogue import ENTRIES, HUMAN, ITEMS, Catalogue, generated, load
+from paw.envs.webshop.catalogue import ENTRIES, HUMAN, ITEMS, generated, load
+from paw.envs.webshop.factory import WebshopFactory
 from paw.envs.webshop.reward import base_colour, reward
 from paw.errors import UserError
 
@@ -65,7 +65,9 @@ WRITTEN = {
 def shop(folder: Path, **changed) -> Path:
     for name, content in ((ITEMS, SHOP), (ENTRIES, ATTRIBUTES), (HUMAN, WRITTEN)):
         content = changed.get(name.split(".")[0], content)
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=1), "utf-8")
+        text = content if isinstance(content, str) else json.dumps(content, indent=1)
+        if content is not None:
+            (folder / name).write_text(text, "utf-8", errors="surrogateescape")
     return folder
 
 
@@ -123,15 +125,14 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
         ({"items_shuffle_1000": '{"a": 1}'}, f"{ITEMS}: broken or cut short in product 1 (no array)"),
         ({"items_shuffle_1000": '[{"asin": "' + "B" * 10_000}, "cut short in product 1 (Unterminated string"),
         (second_item(query=...), f"{SECOND}query: Field required"),
-        (second_item(name=5), f"{SECOND}name: Input should be a valid string, not 5"),
         (second_item(customization_options=["S"]), f"{SECOND}customization_options: should be like {{name: [{{'value"),
         (second_item(pricing="free"), f"{SECOND}pricing: should be like '$12.99', not 'free'"),
         ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
         ({"items_ins_v2_1000": '{\n"B1": '}, f"{ENTRIES}, line 2: broken or cut short (Expecting value)"),
         ({"items_ins_v2_1000": {}}, f"{ENTRIES} has no 'B000000001': it belongs to another products file"),
-        ({"items_ins_v2_1000": {"B000000001": entry("x")}}, "B000000001: an instruction without 'instruction_attrib"),
         ({"items_human_ins": {"B000000001": [{"instruction": "x"}]}}, "1: instruction_attributes: Field required"),
-        ({"items_human_ins": {}}, "4 products make 0 goals with env.goals = 'human'"),
+        ({"items_human_ins": None}, f"{HUMAN} is missing (env.data with env.catalogue = 'small'"),
+        ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: no UTF-8"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict, message: str):
@@ -142,55 +143,30 @@ def test_damage_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_is_missing_or_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in (ITEMS, ENTRIES, HUMAN):
-        (shop(tmp_path) / name).unlink()
-        with pytest.raises(UserError, match=f"{name} is missing .env.data with env.catalogue = 'small'"):
-            load(tmp_path, PEOPLE)
-    for name in (ITEMS, ENTRIES):
-        path = shop(tmp_path) / name
-        path.write_bytes(path.read_bytes().replace(b"free", b"fr\xff"))
-        with pytest.raises(UserError, match=f"{name}.*: no UTF-8"):
-            load(tmp_path, RULES)
+def test_rapidfuzz_is_missed_before_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    with pytest.raises(UserError, match="needs rapidfuzz: pip install 'paw-trainer"):  # before files are read
+    with pytest.raises(UserError, match="needs rapidfuzz: pip install 'paw-trainer"):
         load(tmp_path, RULES)
 
 
-VALUES = st.none() | st.integers() | st.text() | st.lists(st.text(), max_size=3)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    values=st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=4),
-    chunk=st.integers(4, 40),
-    share=st.floats(0.0, 1.0, exclude_max=True),
-)
-def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(
-    tmp_path_factory, values: list, chunk: int, share: float
-):
-    path = tmp_path_factory.getbasetemp() / "array.json"
-    text = json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0)
-    path.write_text(text, "utf-8")
-    digest = hashlib.sha256()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalogue, "CHUNK", chunk)
+def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, values = tmp_path / "array.json", [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}]
+    for chunk in (4, 7, 40):
+        monkeypatch.setattr(catalogue, "CHUNK", chunk)
+        path.write_text(text := json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0), "utf-8")
+        digest = hashlib.sha256()
         assert list(catalogue.read_array(path, digest)) == values
         assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
-        path.write_text(text[: int(share * len(text))], "utf-8")
-        with pytest.raises(UserError, match="cut short in product"):
-            list(catalogue.read_array(path, hashlib.sha256()))
+        for end in range(len(text)):
+            path.write_text(text[:end], "utf-8")
+            with pytest.raises(UserError, match="cut short in product"):
+                list(catalogue.read_array(path, hashlib.sha256()))
 
 
-@pytest.fixture(scope="module")
-def made() -> Catalogue:
-    return generated(600, "synthetic", "rules")
-
-
-def test_the_generated_shop_is_a_function_of_its_seed(made: Catalogue, tmp_path: Path):
+def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(tmp_path: Path):
     assert generator.records(50, 3) == generator.records(50, 3) != generator.records(50, 4)
-    assert len(made.products) == len(made.by_asin) == 600
-    assert made.n_test == 500 and len(made.goals) > 2000
+    made = generated(600, "synthetic", "rules")
+    assert len(made.products) == len(made.by_asin) == 600 and made.n_test == 500 and len(made.goals) > 2000
     assert {product.category for product in made.products} == set(generator.SHOP["roots"])
     assert {product.query for product in made.products} == {ware.query for ware in generator.WARES}
     assert 0.05 < sum(not product.options for product in made.products) / 600 < 0.3
@@ -198,17 +174,94 @@ def test_the_generated_shop_is_a_function_of_its_seed(made: Catalogue, tmp_path:
     for config in (RULES, PEOPLE):
         read, direct = load(tmp_path, config), generated(120, config.goals, "rules")
         assert read.products == direct.products and read.goals == direct.goals
-
-
-def test_a_generated_goal_is_met_by_its_own_product(made: Catalogue):
-    for goal in (*made.goals[:1000], *generated(120, "human", "rules").goals):
+    for goal in (*made.goals[:1000], *direct.goals):
         assert all(wanted in goal.instruction for wanted in (*goal.attributes, *goal.options.values()))
         assert reward(goal.product, goal, goal.options, "rules") == 1.0
         assert goal.product.price < goal.price_upper or goal.price_upper == math.inf
-
-
-def test_values_of_options_differ_from_each_other():
-    for name, values in generator.OPTIONS.values():
+    for name, values in generator.OPTIONS.values():  # values differ from each other to the reward
         assert all({*base_colour(value).split()} <= {*value.split()} for value in values)
-        if name == "color":
-            assert len({base_colour(value) for value in values}) == len(values)
+        assert name != "color" or len({base_colour(value) for value in values}) == len(values)
+
+
+# ---- tasks and episodes
+
+
+def factory(**settings) -> WebshopFactory:
+    return WebshopFactory(WebshopConfig(**{"eval_split": "test", "max_turns": 15, "products": 200, **settings}))
+
+
+def episode(environment, task, respond=lambda environment: environment.oracle()) -> list:
+    environment.reset(task)
+    outcomes = []
+    while not outcomes or not outcomes[-1].done:
+        outcomes.append(environment.step(respond(environment)))
+    return outcomes
+
+
+@pytest.mark.parametrize(("style", "goals"), [("paper", "human"), ("compact", "synthetic")])
+def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
+    shop, rng = factory(style=style, goals=goals), random.Random(0)
+
+    def at_random(environment) -> str:
+        """Any action that does something, or a search for what the task is about."""
+        query = environment.format_action(f"search[{environment.session.goal.product.query}]")
+        return rng.choice(admissible_responses(environment) or [query])
+
+    environment, tasks = shop.make(), eval_tasks(shop, "test", 60, 0)
+    assert all((last := episode(environment, task)[-1]).won and last.score == 1 for task in tasks)
+    ends = [episode(environment, task, at_random)[-1] for task in tasks]
+    assert sum(end.won for end in ends) <= 3 and sum(end.score for end in ends) < 18
+
+
+def test_tasks_are_pure_and_splits_share_no_goal():
+    shop = factory()
+    assert train_tasks(shop, 3, 4, seed=1) == train_tasks(factory(), 3, 4, seed=1)
+    n = len(shop.catalogue.goals)
+    train = {task.id for task in train_tasks(shop, 0, n, 0)}
+    held_out = eval_tasks(shop, "test", 0, 0)
+    test = {task.id for task in held_out}
+    assert len(train) + len(test) == n == len(train | test)
+    assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
+    assert {task.kind for task in held_out} == set(generator.SHOP["roots"])
+
+
+def test_the_warm_up_visits_shops_of_its_own():
+    shop = factory(products=60, style="compact")
+    tasks = warmup_tasks(shop, 0, 130, 0)
+    assert len({task.id for task in tasks} | {warmup_tasks(shop, 0, 1, 1)[0].id}) == 131
+    assert {task.payload.shop for task in tasks} == {1, 2, 3}
+    assert all(task.payload.goal.product.asin.lower() not in shop.catalogue.by_asin for task in tasks)
+    environment = shop.make()
+    for task in (*tasks[60:66], *train_tasks(shop, 0, 2, 0)):
+        assert episode(environment, task)[-1].won
+
+
+def test_outcomes_of_an_episode():
+    shop = factory(reward=10.0)
+    environment, (task,) = shop.make(), eval_tasks(shop, "test", 1, 0)
+    *turns, last = episode(environment, task)
+    assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
+    assert last.observation == "" and last.action == "click[buy now]"
+    assert all((turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns)
+    assert environment.reset(task) == "'Search'"
+    assert environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
+    found = environment.step(environment.oracle())
+    assert found.observation.startswith("'Back to Search' [SEP] 'Page 1")
+    assert found.valid and found.action == f"search[{task.payload.goal.product.query}]"
+    environment.step(environment.format_action(environment.admissible_actions()[2]))
+    partly = environment.step(environment.format_action("click[buy now]"))
+    assert 0 < partly.score < 1 and partly.reward == 0 and partly.done and not partly.won
+    outcomes = episode(factory(max_turns=3).make(), task, lambda environment: "no tags")
+    assert [(o.done, o.valid, o.score) for o in outcomes] == [(False, False, 0), (False, False, 0), (True, False, 0)]
+
+
+def test_no_other_splits_and_fingerprints_tell_catalogues_apart(tmp_path):
+    for key, split in (("eval_split", "valid_unseen"), ("train_split", "test")):
+        with pytest.raises(UserError, match=f"env.{key} = '{split}'"):
+            factory(**{key: split})
+    with pytest.raises(UserError, match=r"env\.eval_split = 'dev'"):
+        eval_tasks(factory(), "dev", 1, 0)
+    generator.write(tmp_path, products=60)
+    changes = [{}, {"goals": "human"}, {"products": 60}, {"data": tmp_path}]
+    assert len({factory(**change).fingerprint() for change in changes}) == 4
+    assert factory().fingerprint() == factory().fingerprint()

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -73,15 +72,15 @@ def test_plays_and_is_reused(make):
 
 
 @pytest.mark.slow
-def test_a_broken_step_is_one_failure_and_a_new_start_heals(make):
+def test_whatever_breaks_is_one_failure_and_a_new_start_heals(make):
     worker = make(timeout_s=2.0)
     for command, reason in (
         ("int('x\\ny')", r"step raised ValueError: invalid literal for int\(\) with base 10: 'x\\ny'$"),
         ("os._exit(3)", "exited with code 3 during step"),
         ("os.abort()", "died of signal 6 during step"),
-        ("'x' * 10**8", "step raised ValueError: an answer of 100000"),
-        ("chr(0xdcff)", "answered step: Invalid JSON"),
-        ("b'bytes'", "step raised TypeError"),
+        ("'x' * 10**7", "step raised ValueError: an answer of 10000"),
+        ("raw(b'z' * 10**8)", "more than 1048576 bytes"),
+        ("raw(bytes([255, 254, 10]))", "answered step: Invalid JSON"),
         ("time.sleep(600)", "no answer to step within 2 s"),
     ):
         assert worker.start() == "hello"
@@ -91,18 +90,8 @@ def test_a_broken_step_is_one_failure_and_a_new_start_heals(make):
         assert not _alive(pid)
         with pytest.raises(EnvironmentFailure, match="without a running game"):
             worker.step(PID)
-
-
-@pytest.mark.slow
-def test_a_game_that_cannot_start(make):
-    for text, reason in (
-        ("int(chr(10))", "start raised ValueError: [^\n]*$"),
-        ("raw(b'z' * 10**8)", "more than 1048576 bytes"),
-        ("raw(bytes([255, 254, 10]))", "answered start: Invalid JSON"),
-        ("raw(b'hello' + bytes([10]))", "answered start: Invalid JSON"),
-    ):
-        with pytest.raises(EnvironmentFailure, match=reason):
-            make().start(text=text)
+    with pytest.raises(EnvironmentFailure, match=r"start raised ValueError: [^\n]*$"):
+        worker.start(text="int(chr(10))")
     with pytest.raises(EnvironmentFailure, match="start raised AttributeError"):
         make("Missing").start()
 
@@ -110,25 +99,20 @@ def test_a_game_that_cannot_start(make):
 @pytest.mark.slow
 def test_no_orphan_when_the_parent_is_killed(make, tmp_path: Path):
     program = """
-        from paw.envs.worker import Worker
-        worker = Worker("worker_game:Game", timeout_s=600)
-        worker.start()
-        print(worker.step("str(os.getpid())"), flush=True)
-        worker.step("time.sleep(600)")
-    """
+from paw.envs.worker import Worker
+worker = Worker("worker_game:Game", timeout_s=600)
+worker.start()
+print(worker.step("str(os.getpid())"), flush=True)
+worker.step("time.sleep(600)")
+"""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
+    with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
     deadline = time.monotonic() + 10
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(pid)
-    parent.communicate()
 
 
 def _alive(pid: int) -> bool:

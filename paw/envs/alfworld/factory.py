@@ -1,7 +1,6 @@
 """ALFWorld: which games are played in training, warm-up and evaluation, and one episode of them.
 
-With `env.data` the games are files; without it they are generated, endlessly many, and the generator keeps its splits
-apart. Evaluation on files draws with replacement, as the reference code's independently seeded environments do.
+Evaluation on files draws with replacement, as the reference code's independently seeded environments do.
 """
 
 import functools
@@ -33,10 +32,9 @@ TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
 class AlfworldFactory:
-    """The games of one `EnvConfig`.
+    """The games of env.data, or generated ones, endlessly many.
 
-    Raises UserError: env.data is no ALFWorld folder or lacks env.eval_split, a split or kind of game is not generated,
-    or the textworld back end is not installed.
+    Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is not installed.
     """
 
     Config = AlfworldConfig
@@ -46,12 +44,10 @@ class AlfworldFactory:
     def __init__(self, config: AlfworldConfig) -> None:
         if not config.kinds:
             raise UserError(f"env.kinds is empty; name at least one of {', '.join(KINDS)}")
-        if config.backend == "textworld":
-            require_textworld()
-        self.config = config
-        self.reward_max = config.reward
-        self.invalid_penalty = config.invalid_penalty
         self.may_block = config.backend == "textworld"
+        if self.may_block:
+            require_textworld()
+        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
         self._root = None if config.data is None else index.find_root(config.data)
         self._split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
@@ -72,42 +68,36 @@ class AlfworldFactory:
         self._generate("train", 0, 0)
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The games of a split. Those of the warm-up are generated, whether or not training plays files.
+        """UserError: the split is unknown, missing or empty. Warm-up games are generated, whatever is trained on."""
+        if split != "warmup" and self._root is not None:
+            return Files(self._root, self._split(split), self._read)
+        stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
+        if stream is None:
+            raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
 
-        Raises UserError: the split is unknown, missing or empty.
-        """
-        if split == "warmup" or self._root is None:
-            stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
-            if stream is None:
-                raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
-            return Endless(lambda i: self._generated(stream, seed, i))
-        return Files(self._root, self._split(split), self._read)
+        def task(i: int) -> Task:
+            game = self._generate(stream, seed, i)
+            return Task(f"generated/{stream}/{seed}/{i}", game.kind, game)
+
+        return Endless(task)
 
     def make(self) -> "AlfworldEnv":
         return AlfworldEnv(self.config)
 
     def fingerprint(self) -> str:
         """Where the games come from and a hash of them; the engine's version where it is not the native one."""
-        config = self.config
+        config, root = self.config, self._root
         engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        kinds = ",".join(self._kinds or (config.kinds if self._root else get_difficulty(config.difficulty).kinds))
-        if self._root is None:
+        kinds = ",".join(self._kinds or (config.kinds if root else get_difficulty(config.difficulty).kinds))
+        if root is None:
             digest = hashlib.sha256()
             for split in generator.SPLITS:
                 for i in range(8):
                     digest.update(repr(self._generate(split, 0, i).scene).encode())
             return f"{engine}generated {config.difficulty} {kinds} {digest.hexdigest()[:16]}"
-        splits = dict.fromkeys((config.train_split, config.eval_split))
-        hashes = [
-            f"{split} {index.load_split(self._root, split).digest[:16]}"
-            for split in splits
-            if (self._root / split).is_dir()
-        ]
-        return f"{engine}alfworld {' '.join(hashes)} {kinds}"
-
-    def _generated(self, split: str, seed: int, i: int) -> Task:
-        game = self._generate(split, seed, i)
-        return Task(f"generated/{split}/{seed}/{i}", game.kind, game)
+        splits = [split for split in dict.fromkeys((config.train_split, config.eval_split)) if (root / split).is_dir()]
+        hashes = " ".join(f"{split} {index.load_split(root, split).digest[:16]}" for split in splits)
+        return f"{engine}alfworld {hashes} {kinds}"
 
     def _generate_game(self, split: str, seed: int, i: int) -> Game:
         config = self.config
@@ -150,46 +140,28 @@ class AlfworldEnv:
         self._household: Household | Worker | None = None
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose payload is a parsed Game.
-
-        Raises EnvironmentFailure: the worker of the textworld back end died, hung or raised.
-        """
+        """Start `task`, whose payload is a Game. EnvironmentFailure: textworld's worker died, hung or raised."""
         self._game: Game = task.payload
-        if self._worker is None:
-            self._household = Household(self._game)
-            self._text = self._household.reset()
-        else:
-            self._household = self._worker
-            self._text = self._start(self._worker)
+        self._household = self._worker or Household(self._game)
+        self._text = self._start(self._household)
         self.task = task_text(self._text)
         self._past: list[tuple[str, str]] = []
         self._admissible = self._playable()
-        self._done = False
         return self._text
 
     def context(self) -> str:
         return self.style.prompt(self.task, self._past, self._text, self._admissible)
 
-    def anchor(self) -> str:
-        return self._text
-
     def step(self, response: str) -> Outcome:
         """Play what is parsed from `response`; the episode ends when won or after env.max_turns turns."""
-        assert self._household is not None and not self._done, "step() before reset() or after the end"
+        assert self._household is not None, "step() before reset()"
         action, valid = self.style.parse_action(response, self._admissible)
         feedback = self._household.step(action)
         won = self._household.won
         self._past.append((self._text, action))
         self._text, self._admissible = feedback, self._playable()
-        self._done = won or len(self._past) >= self.config.max_turns
-        return Outcome(
-            observation=feedback,
-            reward=self.config.reward if won else 0.0,
-            done=self._done,
-            won=won,
-            action=action,
-            valid=valid,
-        )
+        done, reward = won or len(self._past) >= self.config.max_turns, self.config.reward if won else 0.0
+        return Outcome(feedback, reward, done=done, won=won, action=action, valid=valid)
 
     def oracle(self) -> str:
         household = self._household
@@ -213,8 +185,10 @@ class AlfworldEnv:
         assert self._household is not None
         return [action for action in self._household.admissible if action != "help"]
 
-    def _start(self, worker: Worker) -> str:
+    def _start(self, household: Household | Worker) -> str:
+        if isinstance(household, Household):
+            return household.reset()
         if self._game.scene is None:
-            return worker.start(path=self._game.name)  # a file's name is its path
+            return household.start(path=self._game.name)  # a file's name is its path
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
-            return worker.start(path=str(generator.write(self._game, Path(folder))))
+            return household.start(path=str(generator.write(self._game, Path(folder))))

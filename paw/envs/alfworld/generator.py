@@ -1,11 +1,7 @@
-"""Household games made offline, in ALFWorld's own file format: no download, no simulator, no planner.
+"""Household games made offline, in ALFWorld's own file format, each with a walkthrough that wins it.
 
-A scene is drawn (receptacles at locations, objects in receptacles, a goal), written as a PDDL problem, parsed like any
-other and solved by the expert: a game exists only with a walkthrough that wins it. Everything is a pure function of the
-seed, the difficulty and the kinds of task.
-
-A game belongs to one split, decided by a hash of what is in it, goal and scene without ids, numbers and wording. A draw
-that belongs to another split is drawn again, so no two splits share a game whatever seeds they use.
+Everything is a pure function of the seed, the difficulty and the kinds of task. A game belongs to one split, decided by
+a hash of goal and scene without ids, numbers and wording; a draw that belongs to another split is drawn again.
 """
 
 import hashlib
@@ -13,25 +9,13 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
+from paw.envs.alfworld import tables
 from paw.envs.alfworld.oracle import solve
 from paw.envs.alfworld.problem import TASK_TYPES, Game
-from paw.envs.alfworld.tables import (
-    ABILITIES,
-    GOALS,
-    HOLDS,
-    LAMP,
-    LAMP_SPOTS,
-    OPENABLE,
-    SENTENCES,
-    TREATMENTS,
-    Difficulty,
-    Room,
-    get_difficulty,
-)
+from paw.envs.alfworld.tables import Difficulty, Room, get_difficulty
 from paw.errors import UserError
 
 SPLITS = {"train": (0, 1), "warmup": (2,), "unseen": (3,)}
@@ -49,7 +33,6 @@ class Scene:
     seed: int
     kind: str
     object: str
-    """Type of the object to handle."""
     target: str
     """Type of the receptacle to put it in; for "look", of the lamp."""
     receptacles: tuple[tuple[str, str, str], ...]
@@ -57,7 +40,6 @@ class Scene:
     objects: tuple[tuple[str, str, int], ...]
     """(id, type, index of the receptacle it is in) of each."""
     start: str
-    """Location of the agent."""
     sentence: str
     floor_plan: int
 
@@ -76,10 +58,7 @@ class Scene:
 
 
 def generate(seed: int, *, difficulty: str = "full", kinds: Sequence[str] | None = None) -> Game:
-    """The game of `seed`, of one of `kinds` (default: all that the difficulty offers), with its walkthrough.
-
-    Raises UserError: unknown difficulty, or a kind that it does not offer.
-    """
+    """The game of `seed`, of one of `kinds` (default: all that the difficulty offers). UserError where it has none."""
     level = get_difficulty(difficulty)
     return _game(_draw(seed, level, _offered(level, kinds)), level)
 
@@ -87,15 +66,10 @@ def generate(seed: int, *, difficulty: str = "full", kinds: Sequence[str] | None
 def games(
     split: str, start: int, count: int, *, seed: int = 0, difficulty: str = "full", kinds: Sequence[str] | None = None
 ) -> Iterator[Game]:
-    """Games `start`, ..., `start + count - 1` of an endless seeded stream.
+    """Games `start`, ..., `start + count - 1` of an endless seeded stream; within one a tiny game may come twice.
 
-    Streams of different splits ("train", "warmup", "unseen") have no game in common, whatever their seeds. Within one
-    a tiny game may come twice.
-
-    Raises UserError: unknown split or difficulty, or a kind that the difficulty does not offer.
+    Raises UserError: unknown difficulty, or a kind that it does not offer.
     """
-    if split not in SPLITS:
-        raise UserError(f'split "{split}" of generated games is not known; choose one of {", ".join(SPLITS)}')
     level = get_difficulty(difficulty)
     offered = _offered(level, kinds)
     for index in range(start, start + count):
@@ -109,8 +83,6 @@ def games(
 
 def _offered(level: Difficulty, kinds: Sequence[str] | None) -> tuple[str, ...]:
     kinds = level.kinds if kinds is None else tuple(kinds)
-    if not kinds:
-        raise UserError("no task type to generate games of: kinds is empty")
     if wrong := [kind for kind in kinds if kind not in level.kinds]:
         offered = ", ".join(level.kinds)
         raise UserError(f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}')
@@ -119,8 +91,9 @@ def _offered(level: Difficulty, kinds: Sequence[str] | None) -> tuple[str, ...]:
 
 def _game(scene: Scene, difficulty: Difficulty) -> Game:
     name = f"generated/{difficulty.name}/{scene.kind}/{scene.seed:012x}"
-    game = Game.parse(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
-    return replace(game, walkthrough=solve(game), scene=scene)
+    game = Game(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
+    game.walkthrough, game.scene = solve(game), scene
+    return game
 
 
 # ---- drawing a scene
@@ -149,7 +122,7 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
         receptacles=tuple((_id(rng, type_, taken), type_, spots[i]) for i, type_ in enumerate(types)),
         objects=tuple((_id(rng, type_, taken), type_, index) for type_, index in placed),
         start=spots[-1],
-        sentence=rng.choice(SENTENCES[kind]).format(object=object_.lower(), target=target.lower()),
+        sentence=rng.choice(tables.SENTENCES[kind]).format(object=object_.lower(), target=target.lower()),
         floor_plan=room.scenes + rng.randint(1, 30),
     )
 
@@ -158,10 +131,10 @@ def _receptacle_types(rng: random.Random, room: Room, kind: str, difficulty: Dif
     types: list[str] = []
     for type_, (low, high) in room.receptacles.items():
         number = rng.randint(low, high) if high > low else low
-        types += [type_] * (number if difficulty.per_type is None else min(number, difficulty.per_type))
+        types += [type_] * min(number, difficulty.per_type or number)
     if difficulty.receptacles is None:
         return types
-    tool = TREATMENTS[kind][0] if kind in TREATMENTS else None
+    tool = tables.TREATMENTS[kind][0] if kind in tables.TREATMENTS else None
     rng.shuffle(types)
     types.sort(key=lambda type_: type_ != tool)
     return types[: rng.randint(*difficulty.receptacles)]
@@ -171,9 +144,10 @@ def _goal(rng: random.Random, room: Room, kind: str, types: list[str]) -> tuple[
     """(object type, target type), or None where the draw does not allow a goal of this kind."""
     if kind == "look":
         object_ = rng.choice(room.objects)
-        return (object_, LAMP) if any(t in LAMP_SPOTS for t in types) and _holders(types, object_) else None
-    tool, able = TREATMENTS.get(kind, (None, None))
-    object_ = rng.choice([o for o in room.objects if able is None or o in ABILITIES[able]])
+        possible = _holders(types, object_) and any(type_ in tables.LAMP_SPOTS for type_ in types)
+        return (object_, tables.LAMP) if possible else None
+    tool, able = tables.TREATMENTS.get(kind, (None, None))
+    object_ = rng.choice([o for o in room.objects if able is None or o in tables.ABILITIES[able]])
     targets = sorted({types[i] for i in _holders(types, object_)} - {tool})
     if not targets:
         return None
@@ -202,12 +176,12 @@ def _place_objects(
         if places:
             placed.append((type_, rng.choice(places)))
     if kind == "look":
-        placed.append((LAMP, rng.choice([i for i, type_ in enumerate(types) if type_ in LAMP_SPOTS])))
+        placed.append((tables.LAMP, rng.choice([i for i, type_ in enumerate(types) if type_ in tables.LAMP_SPOTS])))
     return placed
 
 
 def _holders(types: list[str], object_: str) -> list[int]:
-    return [i for i, type_ in enumerate(types) if object_ in HOLDS[type_]]
+    return [i for i, type_ in enumerate(types) if object_ in tables.HOLDS[type_]]
 
 
 def _sources(types: list[str], object_: str, target: str) -> list[int]:
@@ -244,15 +218,13 @@ def _problem(scene: Scene) -> str:
     facts = []
     for id_, type_, location in scene.receptacles:
         facts += [f"receptacleType {id_} {type_}Type", f"receptacleAtLocation {id_} {location}"]
-        if type_ in OPENABLE:
-            facts.append(f"openable {id_}")
+        facts += [f"openable {id_}"] if type_ in tables.OPENABLE else []
     for type_ in sorted(receptacle_types):
-        facts += [f"canContain {type_}Type {object_}Type" for object_ in HOLDS[type_] if object_ in object_types]
+        facts += [f"canContain {type_}Type {object_}Type" for object_ in tables.HOLDS[type_] if object_ in object_types]
     for id_, type_, index in scene.objects:
         receptacle, _, location = scene.receptacles[index]
-        facts.append(f"objectType {id_} {type_}Type")
-        facts.append(f"{'toggleable' if type_ == LAMP else 'pickupable'} {id_}")
-        facts += [f"{ability} {id_}" for ability, types in ABILITIES.items() if type_ in types]
+        facts += [f"objectType {id_} {type_}Type", f"{'toggleable' if type_ == tables.LAMP else 'pickupable'} {id_}"]
+        facts += [f"{ability} {id_}" for ability, types in tables.ABILITIES.items() if type_ in types]
         facts += [f"inReceptacle {id_} {receptacle}", f"objectAtLocation {id_} {location}"]
     facts.append(f"atLocation agent1 {scene.start}")
     declared = ["agent1 - agent"]
@@ -261,55 +233,33 @@ def _problem(scene: Scene) -> str:
     declared += [f"{id_} - object" for id_, _, _ in scene.objects]
     declared += [f"{id_} - receptacle" for id_, _, _ in scene.receptacles]
     declared += [f"{place} - location" for place in sorted({scene.start, *(r[2] for r in scene.receptacles)})]
-    goal = GOALS[scene.kind].format(object=scene.object, target=scene.target)
-    return (
-        f"(define (problem generated_{scene.seed:012x})\n(:domain alfred)\n(:objects\n    "
-        + "\n    ".join(declared)
-        + ")\n(:init\n    ("
-        + ")\n    (".join(facts)
-        + f"))\n(:goal (and {goal})))\n"
-    )
-
-
-@cache
-def _rules() -> list[str]:
-    return [(_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")]
+    head = f"(define (problem generated_{scene.seed:012x})\n(:domain alfred)\n(:objects\n    "
+    goal = tables.GOALS[scene.kind].format(object=scene.object, target=scene.target)
+    body = "\n    ".join(declared) + ")\n(:init\n    (" + ")\n    (".join(facts)
+    return f"{head}{body}))\n(:goal (and {goal})))\n"
 
 
 def write(game: Game, folder: str | Path) -> Path:
     """Write a generated game under `folder`, a split's root, as ALFWorld lays games out; returns its game.tw-pddl.
 
     Beside it lies the part of traj_data.json that alfworld's own environment and expert read.
-
-    Raises ValueError: `game` was read from a file, so there is nothing to write it from.
     """
     scene = game.scene
-    if not isinstance(scene, Scene):
-        raise ValueError(f"game {game.name} was not generated")
-    domain, grammar = _rules()
+    assert isinstance(scene, Scene), f"{game.name} was not generated"
+    domain, grammar = ((_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2"))
     task_type, parent = TASK_TYPES[scene.kind], "" if scene.kind == "look" else scene.target
-    data = {
-        "pddl_domain": domain,
-        "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence),
-        "pddl_problem": _problem(scene),
-        "solvable": True,
-        "walkthrough": game.walkthrough,
-    }
+    data = {"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence)}
+    data |= {"pddl_problem": _problem(scene), "solvable": True, "walkthrough": game.walkthrough}
+    goal = {"object_target": scene.object, "parent_target": parent, "toggle_target": "" if parent else scene.target}
+    trial_id = f"trial_G{scene.seed:012x}"
     trajectory = {
         "task_type": task_type,
-        "task_id": f"trial_G{scene.seed:012x}",
+        "task_id": trial_id,
         "scene": {"scene_num": scene.floor_plan, "floor_plan": f"FloorPlan{scene.floor_plan}"},
-        "pddl_params": {
-            "object_target": scene.object,
-            "parent_target": parent,
-            "toggle_target": "" if parent else scene.target,
-            "mrecep_target": "",
-            "object_sliced": False,
-        },
+        "pddl_params": {**goal, "mrecep_target": "", "object_sliced": False},
         "turk_annotations": {"anns": [{"task_desc": scene.sentence, "high_descs": []}]},
     }
-    task = f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}"
-    trial = Path(folder) / task / f"trial_G{scene.seed:012x}"
+    trial = Path(folder) / f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}" / trial_id
     trial.mkdir(parents=True, exist_ok=True)
     (trial / "traj_data.json").write_text(json.dumps(trajectory), encoding="utf-8")
     path = trial / "game.tw-pddl"

@@ -75,7 +75,6 @@ class Household:
         game = self.game
         self.location = game.start
         self.held: str | None = None
-        """Id of the object in hand."""
         self.contents = dict(game.contents)
         """Receptacle id -> sorted objects in it. The tuples are shared with the game, never changed in place."""
         self.object_location = set(game.object_location)
@@ -83,14 +82,18 @@ class Household:
         """Pairs (object, receptacle) that an action made false: the only ones the grammar's not_inreceptacle knows."""
         self.opened = set(game.opened)
         self.states = dict(game.states)
-        self._changed()
+        self._won: bool | None = None
+        self._admissible: dict[str, tuple] | None = None
         view = self._facing() or self._in_the_middle(game.names[receptacle] for receptacle in game.location)
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{view}\n\n{game.task}"
 
     def step(self, command: str) -> str:
         """Play `command`; returns the feedback. What is not admissible does nothing, and says so."""
         play, *arguments = self._actions().get(command.strip(), (None,))
-        return NOTHING_HAPPENS if play is None else play(*arguments)
+        if play is None:
+            return NOTHING_HAPPENS
+        self._won = self._admissible = None
+        return play(*arguments)
 
     @property
     def admissible(self) -> list[str]:
@@ -114,11 +117,7 @@ class Household:
         return (game.receptacle_type.get(receptacle), game.object_type.get(thing)) in game.can_contain
 
     def is_shut(self, receptacle: str) -> bool:
-        return receptacle in self.game.openable and receptacle not in self.opened
-
-    def _changed(self) -> None:
-        self._won: bool | None = None
-        self._cached_actions: dict[str, tuple] | None = None
+        return receptacle in self.game.able["openable"] and receptacle not in self.opened
 
     def _goal_holds(self) -> bool:
         game, goal = self.game, self.game.goal
@@ -129,75 +128,58 @@ class Household:
                 for lamp in self.contents[receptacle]
             )
         state, needed = REQUIRED_STATE.get(goal.kind), 2 if goal.kind == "two" else 1
-        for receptacle in game.targets:
-            found = 0
-            for thing in self.contents.get(receptacle, ()):
-                found += thing in game.candidates and (state is None or state in self.state_of(thing))
-            if found >= needed:
-                return True
-        return False
+
+        def done(thing: str) -> bool:
+            return thing in game.candidates and (state is None or state in self.state_of(thing))
+
+        return any(sum(map(done, self.contents.get(target, ()))) >= needed for target in game.targets)
 
     # ---- what can be done
 
     def _actions(self) -> dict[str, tuple]:
         """Admissible command -> the method that plays it and its arguments."""
-        if self._cached_actions is not None:
-            return self._cached_actions
+        if self._admissible is not None:
+            return self._admissible
         game, names, location, held = self.game, self.game.names, self.game.location, self.held
+        able, here = game.able, game.at.get(self.location, ())
         actions: dict[str, tuple] = {
             command: (self._go, receptacle)
             for command, receptacle in game.destinations.items()
             if location[receptacle] != self.location
         }
-        actions["look"] = (self._look,)
-        actions["inventory"] = (self._inventory,)
-        actions["help"] = (self._help,)
-        for receptacle in game.at.get(self.location, ()):
-            name = names[receptacle]
+        actions |= {"look": (self._look,), "inventory": (self._inventory,), "help": (lambda: HELP,)}
+        for receptacle in here:
+            name, shut = names[receptacle], self.is_shut(receptacle)
             actions[f"examine {name}"] = (self._examine_receptacle, receptacle)
-            shut = self.is_shut(receptacle)
             if shut:
                 actions[f"open {name}"] = (self._open, receptacle)
-            elif receptacle in game.openable:
+            elif receptacle in able["openable"]:
                 actions[f"close {name}"] = (self._close, receptacle)
             for thing in self.contents[receptacle]:
-                if held is None and not shut and thing in game.pickupable:
+                if held is None and not shut and thing in able["pickupable"]:
                     actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
-                if thing in game.toggleable:
+                if thing in able["toggleable"]:
                     actions[f"use {names[thing]}"] = (self._use, thing)
-            if held is not None:
-                self._add_actions_with(held, receptacle, shut, actions)
+            if held is None:
+                continue
+            if not shut and self.can_hold(receptacle, held):
+                actions[f"move {names[held]} to {name}"] = (self._put, held, receptacle)
+            for verb, tools in game.tools.items():
+                if game.receptacle_type.get(receptacle) in tools and held in able[f"{verb}able"]:
+                    actions[f"{verb} {names[held]} with {name}"] = (self._treat, held, receptacle, verb)
         if held is not None:
             actions[f"examine {names[held]}"] = (self._examine_object, held)
             if game.object_type.get(held) in _KNIVES:
-                for thing in game.sliceable:
+                for thing in able["sliceable"]:
                     if (thing, self.location) in self.object_location:
                         actions[f"slice {names[thing]} with {names[held]}"] = (self._slice, thing, held)
-        self._cached_actions = actions
+        self._admissible = actions
         return actions
-
-    def _add_actions_with(self, held: str, receptacle: str, shut: bool, actions: dict[str, tuple]) -> None:
-        """What the object in hand allows at a receptacle that is here."""
-        game = self.game
-        thing, name, kind = game.names[held], game.names[receptacle], game.receptacle_type.get(receptacle)
-        if not shut and self.can_hold(receptacle, held):
-            actions[f"move {thing} to {name}"] = (self._put, held, receptacle)
-        if kind in game.sink_types and held in game.cleanable:
-            actions[f"clean {thing} with {name}"] = (self._treat, held, receptacle, "clean")
-        elif kind == "microwavetype" and held in game.heatable:
-            actions[f"heat {thing} with {name}"] = (self._treat, held, receptacle, "heat")
-        elif kind == "fridgetype" and held in game.coolable:
-            actions[f"cool {thing} with {name}"] = (self._treat, held, receptacle, "cool")
 
     # ---- what is only said
 
-    def _help(self) -> str:
-        return HELP
-
     def _inventory(self) -> str:
-        return (
-            "You are not carrying anything." if self.held is None else f"You are carrying: a {self._name(self.held)}."
-        )
+        return f"You are carrying: a {self._name(self.held)}." if self.held else "You are not carrying anything."
 
     def _look(self) -> str:
         return self._facing() or self._in_the_middle(())
@@ -207,26 +189,24 @@ class Household:
         game, here = self.game, self.game.at.get(self.location, ())
         if not here:
             return ""
-        beside = []
-        if self.taken_from:
-            beside = [
-                game.names[thing]
-                for thing, place in sorted(self.object_location)
-                if place == self.location
-                for receptacle in here
-                if (thing, receptacle) in self.taken_from
-            ]
+        beside = [
+            game.names[thing]
+            for thing, place in sorted(self.object_location if self.taken_from else ())
+            if place == self.location
+            for receptacle in here
+            if (thing, receptacle) in self.taken_from
+        ]
         return f"You are facing the {_join([game.names[r] for r in here])}. Next to it, you see {_listing(beside)}."
 
     def _in_the_middle(self, names: Iterable[str]) -> str:
         return f"You are in the middle of a room. Looking quickly around you, you see {_listing(names)}."
 
     def _examine_receptacle(self, receptacle: str) -> str:
-        name, shut = self._name(receptacle), self.is_shut(receptacle)
-        if shut:
+        name = self._name(receptacle)
+        if self.is_shut(receptacle):
             return f"The {name} is closed."
         seen = _listing([self.game.names[thing] for thing in self.contents[receptacle]])
-        if receptacle in self.game.openable:
+        if receptacle in self.game.able["openable"]:
             return f"The {name} is open. In it, you see {seen}."
         return f"On the {name}, you see {seen}."
 
@@ -248,17 +228,14 @@ class Household:
 
     def _go(self, receptacle: str) -> str:
         self.location = self.game.location[receptacle]
-        self._changed()
         return f"You arrive at {self._name(receptacle)}. {self._examine_receptacle(receptacle)}"
 
     def _open(self, receptacle: str) -> str:
         self.opened.add(receptacle)
-        self._changed()
         return f"You open the {self._name(receptacle)}. {self._examine_receptacle(receptacle)}"
 
     def _close(self, receptacle: str) -> str:
         self.opened.discard(receptacle)
-        self._changed()
         return f"You close the {self._name(receptacle)}."
 
     def _take(self, thing: str, receptacle: str) -> str:
@@ -266,7 +243,6 @@ class Household:
         self.taken_from.add((thing, receptacle))
         self.object_location.discard((thing, self.location))
         self.held = thing
-        self._changed()
         return f"You pick up the {self._name(thing)} from the {self._name(receptacle)}."
 
     def _put(self, thing: str, receptacle: str) -> str:
@@ -274,7 +250,6 @@ class Household:
         self.taken_from.discard((thing, receptacle))
         self.object_location.add((thing, self.location))
         self.held = None
-        self._changed()
         return f"You move the {self._name(thing)} to the {self._name(receptacle)}."
 
     def _treat(self, thing: str, receptacle: str, verb: str) -> str:
@@ -290,5 +265,4 @@ class Household:
 
     def _add(self, thing: str, state: str, said: str) -> str:
         self.states[thing] = self.state_of(thing) | {state}
-        self._changed()
         return said

@@ -34,12 +34,7 @@ def find_root(data: Path, *, origin: str = "env.data") -> Path:
 
 
 def load_split(root: Path, split: str) -> Split:
-    """The games of one split, from the index or by a scan.
-
-    As in alfworld's own loader, movable-receptacle and slicing tasks and unsolvable games are left out.
-
-    Raises UserError: the split is unknown, missing or empty.
-    """
+    """The games of one split, from the index or by a scan; what alfworld's own loader leaves out is left out."""
     if split not in SPLITS:
         raise UserError(f"unknown ALFWorld split '{split}'; there are: {', '.join(SPLITS)}")
     folder = root / split
@@ -49,9 +44,7 @@ def load_split(root: Path, split: str) -> Split:
     tasks = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir())
     stamp = hashlib.sha256(json.dumps([str(folder.resolve()), tasks]).encode()).hexdigest()[:16]
     try:
-        kept = cached(
-            f"alfworld-{stamp}", lambda made: (made / "index.json").write_text(json.dumps(_scan(root, split)))
-        )
+        kept = cached(f"alfworld-{stamp}", lambda at: (at / "index.json").write_text(json.dumps(_scan(root, split))))
         games, digest = json.loads((kept / "index.json").read_text())
     except UserError:  # no games, or no room for an index: the scan says which
         games, digest = _scan(root, split)

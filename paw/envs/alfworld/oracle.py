@@ -1,8 +1,4 @@
-"""An oracle for household games: it reads the hidden state, so it never searches.
-
-It makes walkthroughs, and demonstrations to warm a model up with. Imitating it teaches how to do things but only
-guesses about where things are, since a player does not see what the oracle sees.
-"""
+"""An oracle for household games: it reads the hidden state, so it never searches, and who imitates it has to guess."""
 
 from collections.abc import Iterable
 
@@ -13,8 +9,7 @@ from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 def oracle(household: Household) -> str:
     """The next command of a plan that wins from any state; "look" when won already or beyond help.
 
-    The plan depends on the state alone and never loops: among equals it prefers what is at the agent's location, so a
-    "go to" makes its destination the choice of the next call, and every other command is progress for good.
+    Among equals it prefers what is at the agent's location, so that "go to" settles the next choice and nothing loops.
     """
     game, held = household.game, household.held
     if household.won:
@@ -32,10 +27,7 @@ def oracle(household: Household) -> str:
 
 
 def solve(game: Game, *, max_steps: int = 60) -> list[str]:
-    """The expert's commands from the start of `game` until it is won.
-
-    Raises ValueError: it is not won within `max_steps`.
-    """
+    """The expert's commands from the start of `game` until it is won. ValueError after `max_steps`."""
     household, commands = Household(game), []
     while not household.won:
         if len(commands) == max_steps:
@@ -58,7 +50,7 @@ def _fetch(household: Household) -> str:
         (state is not None and state not in household.state_of(thing), *_effort(household, receptacle), thing)
         for receptacle in game.location
         for thing in household.contents[receptacle]
-        if thing in game.candidates and thing in game.pickupable and thing not in delivered
+        if thing in game.candidates and thing in game.able["pickupable"] and thing not in delivered
     ]
     if not choices:
         return "look"
@@ -67,10 +59,9 @@ def _fetch(household: Household) -> str:
 
 
 def _fullest(household: Household) -> str:
-    """The receptacle in which to gather the two objects: the one that holds most of them, else the nearest.
+    """The receptacle in which to gather two objects: that which holds most of them, else the nearest.
 
-    Between filled ones the agent's location does not count: it would send the agent to and fro between two that hold
-    one object each.
+    Between filled ones the agent's location does not count: it would go to and fro between two that hold one each.
     """
 
     def rank(receptacle: str) -> tuple:
@@ -83,11 +74,10 @@ def _fullest(household: Household) -> str:
 def _treat(household: Household, held: str) -> str:
     """Clean, heat or cool the object in hand; no door needs opening for it."""
     game = household.game
-    tools = {"clean": game.sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}[game.kind]
-    choices = [r for r in game.location if game.receptacle_type.get(r) in tools]
-    if not choices:
+    choices = [r for r in game.location if game.receptacle_type.get(r) in game.tools[game.kind]]
+    tool = min(choices, key=lambda receptacle: _effort(household, receptacle), default=None)
+    if tool is None:
         return "look"
-    tool = min(choices, key=lambda receptacle: _effort(household, receptacle))
     return _go(household, tool) or f"{game.kind} {game.names[held]} with {game.names[tool]}"
 
 
@@ -97,7 +87,7 @@ def _use_lamp(household: Household) -> str:
         (*_effort(household, receptacle), thing)
         for receptacle in game.location
         for thing in household.contents[receptacle]
-        if thing in game.targets and thing in game.toggleable
+        if thing in game.targets and thing in game.able["toggleable"]
     ]
     if not choices:
         return "look"

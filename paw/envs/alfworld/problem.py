@@ -1,15 +1,13 @@
 """One ALFWorld problem, parsed once and shared by every episode that plays it.
 
-A game file (`game.tw-pddl`) is a JSON object: the PDDL domain, the text grammar, the PDDL problem and a walkthrough.
-Domain and grammar are the same for every game of a release, so their rules are written out in `household.py`; what is
-read here is the problem: its initial facts and its goal. PDDL is case-insensitive, and everything is kept lower-case.
+Of a game file (`game.tw-pddl`) the PDDL problem and the task are read; the rules, the same for every game of a release,
+are written out in `household.py`. PDDL is case-insensitive, and everything is kept lower-case.
 """
 
 import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ _COMMENT = re.compile(r";[^\n]*")
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
 _TASK = re.compile(r'"rhs":\s*("Your task is to: (?:[^"\\]|\\.)*")')
 _SINK_RULE = re.compile(r"^\s*\(receptacleType \?r SinkType\)", re.MULTILINE)
+_ABILITIES = ("openable", "pickupable", "cleanable", "heatable", "coolable", "toggleable", "sliceable")
 _STATE_PREDICATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 
 
@@ -48,65 +47,91 @@ class GameFile(Strict):
 
 class Goal(NamedTuple):
     kind: str
-    """One of KINDS."""
     object: str
     """Type of the object to handle, such as "mugtype"."""
     target: str
     """Type of the receptacle to put it in; for "look", of the lamp."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Game:
-    """Everything about a problem that no action changes, and the state it starts from."""
+    """Everything about a PDDL `problem` that no action changes, and the state it starts from; read-only.
 
-    task: str
-    """The sentence "Your task is to: ..." as the grammar says it."""
-    goal: Goal
-    name: str
-    """Path of the file, or what the generator calls it."""
-    walkthrough: list[str] | None
+    Raises UserError: the problem is incomplete, or its goal is none of the six.
+    """
 
-    names: dict[str, str]
-    """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
-    location: dict[str, str]
-    """Receptacle id -> location id, receptacles in sorted order."""
-    at: dict[str, tuple[str, ...]]
-    """Location id -> its receptacles, sorted."""
-    receptacle_type: dict[str, str]
-    object_type: dict[str, str]
-    can_contain: frozenset[tuple[str, str]]
-    """Pairs (receptacle type, object type)."""
-    openable: frozenset[str]
-    pickupable: frozenset[str]
-    cleanable: frozenset[str]
-    heatable: frozenset[str]
-    coolable: frozenset[str]
-    toggleable: frozenset[str]
-    sliceable: frozenset[str]
-    inner: dict[str, tuple[str, ...]]
-    """Objects that are receptacles themselves (a bowl) -> what lies in them; nothing ever moves in or out."""
-    sink_types: frozenset[str]
-    """Receptacle types in which objects are cleaned."""
+    def __init__(
+        self,
+        problem: str,
+        task: str,
+        *,
+        name: str = "problem",
+        walkthrough: list[str] | None = None,
+        sink_types: tuple[str, ...] = ("sinkbasintype",),
+    ) -> None:
+        self.task, self.name, self.walkthrough = task, name, walkthrough
+        """The sentence "Your task is to: ..."; path of the file, or what the generator calls it."""
+        self.scene: Any = None
+        """What the generator drew, from which `generator.write` writes the file; None for a game that was read."""
+        text = _COMMENT.sub("", problem.lower())
+        init, goal = text.find("(:init"), text.find("(:goal")
+        if not 0 <= init < goal:
+            raise UserError(f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)")
+        if text.count("(") != text.count(")"):
+            raise UserError(f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off")
+        facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        for predicate, arguments in _FACT.findall(text, init, goal):
+            facts[predicate].append(tuple(arguments.split()))
 
-    start: str
-    """Location of the agent at the start."""
-    contents: dict[str, tuple[str, ...]]
-    """Receptacle id -> objects in or on it, sorted. An object can be in two at once."""
-    object_location: frozenset[tuple[str, str]]
-    """Pairs (object, location); an object's location need not be that of the receptacle it is in."""
-    opened: frozenset[str]
-    states: dict[str, frozenset[str]]
-    """Object id -> those of clean, hot, cool, sliced, toggled that hold at the start."""
+        def pairs(predicate: str) -> list[tuple[str, str]]:
+            try:
+                return sorted((first, second) for first, second in facts.get(predicate, ()))
+            except ValueError:
+                raise UserError(f"game file {name}: a fact ({predicate} ...) has not two arguments") from None
 
-    destinations: dict[str, str]
-    """Command "go to ..." -> receptacle id, for every receptacle."""
-    candidates: frozenset[str]
-    """Objects that can fulfil the goal."""
-    targets: tuple[str, ...]
-    """Receptacles of the goal's type, sorted; for "look", the lamps."""
+        def having(predicate: str) -> frozenset[str]:
+            return frozenset(arguments[0] for arguments in facts.get(predicate, ()))
 
-    scene: Any = None
-    """What the generator drew, from which `generator.write` writes the file; None for a game that was read."""
+        self.goal = _parse_goal(text[goal:], name)
+        start, located = pairs("atlocation"), pairs("receptacleatlocation")
+        if len(start) != 1 or not located:
+            missing = "receptacle" if start else "agent"
+            raise UserError(f"game file {name}: its PDDL problem places no {missing}, or more than one agent")
+        self.names = _names(facts)
+        """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
+        self.location = dict(located)
+        """Receptacle id -> location id, receptacles in sorted order."""
+        self.at = _grouped(self.location.items())
+        """Location id -> its receptacles, sorted."""
+        self.destinations = {f"go to {self.names[receptacle]}": receptacle for receptacle in self.location}
+        self.receptacle_type, self.object_type = dict(pairs("receptacletype")), dict(pairs("objecttype"))
+        self.can_contain = frozenset(pairs("cancontain"))
+        """Pairs (receptacle type, object type)."""
+        self.able = {ability: having(ability) for ability in _ABILITIES}
+        """Ability -> the ids it holds for."""
+        self.inner = dict.fromkeys(having("isreceptacleobject"), ()) | _grouped(pairs("inreceptacleobject"))
+        """Objects that are receptacles themselves (a bowl) -> what lies in them; nothing ever moves in or out."""
+        self.tools = {"clean": sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}
+        """Receptacle types in which an object is treated so."""
+
+        self.start = start[0][1]
+        self.contents = dict.fromkeys(self.location, ()) | _grouped(pairs("inreceptacle"))
+        """Receptacle id -> objects in or on it, sorted. An object can be in two at once."""
+        self.object_location = frozenset(pairs("objectatlocation"))
+        """Pairs (object, location); an object's location need not be that of the receptacle it is in."""
+        self.opened = having("opened")
+        self.states: dict[str, frozenset[str]] = {}
+        """Object id -> those of clean, hot, cool, sliced, toggled that hold at the start."""
+        for predicate, state in _STATE_PREDICATES.items():
+            for thing in having(predicate):
+                self.states[thing] = self.states.get(thing, frozenset()) | {state}
+
+        kind, object_, target = self.goal
+        fit = self.able.get(f"{kind}able", self.object_type.keys())
+        self.candidates = frozenset(thing for thing, t in self.object_type.items() if t == object_ and thing in fit)
+        """Objects that can fulfil the goal."""
+        types = self.object_type if kind == "look" else self.receptacle_type
+        self.targets = sorted(thing for thing, t in types.items() if t == target)
+        """Receptacles of the goal's type, sorted; for "look", the lamps."""
 
     @property
     def kind(self) -> str:
@@ -114,10 +139,7 @@ class Game:
 
     @classmethod
     def load(cls, path: str | Path) -> "Game":
-        """Read a game.tw-pddl file.
-
-        Raises UserError: the file cannot be read, is no complete game, or has a goal or grammar other than ALFWorld's.
-        """
+        """Read a game.tw-pddl file. UserError if that fails, or its goal or grammar is none of ALFWorld's."""
         try:
             data = Path(path).read_bytes()
         except OSError as error:
@@ -142,102 +164,21 @@ class Game:
         # The domain inside the released games also cleans in a sink that has no basin.
         sinks = ("sinkbasintype", "sinktype") if _SINK_RULE.search(file.pddl_domain) else ("sinkbasintype",)
         sentence = json.loads(task.group(1))
-        return cls.parse(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=name, sink_types=sinks)
+        return cls(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=name, sink_types=sinks)
 
-    @classmethod
-    def parse(
-        cls,
-        problem: str,
-        task: str,
-        *,
-        walkthrough: list[str] | None = None,
-        name: str = "problem",
-        sink_types: Iterable[str] = ("sinkbasintype",),
-    ) -> "Game":
-        """A game from the text of a PDDL `problem`.
 
-        Raises UserError: the text is no complete problem, lacks facts that every game has, or its goal is none of the
-        six task types.
-        """
-        text = _COMMENT.sub("", problem.lower())
-        init, goal = text.find("(:init"), text.find("(:goal")
-        if not 0 <= init < goal:
-            raise UserError(f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)")
-        if text.count("(") != text.count(")"):
-            raise UserError(f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off")
-        facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
-        for predicate, arguments in _FACT.findall(text, init, goal):
-            facts[predicate].append(tuple(arguments.split()))
-        wanted = _parse_goal(text[goal:], name)
-
-        def pairs(predicate: str) -> list[tuple[str, str]]:
-            try:
-                return [(first, second) for first, second in facts.get(predicate, ())]
-            except ValueError:
-                raise UserError(f"game file {name}: a fact ({predicate} ...) has not two arguments") from None
-
-        def having(predicate: str) -> frozenset[str]:
-            return frozenset(arguments[0] for arguments in facts.get(predicate, ()))
-
-        start = pairs("atlocation")
-        location = dict(sorted(pairs("receptacleatlocation")))
-        if len(start) != 1 or not location:
-            missing = "receptacle" if start else "agent"
-            raise UserError(f"game file {name}: its PDDL problem places no {missing}, or more than one agent")
-        object_type, receptacle_type = dict(pairs("objecttype")), dict(pairs("receptacletype"))
-        names = _names(facts)
-        at: dict[str, list[str]] = defaultdict(list)
-        for receptacle, place in location.items():
-            at[place].append(receptacle)
-        contents: dict[str, list[str]] = {receptacle: [] for receptacle in location}
-        for thing, receptacle in sorted(pairs("inreceptacle")):
-            contents.setdefault(receptacle, []).append(thing)
-        inner: dict[str, list[str]] = {thing: [] for thing in having("isreceptacleobject")}
-        for thing, outer in sorted(pairs("inreceptacleobject")):
-            inner.setdefault(outer, []).append(thing)
-        states: dict[str, frozenset[str]] = {}
-        for predicate, state in _STATE_PREDICATES.items():
-            for thing in having(predicate):
-                states[thing] = states.get(thing, frozenset()) | {state}
-        cleanable, heatable, coolable = having("cleanable"), having("heatable"), having("coolable")
-        able = {"clean": cleanable, "heat": heatable, "cool": coolable}.get(wanted.kind, object_type.keys())
-        target_type = object_type if wanted.kind == "look" else receptacle_type
-        return cls(
-            task=task,
-            goal=wanted,
-            name=name,
-            walkthrough=walkthrough,
-            names=names,
-            location=location,
-            at={place: tuple(receptacles) for place, receptacles in at.items()},
-            receptacle_type=receptacle_type,
-            object_type=object_type,
-            can_contain=frozenset(pairs("cancontain")),
-            openable=having("openable"),
-            pickupable=having("pickupable"),
-            cleanable=cleanable,
-            heatable=heatable,
-            coolable=coolable,
-            toggleable=having("toggleable"),
-            sliceable=having("sliceable"),
-            inner={outer: tuple(things) for outer, things in inner.items()},
-            sink_types=frozenset(sink_types),
-            start=start[0][1],
-            contents={receptacle: tuple(things) for receptacle, things in contents.items()},
-            object_location=frozenset(pairs("objectatlocation")),
-            opened=having("opened"),
-            states=states,
-            destinations={f"go to {names[receptacle]}": receptacle for receptacle in location},
-            candidates=frozenset(thing for thing, t in object_type.items() if t == wanted.object and thing in able),
-            targets=tuple(sorted(thing for thing, t in target_type.items() if t == wanted.target)),
-        )
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Second -> the firsts it comes with, in order."""
+    found: dict[str, tuple[str, ...]] = {}
+    for first, second in pairs:
+        found[second] = (*found.get(second, ()), first)
+    return found
 
 
 def _names(facts: Facts) -> dict[str, str]:
-    """Id -> player's name, as alfworld.agents.utils.misc.Demangler gives them.
+    """Id -> player's name, as alfworld.agents.utils.misc.Demangler gives them: of each type the last id is number 1.
 
-    Among the sorted ids of one type the numbers run downwards: the last one is number 1. Ids without "_bar_" (types,
-    the agent) get no number but keep the space before it.
+    Ids without "_bar_" (types, the agent) get no number but keep the space before it.
     """
     ids = set()
     for predicate, arguments in facts.items():

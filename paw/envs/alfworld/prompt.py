@@ -1,13 +1,12 @@
 """What the agent reads and how its answer becomes an action: pure text, no game.
 
 `PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent) sends it: the empty
-first and last lines and the blank after "tags." included. `CompactStyle` says the same in a few short lines, so that
-a tiny model with a vocabulary of whole phrases can learn it in minutes; there the answer is the bare action.
+first and last lines and the blank after "tags." included.
 """
 
 from collections.abc import Collection, Sequence
 
-from paw.envs.tags import LineStyle, Past, TaggedStyle
+from paw.envs.tags import LATER, LineStyle, Past, TaggedStyle
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
 TASK = "Your task is to: "
@@ -20,18 +19,11 @@ Now it's your turn to take an action.
 {instruction}
 """
 FIRST_TURN = f"{HEAD}\nY{ACTIONS}"
-LATER_TURN = f"""{HEAD} {TASK}{{task}}
-Prior to this step, you have already taken {{taken}} step(s). Below are the most recent {{shown}} observations and the \
-corresponding actions you took: {{history}}
-You are now at step {{step}} and y{ACTIONS}"""
+LATER_TURN = f"{HEAD} {TASK}{{task}}\n{LATER}{ACTIONS}"
 
 
 class PaperStyle(TaggedStyle):
-    """Figure 7 of the paper.
-
-    One deviation: the reference falls back to the first-turn prompt when `history` is 0, and so never repeats the
-    task; here later turns keep theirs, with an empty history.
-    """
+    """Figure 7 of the paper. With `history` 0 later turns keep their template, and the task, unlike the reference's."""
 
     unparsed = 30
 

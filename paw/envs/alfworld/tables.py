@@ -1,7 +1,4 @@
-"""What goes where in ALFWorld's households, what is asked for there, and how large generated ones are.
-
-The tables are in data/household.toml. Type names are CamelCase, as in game files.
-"""
+"""What goes where in ALFWorld's households, what is asked for there, and how large generated ones are."""
 
 import tomllib
 from collections.abc import Mapping
@@ -34,7 +31,6 @@ class Room:
     objects: tuple[str, ...]
     """Object types that may lie about."""
     kinds: tuple[str, ...]
-    """Task types that can be set here."""
     scenes: int
     """AI2-THOR numbers its floor plans by room: kitchens 1-30, living rooms 201-230, ..."""
 
@@ -52,7 +48,6 @@ class Difficulty:
     receptacles: tuple[int, int] | None = None
     """Least and greatest number of receptacles."""
     per_type: int | None = None
-    """At most so many receptacles of one type."""
     objects: tuple[int, int] | None = None
     """Least and greatest number of objects, lamp not counted; fewer where the room has no place for one."""
     copies: int = 3

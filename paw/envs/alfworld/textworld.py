@@ -1,7 +1,6 @@
-"""The real engine behind the same interface as `Household`: textworld's PddlEnv with alfworld's names.
+"""The real engine behind the interface of `Household`: textworld's PddlEnv with alfworld's names.
 
-Runs inside a worker process (`paw.envs.worker`): its planner library is global to a process and calls
-exit() on a problem it cannot read.
+It runs in a `paw.envs.worker`: its planner library is global to a process and calls exit() on bad input.
 """
 
 import importlib.util
@@ -10,10 +9,7 @@ from paw.errors import UserError
 
 
 class TextworldHousehold:
-    """One game file, played by the real engine. `reset` starts it; `admissible` and `won` follow each text.
-
-    Raises UserError: alfworld or textworld is not installed.
-    """
+    """One game file, played by the real engine. UserError: alfworld or textworld is not installed."""
 
     admissible: list[str]
     won: bool
@@ -32,8 +28,7 @@ class TextworldHousehold:
         return self._read(self._engine.reset())
 
     def step(self, command: str) -> str:
-        state, _, _ = self._engine.step(command)
-        return self._read(state)
+        return self._read(self._engine.step(command)[0])
 
     def _read(self, state) -> str:
         self.admissible = list(state["admissible_commands"])

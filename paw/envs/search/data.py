@@ -1,8 +1,7 @@
 """Questions from files: parquet as Search-R1 has it, or JSON lines; a whole folder of them, or one file.
 
-Of a parquet row count `question`, `golden_answers` (where that is empty, `reward_model.ground_truth.target`) and
-`data_source`; a JSON line is {"question": ..., "golden_answers": [...], "data_source": ...}, the last one optional.
-Columns that are not needed, such as Search-R1's own prompt, are never read.
+Columns are `question`, `golden_answers` (where empty, `reward_model.ground_truth.target`) and `data_source`; no other
+is read. A JSON line may lack the last one.
 """
 
 import hashlib
@@ -56,7 +55,6 @@ class Question:
     hops: tuple[str, ...] = ()
     """Titles of the documents that answer it, in the order they are found (generated questions)."""
     world: int = 0
-    """Which of the generated worlds it is about."""
     step: int | None = None
     """Update it is asked in, None outside of training: ZeroSearch's noise rises with it."""
 
@@ -78,10 +76,7 @@ def find_file(data: Path, split: str) -> Path:
 
 
 def load(path: Path) -> list[Task]:
-    """The questions of a file in order: `Task(id, kind, Question)`, where kind is the data_source.
-
-    Raises UserError: the file is unreadable, damaged or empty, naming the line or row.
-    """
+    """The questions of a file in order, their kind the data_source. UserError, naming line or row, for damage."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
     try:

@@ -1,8 +1,6 @@
 """A sentence encoder as a measure of likeness: texts -> unit vectors, and the cosine between two texts.
 
-Any Hugging Face encoder whose weights are safetensors. How its token vectors become one is read from its
-`1_Pooling/config.json` (the convention of sentence-transformers: mean, first or last token), mean without that file. No
-instruction is put before a text: who searches with E5 does that (`paw.envs.search.retrieval.dense`).
+How token vectors become one is read from `1_Pooling/config.json` (sentence-transformers: mean, first or last token).
 """
 
 import importlib.util
@@ -29,10 +27,9 @@ KEPT = 1 << 16
 
 
 class Embedding:
-    """The encoder `name`: a folder, a Hugging Face name or one of PACKAGES.
+    """The encoder `name`: a folder, a Hugging Face name or one of PACKAGES; fp32, or bf16 on a GPU.
 
-    fp32, or bf16 on a GPU; it sees `tokens` of a text. Raises UserError, naming `key`, when it is not there or
-    cannot be loaded.
+    It sees `tokens` of a text. UserError, naming `key`, when it cannot be loaded.
     """
 
     def __init__(self, name: str, *, key: str = "env.embedding", tokens: int = TOKENS):

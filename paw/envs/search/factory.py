@@ -1,8 +1,4 @@
-"""Search-augmented question answering: which questions are asked, and one episode of a question.
-
-With `env.data` the questions are files and the documents a corpus or a server's; without it both are a generated
-world.
-"""
+"""Search-augmented question answering: which questions are asked, and one episode of a question."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,10 +23,9 @@ WORLDS = 100
 
 
 class SearchFactory:
-    """The questions of one configuration and the retriever that answers searches.
+    """The questions of files, or of a generated world, and the retriever that answers searches.
 
-    Raises UserError: env.data or env.corpus is missing, damaged, or without the other; a split is not there; a package
-    is not installed; or the server does not answer.
+    Raises UserError: env.data or env.corpus is damaged or without the other, or what answers searches is missing.
     """
 
     Config = SearchConfig
@@ -38,9 +33,7 @@ class SearchFactory:
     distinct_eval = True
 
     def __init__(self, config: SearchConfig, run: RunConfig, tasks_per_update: int = 1) -> None:
-        self.config = config
-        self.reward_max = config.reward
-        self.invalid_penalty = config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
         self.may_block = config.retriever == "zerosearch" or config.retriever.startswith("http")
         # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
         numbered = config.style == "compact"
@@ -147,14 +140,8 @@ class SearchEnv:
     def context(self) -> str:
         return self.style.prompt(self.task, self._past)
 
-    def anchor(self) -> str:
-        """What the last action returned; before the first, the question."""
-        return self._past[-1][1] if self._past else self.task
-
     def step(self, response: str) -> Outcome:
-        """Search or answer, as is parsed from `response`; the episode ends with an answer or after env.max_turns turns.
-
-        Nothing is observed after the last turn.
+        """Search or answer; the episode ends with an answer or after env.max_turns turns, and nothing is observed then.
 
         Raises EnvironmentFailure: the search failed.
         """
@@ -166,20 +153,11 @@ class SearchEnv:
         won = action.verb == "answer" and exact_match(action.text, self._question.answers)
         self._past.append((action, observation))
         self._titles.append({title(hit.contents) for hit in hits or ()})
-        return Outcome(
-            observation=observation,
-            reward=self.config.reward if won else 0.0,
-            done=self._done,
-            won=won,
-            action=str(action),
-            valid=valid,
-        )
+        reward = self.config.reward if won else 0.0
+        return Outcome(observation, reward, done=self._done, won=won, action=str(action), valid=valid)
 
     def oracle(self) -> str:
-        """Search for the first document that is not in the prompt yet, of those that lead to the answer; then answer.
-
-        Raises NoOracleError: the question comes from a file.
-        """
+        """Search for the next document on the way to the answer that is not in the prompt yet; then answer."""
         hops = self._question.hops
         if not hops:
             raise NoOracleError("only generated questions tell how they are answered")

@@ -1,8 +1,7 @@
 """What the agent reads and how its answer becomes an action: pure text, no retrieval.
 
 `PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent, prompts/search.py and
-SearchMemory) sends it. `CompactStyle` says the same in a few short lines for a tiny model with a vocabulary of whole
-phrases; there the answer is a line "search NAME" or "answer NAME".
+SearchMemory) sends it.
 """
 
 import json

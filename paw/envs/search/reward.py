@@ -1,10 +1,7 @@
 """Exact match after SQuAD's normalisation, as Search-R1 scores an answer (verl/utils/reward_score/qa_em.py).
 
-Differences from it and from verl-agent's copy:
-- Only what the agent itself answered counts. The references look for the last <answer> in everything said in the
-  episode, retrieved documents and search queries included.
-- An answer of articles and punctuation alone ("The The") is compared as it is written. There, normalisation leaves
-  nothing, so that the empty answer would be right.
+Unlike there, only what the agent itself answered counts, not an <answer> in retrieved documents; and what normalisation
+leaves nothing of ("The The") is compared as it is written, so that the empty answer is not right.
 """
 
 import re

@@ -1,8 +1,7 @@
 """A generated world of facts: people, towns, rivers, lakes, companies and books, a document of each, and questions.
 
-Every relation gives an entity one object, and every name holds a word that no other has, so that a question has one
-answer. A two-hop question names neither the entity in between nor the document that answers it: the first search finds
-the one, the second the other. Everything follows from (entities, numbered, seed).
+Every name holds a word that no other has, so a question has one answer. A two-hop question names neither the entity in
+between nor the document that answers it. Everything follows from (entities, numbered, seed).
 """
 
 import functools
@@ -26,7 +25,6 @@ MAX_QUESTIONS = 100_000
 
 class Relation(NamedTuple):
     object: str
-    """Kind of the object."""
     question: str
     phrase: str
     """What a question calls the object by."""

@@ -1,8 +1,7 @@
 """The shop's stock: products, the goals made from them and the search over them. One is shared by all sessions.
 
-Products are cleaned as WebShop's `load_products` does (web_agent_site/engine/engine.py), goals made as its `get_goals`
-does (goal.py there). Differences: prices and price limits are drawn from a generator seeded with 233, as its shuffle of
-goals is; its search commands for debugging ("<r>", "<a>", ...) are words; a description or bullets of null are empty.
+After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there). Differences: prices
+and limits are drawn from a generator seeded with 233, as its shuffle of goals is; null texts are empty.
 """
 
 import functools
@@ -99,10 +98,8 @@ class Catalogue:
         self.products = products
         self.goals = goals
         """Shuffled: `n_test` to test with, then those to train on."""
-        self.digest = digest
-        """Hash of the files, or of what was generated."""
-        self.nouns = nouns
-        """How nouns are found: "spacy" or "rules"."""
+        self.digest, self.nouns = digest, nouns
+        """Hash of the files, or of what was generated. How nouns are found: "spacy" or "rules"."""
         self.by_asin = {product.asin.lower(): product for product in products}
         self._index = Bm25(map(_text, products))
 
@@ -118,11 +115,7 @@ class Catalogue:
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
-    """The user's copy of WebShop's files, of the size that env.catalogue names.
-
-    Raises UserError: a file is missing, broken or lacks something; there are fewer than 2 goals; or a package of the
-    extra "webshop" is not installed.
-    """
+    """The user's copy of WebShop's files, of the size that env.catalogue names. UserError: one is missing or broken."""
     require_rapidfuzz()
     names = [ITEMS, ENTRIES] if config.catalogue == "small" else ["items_shuffle.json", "items_ins_v2.json"]
     items, entries, *human = [folder / name for name in (*names, *([HUMAN] if config.goals == "human" else []))]
@@ -148,12 +141,7 @@ def generated(products: int, goals: str, nouns: str, seed: int = 0) -> Catalogue
 
 
 def _stock(
-    items: Iterable[Any],
-    entries: dict[str, Any],
-    written: dict[str, Any] | None,
-    nouns: str,
-    digest: Any,
-    sources: tuple[str, str],
+    items: Iterable[Any], entries: dict[str, Any], written: Any, nouns: str, digest: Any, sources: tuple[str, str]
 ) -> Catalogue:
     """Of the three files' contents; `written` is None where goals are synthetic."""
     kind, rng = choose_nouns(nouns), random.Random(SEED)
@@ -238,19 +226,16 @@ def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
 
 
 def _text(product: Product) -> str:
+    """What a search sees of a product."""
     options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
-    first = product.bullets[0] if product.bullets else ""
-    return f"{product.title} {product.description} {first} {options}".lower()
+    return " ".join([product.title, product.description, *product.bullets[:1], options]).lower()
 
 
 # ---- reading
 
 
 def read_array(path: Path, digest: Any) -> Iterator[Any]:
-    """The elements of a JSON array, one at a time (the full products file has 5 GB); all bytes go to `digest`.
-
-    UserError if the file holds no array, is broken or cut short.
-    """
+    """The elements of a JSON array, one at a time (the full products file has 5 GB); all bytes go to `digest`."""
     scan, text, at, number, gap = json.JSONDecoder().raw_decode, "", 0, 1, re.compile(r"\s*\[\s*")
     try:
         with path.open(encoding="utf-8", newline="") as file:

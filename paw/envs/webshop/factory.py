@@ -1,8 +1,7 @@
 """WebShop: which goals are played in training, warm-up and evaluation, and one session of them.
 
-With `env.data` the catalogue is the user's copy of the original files; without it, it is generated. The first goals are
-for evaluation, drawn with replacement as the reference code's independently seeded environments do, the others for
-training. The warm-up visits other shops, generated, endlessly many.
+The first goals are for evaluation, drawn with replacement as in the reference code, the others for training. The
+warm-up visits other shops, generated, endlessly many.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +32,7 @@ class Visit(NamedTuple):
 
 
 class WebshopFactory:
-    """The goals of one catalogue.
-
-    Raises UserError: env.data lacks a file or one is damaged, a package is missing, or there is no such split.
-    """
+    """The goals of one catalogue, the user's copy of WebShop's or a generated one."""
 
     Config = WebshopConfig
     name = "webshop"
@@ -47,22 +43,18 @@ class WebshopFactory:
         if config.train_split != "train":
             raise UserError(f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'")
         _check_held_out(config.eval_split)
-        self.config = config
-        self.reward_max = config.reward
-        self.invalid_penalty = config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
         self.catalogue = catalogue.load(config.data.expanduser(), config) if config.data else self._generated(0)
-        tasks = [
-            Task(f"goal/{i}", goal.product.category, Visit(0, goal)) for i, goal in enumerate(self.catalogue.goals)
-        ]
-        self._test, self._train = tasks[: self.catalogue.n_test], tasks[self.catalogue.n_test :]
+        goals, n = enumerate(self.catalogue.goals), self.catalogue.n_test
+        tasks = [Task(f"goal/{i}", goal.product.category, Visit(0, goal)) for i, goal in goals]
+        self._test, self._train = tasks[:n], tasks[n:]
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError for a split other than train, test and warmup."""
-        match split:
-            case "train":
-                return self._train
-            case "warmup":
-                return Endless(lambda i: self._warmup_task(i, seed))
+        if split == "train":
+            return self._train
+        if split == "warmup":
+            return Endless(lambda i: self._warmup_task(i, seed))
         _check_held_out(split)
         return self._test
 
@@ -108,9 +100,6 @@ class WebshopEnv:
     def context(self) -> str:
         return self.style.prompt(self.session, self._past)
 
-    def anchor(self) -> str:
-        return self._text
-
     def step(self, response: str) -> Outcome:
         """Play what is parsed from `response`; the session ends with a purchase or after env.max_turns turns."""
         name, valid = self.style.parse_action(response, self._actions)
@@ -119,16 +108,10 @@ class WebshopEnv:
         bought = self.session.reward
         if bought is None:
             self._look()
-        won = bought == 1
-        return Outcome(
-            observation=self._text if bought is None else "",  # the last page tells the reward
-            reward=self.config.reward if won else 0.0,
-            done=bought is not None or len(self._past) >= self.config.max_turns,
-            won=won,
-            action=name,
-            valid=valid,
-            score=bought or 0.0,
-        )
+        seen = self._text if bought is None else ""  # the last page tells the reward
+        done, won = bought is not None or len(self._past) >= self.config.max_turns, bought == 1
+        reward = self.config.reward if won else 0.0
+        return Outcome(seen, reward, done=done, won=won, action=name, valid=valid, score=bought or 0.0)
 
     def oracle(self) -> str:
         return self.format_action(next_action(self.session, self.style.queries(self.session)))
@@ -154,10 +137,9 @@ def _check_held_out(split: str) -> None:
 
 
 def next_action(session: Session, queries: Sequence[str]) -> str:
-    """What it does now: search, page to that product, open it, choose the wanted options and buy.
+    """What it does now: search by the best of `queries`, page to the product, open it, choose its options and buy.
 
-    Of `queries` it takes the first that finds the product on the earliest page. It also buys another product that earns
-    as much, where it finds it open.
+    It also buys another product that earns as much, where it finds it open.
     """
     goal, product = session.goal, session.product
     if session.searching:

@@ -1,8 +1,7 @@
 """A shop made from a seed, in the schema of WebShop's three files. What it sells is in shop.toml.
 
-Products come in families: the first, and variants that miss one thing a buyer of the first may want (an attribute, the
-colours or sizes, the price), under nearly the same title. What a product has stands partly in its title, partly in its
-features: search results need reading. A goal's own product always fits it.
+Products come in families of nearly the same title, of which variants miss one thing that a buyer of the first may want,
+so search results need reading. A goal's own product always fits it.
 """
 
 import json
@@ -13,10 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHOP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("shop.toml").read_text(encoding="utf-8"))
-OPTIONS: dict[str, tuple[str, list[str]]] = {
-    key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()
-}
-"""Key -> option name, values."""
+OPTIONS = {key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()}
 FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 DEARER = (50.0, 90.0)
 """A variant's surcharge: above every price limit that its family's first can draw."""
@@ -45,14 +41,10 @@ class Ware(NamedTuple):
 WARES = [Ware.parse(line) for line in SHOP["wares"].splitlines()]
 
 
-def records(
-    products: int, seed: int = 0
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """The contents of items_shuffle.json, items_ins_v2.json and items_human_ins.json; a function of the arguments."""
     rng = random.Random(f"webshop/{seed}")
-    items: list[dict[str, Any]] = []
-    entries: dict[str, dict[str, Any]] = {}
-    human: dict[str, list[dict[str, Any]]] = {}
+    items, entries, human = [], {}, {}
     while len(items) < products:
         for made in _family(rng, WARES[len(items) % len(WARES)])[: products - len(items)]:
             while (asin := "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))) in entries:
@@ -102,14 +94,9 @@ def _values(rng: random.Random, key: str, without: list[str] | None = None) -> l
 
 
 def _product(
-    rng: random.Random,
-    ware: Ware,
-    words: dict[str, str],
-    adjectives: list[str],
-    features: list[str],
-    options: dict[str, list[str]],
-    price: float,
-) -> dict[str, Any]:
+    rng: random.Random, ware: Ware, words: dict[str, str], adjectives: list[str], features: list[str],
+    options: dict[str, list[str]], price: float,
+) -> dict[str, Any]:  # fmt: skip
     attributes = [*adjectives, *features]
     shown = rng.choice(attributes)
     title = rng.choice(SHOP["titles"]).format(shown=shown, **words)

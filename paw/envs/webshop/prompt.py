@@ -1,15 +1,14 @@
 """What a customer reads and how the answer becomes an action.
 
 `PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent) sends it: the blanks
-at two line ends and the non-breaking hyphen of "e-commerce" included. `CompactStyle` is for a tiny model whose
-vocabulary is whole phrases: it tells the goal in the catalogue's words, and offers the product types as searches.
+at two line ends and the non-breaking hyphen of "e-commerce" included.
 """
 
 import functools
 from collections.abc import Iterable
 from string import ascii_lowercase as LETTERS
 
-from paw.envs.tags import LineStyle, Past, TaggedStyle
+from paw.envs.tags import LATER, LineStyle, Past, TaggedStyle
 from paw.envs.webshop.catalogue import Catalogue
 from paw.envs.webshop.generator import WARES
 from paw.envs.webshop.reward import Goal, Product
@@ -29,10 +28,7 @@ Now it's your turn to take one action for the current step.
 {instruction}
 """
 FIRST_TURN = f"{HEAD} {TASK}Y{ACTIONS}"
-LATER_TURN = f"""{HEAD}{TASK}\
-Prior to this step, you have already taken {{taken}} step(s). Below are the most recent {{shown}} observations and the \
-corresponding actions you took: {{history}}
-You are now at step {{step}} and y{ACTIONS}"""
+LATER_TURN = f"{HEAD}{TASK}{LATER}{ACTIONS}"
 LONGEST = 13_000
 """Characters of a prompt above which the first turn's template, which has no history, takes its place."""
 

@@ -87,10 +87,7 @@ def require_rapidfuzz() -> None:
 
 
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
-    """r in [0, 1] of buying `product` with the chosen `options` (name -> value); 1 is success.
-
-    `nouns`, "spacy" or "rules", is the catalogue's.
-    """
+    """r in [0, 1] of buying `product` with the chosen `options` (name -> value); `nouns` is the catalogue's."""
     matched = sum(_has(product, attribute) for attribute in goal.attributes) + options_met(goal, options)
     within = product.price <= goal.price_upper
     return type_reward(product, goal, nouns) * (matched + within) / (len(goal.attributes) + len(goal.options) + 1)
@@ -109,7 +106,8 @@ def type_reward(product: Product, goal: Goal, nouns: str) -> float:
     score = len(set(wanted) & set(title_nouns(product.title, nouns))) / len(wanted) if wanted else 0.2
     if score < 0.1:
         return 0.1 if score else 0.0
-    shared = _path(product.product_category) & _path(goal.product.product_category)
+    paths = ({part.strip() for part in p.product_category.split(PATH)} for p in (product, goal.product))
+    shared = set.intersection(*paths)
     same = product.query == goal.product.query or len(shared) >= 2
     return 1.0 if same or score > 0.2 else 0.5
 
@@ -120,20 +118,14 @@ def base_colour(text: str) -> str:
 
 
 def _has(product: Product, attribute: str) -> bool:
-    if any(_match(own, attribute) for own in product.attributes):
-        return True
     texts = (product.title, " ".join(product.bullets), product.description)
-    return any(attribute in text.lower() for text in texts)
+    return any(_match(own, attribute) for own in product.attributes) or any(attribute in t.lower() for t in texts)
 
 
 def _wanted(name: str, value: str) -> str:
     if name.isdigit():  # a human goal's
         return base_colour(value)
     return value if value in COLOURS else f"{name} {value}"
-
-
-def _path(category: str) -> set[str]:
-    return {part.strip() for part in category.split(PATH)}
 
 
 @functools.lru_cache(1 << 16)

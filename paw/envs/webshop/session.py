@@ -1,12 +1,8 @@
 """One visit to the shop: the pages, as text, and what each action does on them.
 
-Actions are `search[words]`, accepted on any page, and `click[text]`, whose lower-cased text must be clickable; anything
-else does nothing. Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
-`SimServer.receive`). Its search commands for debugging ("<r>", "<a>", ...) are ordinary words here.
-
-A page is the visible parts of the reference's HTML, in order (web_agent_site/templates and `convert_html_to_text`). An
-empty text leaves no part, as it leaves no node in the HTML; one of blanks alone leaves an empty part, unless it breaks
-the line.
+Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`, `SimServer.receive`); its
+search commands for debugging are ordinary words here. A page is the visible parts of the reference's HTML, in order. An
+empty text leaves no part; one of blanks alone leaves an empty part, unless it breaks the line.
 """
 
 import re
@@ -25,20 +21,14 @@ SUB_PAGES = ("Description", "Features", "Reviews")
 class Session:
     """A customer with a goal. The catalogue is only read: any number of sessions share it."""
 
-    parts: list[str]
-    """Visible texts of the page, without the instruction above it."""
+    parts: list[str]  # visible texts of the page, without the instruction above it
     clickables: list[str]
     """Lower-cased texts that a click may name, in the reference's order; "search", though shown, does nothing."""
-    hits: list[Product]
-    """Found by the last search, best first."""
-    page: int
-    """Of the results, from 1."""
-    product: Product | None
-    """The one looked at."""
-    sub_page: bool
-    """Whether a sub-page of the product is open."""
-    options: dict[str, str]
-    """Chosen for `product`."""
+    hits: list[Product]  # found by the last search, best first
+    page: int  # of the results, from 1
+    product: Product | None  # the one looked at
+    sub_page: bool  # whether a sub-page of the product is open
+    options: dict[str, str]  # chosen for the product
 
     def __init__(self, catalogue: Catalogue, goal: Goal) -> None:
         self.catalogue, self.goal = catalogue, goal

@@ -1,17 +1,34 @@
 """Search engines, and the way to the one that the configuration names."""
 
-from paw.envs.search.retrieval.base import Documents, Hit, Retriever
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
-__all__ = ["Documents", "Hit", "Retriever", "make_retriever"]
+Documents = Sequence[tuple[str, str]]
+"""(id, contents) each."""
+
+
+class Hit(NamedTuple):
+    """One document found."""
+
+    id: str
+    contents: str
+    score: float
+    """The higher the better; what it measures depends on the retriever."""
+
+
+class Retriever(Protocol):
+    """Safe to use from several threads."""
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """For each query at most `topk` hits, best first."""
+        ...
 
 
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
-    """The retriever that `env.retriever` names, over `env.corpus`, else over `documents`.
-
-    Indexes what is not indexed yet. UserError if a package, the corpus or the server is missing.
-    """
+    """The retriever that `env.retriever` names, over `env.corpus`, else over `documents`, indexed if need be."""
     if config.retriever.startswith("http"):
         from paw.envs.search.retrieval.remote import RemoteRetriever
 

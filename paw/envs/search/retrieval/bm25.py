@@ -1,7 +1,5 @@
 """BM25 as Lucene scores it, on bm25s: k1 = 0.9, b = 0.4, Porter's stemmer, Lucene's English stop words.
 
-    Bm25(["red shoes", "a blue shirt"]).top(["Shoe"], 5) == [[(0, 0.36...)]]
-
 The index holds a score for every (word, document), so that a query adds up a few rows of it.
 """
 
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paw.cache import cached, stamp
-from paw.envs.search.retrieval.base import Documents, Hit
+from paw.envs.search.retrieval import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError
 
@@ -27,10 +25,7 @@ VERSION = 1
 
 
 class Bm25:
-    """An index of `texts`; with `saved`, the index that `save` left in this folder, memory-mapped.
-
-    Safe to use from several threads. UserError if bm25s or PyStemmer is missing.
-    """
+    """An index of `texts`, or the memory-mapped one that `save` left in `saved`. Safe to use from several threads."""
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None):
         try:
@@ -61,10 +56,7 @@ class Bm25:
         self._index.save(folder, show_progress=False)
 
     def top(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query at most k pairs (position of a text, score), best first, then in the order of the texts.
-
-        Only texts that share a word with the query: none where it has no known word.
-        """
+        """For each query at most k pairs (position of a text, score), best first; only of texts with a word of it."""
         return [self._top(query, k) for query in queries]
 
     def _top(self, query: str, k: int) -> list[tuple[int, float]]:

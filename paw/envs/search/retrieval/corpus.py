@@ -1,7 +1,6 @@
 """A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read where they lie.
 
-Every line is checked once, when the file is first seen; where lines start is then kept in the cache, memory-mapped, so
-that the 14 GB of Wikipedia open at once and take no memory.
+Lines are checked when the file is first seen; where they start is kept in the cache, so that 14 GB open at once.
 """
 
 import os

@@ -1,11 +1,8 @@
 """Dense retrieval: a sentence encoder, and the inner product of its unit vectors over all documents (faiss).
 
-An encoder whose name contains "e5" gets "query: " and "passage: " before the texts, as it was trained; any other gets
-the texts as they are. It sees 256 tokens of each (Search-R1's settings).
-
-The vectors are a plain float32 file in the cache, memory-mapped. It is written row by row: after an interruption the
-next start goes on where it ended. Where Search-R1's index_builder wrote NAME_Flat.index beside the corpus (NAME being
-part of the encoder's name, as in e5_Flat.index for intfloat/e5-base-v2), that is read instead.
+An encoder whose name contains "e5" gets "query: " and "passage: " before the texts, as it was trained (Search-R1's
+settings). The vectors are a float32 file in the cache, written row by row: an interrupted start goes on where it ended.
+Search-R1's NAME_Flat.index beside the corpus, NAME being part of the encoder's name, is read instead.
 """
 
 import fcntl
@@ -19,22 +16,18 @@ import numpy as np
 
 from paw.cache import cache_dir, stamp
 from paw.envs.search.embedding import Embedding
-from paw.envs.search.retrieval.base import Documents, Hit
+from paw.envs.search.retrieval import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError
 
 TOKENS = 256
 CHUNK = 1024
-"""Documents written at a time."""
 SAME = 0.99
 """Cosine, at least, of a document's vector with the one kept of it. Other texts under E5 come to 0.7 to 0.95."""
 
 
 class DenseRetriever:
-    """Over `documents` by the encoder `encoder` (see `Embedding`), on a GPU if there is one; the search is on the CPU.
-
-    UserError if faiss or the encoder is missing, or if the vectors kept are not those of these documents.
-    """
+    """Over `documents` by an `Embedding`, on a GPU if there is one; UserError if those kept are of other documents."""
 
     def __init__(self, documents: Documents, encoder: str):
         try:
@@ -75,10 +68,8 @@ class DenseRetriever:
             queries_QD = self._encoder.encode([self._query + query for query in queries]).numpy()
         k = min(topk, len(self._documents))
         scores_QK, places_QK = self._faiss.knn(queries_QD, self._vectors_ND, k, self._faiss.METRIC_INNER_PRODUCT)
-        return [
-            [Hit(*self._documents[int(at)], float(score)) for at, score in zip(places_K, scores_K, strict=True)]
-            for places_K, scores_K in zip(places_QK, scores_QK, strict=True)
-        ]
+        found = (zip(*row, strict=True) for row in zip(places_QK, scores_QK, strict=True))
+        return [[Hit(*self._documents[int(at)], float(score)) for at, score in row] for row in found]
 
     def _passages(self, part: slice) -> np.ndarray:
         return self._encoder.encode([self._passage + contents for _, contents in self._documents[part]]).numpy()

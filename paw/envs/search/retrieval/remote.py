@@ -8,7 +8,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from paw.envs.checked import problem
 from paw.envs.http import BadAnswer, Loop, bounded
-from paw.envs.search.retrieval.base import Hit
+from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
 TRIES, PATIENT_TRIES = 3, 10
@@ -39,9 +39,8 @@ class Answer(BaseModel):
 class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
-    UserError, naming the URL, if it cannot be reached, now or later, takes longer than `timeout_s` for its whole answer
-    or answers anything but hits. A refused or lost connection and an answer 5xx are tried again; once the server has
-    answered, for two minutes (500: three times).
+    UserError, naming the URL, where it answers anything but hits, or not within `timeout_s`. Lost connections, 5xx are
+    tried again; once the server has answered, for two minutes (500: three times).
     """
 
     def __init__(self, url: str, *, timeout_s: float):

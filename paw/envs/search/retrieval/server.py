@@ -121,10 +121,7 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
 
 
 def make_server(app: Any, config: SearchConfig) -> Any:
-    """The uvicorn server of an application, in which every connection has a clock and can be closed for a new one.
-
-    The clock gives HEAD_S for a request's head, then time for the rest and for the answer to be sent.
-    """
+    """The uvicorn server; every connection has a clock and can be closed for a new one."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -200,10 +197,7 @@ def _connections() -> int:
 
 
 def serve(search: SearchConfig, *, host: str, port: int) -> int:
-    """Serve `env.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0.
-
-    UserError for a port in use, a corpus that cannot be read or a missing package.
-    """
+    """Serve `env.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0."""
     try:
         if search.retriever not in ("bm25", "dense"):
             raise UserError(
