@@ -154,11 +154,9 @@ def import_file(file: str, origin: str) -> ModuleType:
 def _import_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise UserError(f"'{name}': {describe(error)}") from error
-        raise UserError(f"'{clean(name)}': there is no module '{clean(error.name)}'") from None
-    except (ImportError, ValueError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(f"'{clean(name)}': the module cannot be imported: {describe(error)}") from error
 
 

@@ -1,11 +1,17 @@
-"""Recipes, overrides, and mistakes that are named in one line before anything is loaded."""
+"""Recipes, overrides, plug-ins, and mistakes that are named in one line before anything is loaded."""
 
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from paw import plugins
+from paw.config import EnvConfig
 from paw.errors import UserError
 from paw.recipe import dump, load, recipe_names
+from paw.values import Section
 
 MODEL = '[model]\npath = "some/model"\n'
 
@@ -66,37 +72,6 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     assert "omega" not in dump(config) and "rho" not in dump(config)
     message = problem(path, {"advantage.type": "grpo", "advantage.omega": "2"})
     assert message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
-
-
-PLUGINS = """
-from paw.config import EnvConfig
-
-class Maze:
-    class Config(EnvConfig):
-        depth: int = 3
-
-def best(samples, *, width: float = 1.0): ...
-def token(logp, entropy, batch, *, floor: float = 0.0): ...
-"""
-
-
-def test_a_plug_in_of_ones_own_brings_its_keys(recipe, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(PLUGINS)
-    monkeypatch.chdir(tmp_path)
-    chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best", "policy.loss": "mine.py:token"}
-    own = {"env.depth": "4", "advantage.width": "2", "policy.floor": "2"}
-    config = load(recipe(), chosen | own | {"env.max_turns": "7"})
-    assert [part.settings() for part in (config.env, config.advantage, config.policy)] == [
-        {"depth": 4}, {"width": 2.0}, {"floor": 2.0}
-    ]  # fmt: skip
-    assert load(recipe(dump(config))) == config
-    for key, text, said in (
-        ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
-        ("env.depth", "deep", "env.depth = 'deep': Input should"),
-        ("env.kinds", "[]", "unknown key '--env.kinds'; env.name = 'alfworld' has it"),
-        ("env.name", "mine.py:Mase", "env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
-    ):
-        assert problem(recipe(), chosen | {key: text}).startswith(f"command line: {said}")
 
 
 WRONG = [
@@ -208,3 +183,129 @@ def test_a_wrong_value_names_the_file_it_is_in(recipe):
     assert problem(path).startswith(f"{old}: wm.rho = 2: ")
     assert problem(path, {"wm.rho": "3"}).startswith("command line: wm.rho = 3: ")
     assert problem(path, {"wm.rho": "1"}).startswith(f"{old}: lora.rank with")
+
+
+# --- plug-ins -------------------------------------------------------------------------------------------------------
+
+PLUGINS = """
+import math
+from paw.config import EnvConfig
+
+class Maze:
+    class Config(EnvConfig):
+        depth: int = 3
+        \"\"\"How deep it is.\"\"\"
+
+def best(samples, *, width: int, scale: float = 2.0):
+    '''Widest first.
+
+    Args:
+        width: how far it looks
+    '''
+
+def token(logp, entropy, batch, *, floor: float = 0.0): ...
+
+class Listed:
+    Config = ["depth"]
+
+def untyped(samples, *, depth=3): ...
+def odd(samples, *, depth: "Nonesuch" = 3): ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, in which mine.py is a file and a module."""
+    (tmp_path / "mine.py").write_text(PLUGINS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
+    chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best", "policy.loss": "mine.py:token"}
+    chosen |= {"advantage.width": "2"}
+    config = load(recipe(), chosen | {"env.depth": "4", "policy.floor": "2", "env.max_turns": "7"})
+    assert [part.settings() for part in (config.env, config.advantage, config.policy)] == [
+        {"depth": 4}, {"width": 2, "scale": 2.0}, {"floor": 2.0}
+    ]  # fmt: skip
+    assert load(recipe(dump(config))) == config
+    for key, text, said in (
+        ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
+        ("env.depth", "deep", "env.depth = 'deep': Input should"),
+        ("env.kinds", "[]", "unknown key '--env.kinds'; env.name = 'alfworld' has it"),
+        ("env.name", "mine.py:Mase", "env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+    ):
+        assert problem(recipe(), chosen | {key: text}).startswith(f"command line: {said}")
+
+
+def test_each_kind_of_name(folder, monkeypatch):
+    assert plugins.load("advantages", "gigpo").__module__ == "paw.algo.advantages"
+    for name in ("mine.py:Maze", f"{folder}/mine.py:Maze", "mine:Maze"):
+        assert plugins.load("envs", name).__name__ == "Maze"
+    assert plugins.load("envs", "mine.py:Maze.Config").__name__ == "Config"
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [EntryPoint("maze", "mine:Maze", group)])
+    plugins._registered.cache_clear()
+    try:
+        assert plugins.load("rewards", "maze").__name__ == "Maze" and plugins.names("rewards") == ["maze"]
+    finally:
+        plugins._registered.cache_clear()
+
+    first = plugins.load("envs", "mine.py:Maze")
+    assert plugins.load("envs", "mine.py:Maze") is first  # read again where it has changed
+    (folder / "mine.py").write_text("Maze = 5  # shorter\n")
+    assert plugins.load("envs", "mine.py:Maze") == 5
+
+
+MISNAMED = [
+    ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
+    ("envs", "zzz", "there is no 'zzz': there are: alfworld, next_state, search, tau2, webshop (or give"),
+    ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+    ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
+    ("envs", "mine.maze:Maze", "'mine.maze:Maze': the module cannot be imported: ModuleNotFoundError: "),
+    ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
+    ("envs", "needs:Maze", "'needs:Maze': the module cannot be imported: ModuleNotFoundError: No module named 'no"),
+    ("envs", "given:gone", "'given:gone' was handed over by a program; run that again, or name a 'FILE"),
+]
+
+
+def test_a_wrong_name_says_what_is_wrong(folder):
+    (folder / "broken.py").write_text("x = 0\n1 / x\n")
+    (folder / "needs.py").write_text("import nonesuch\n")
+    for kind, name, message in MISNAMED:
+        with pytest.raises(UserError) as caught:
+            plugins.load(kind, name)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_settings_have_descriptions_and_types(folder):
+    maze = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
+    assert maze.model_fields["depth"].description == "How deep it is."
+    best = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
+    assert best.model_fields["width"].is_required() and best.model_fields["width"].description == "how far it looks"
+    assert plugins.settings(len, "len") is Section
+    for name, message in (
+        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
+        ("untyped", "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0"),
+        ("odd", "'odd': its keyword-only parameters cannot be settings: name 'Nonesuch' is not defined"),
+    ):
+        with pytest.raises(UserError) as caught:
+            plugins.settings(plugins.load("envs", f"mine.py:{name}"), name)
+        assert str(caught.value) == message
+
+
+def test_nothing_is_imported_that_was_not_asked_for():
+    code = "import sys, paw.plugins as p; p.names('envs'); p.load('advantages', 'grpo');" + (
+        "sys.exit(any(m == 'torch' or m.startswith(('paw.envs', 'paw.agents')) for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_program_hands_over_what_it_made():
+    def ours(samples, *, depth: int = 3):
+        return [0.0] * len(samples)
+
+    config = load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
+    assert plugins.load("advantages", config.advantage.type) is ours and config.advantage.settings() == {"depth": 5}
+    assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
