@@ -5,11 +5,12 @@ in a section that cites such a file no number with a decimal point or a per cent
 """
 
 import importlib
+import math
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 common = importlib.import_module("bench.common")
 Rows = list[dict[str, Any]]
+MODES = ("lock-step", "continuous")
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def read(name: str, **where: str) -> Rows:
@@ -86,15 +89,25 @@ def readme() -> Iterator[str]:
     for seed, (before, after) in enumerate(cooler()):
         first, last = (one(curves, "success", seed=seed, update=update) for update in (0, 240))
         minutes, device = (one(curves, key, seed=seed, update=0) for key in ("minutes", "device"))
-        threads = "two threads" if "2 threads" in device else "one thread"
+        threads = {"2 threads": "two threads", "1 threads": "one thread"}[device[-10:-1]]
         yield (
             f"| {seed} | {per_cent(first)} -> {per_cent(last)} % | {per_cent(before)} -> {per_cent(after)} % | "
             f"{minutes} ({threads}) |"
         )
+    assert {row["head"] for row in curves} == {"torch"}
+    two = [row["minutes"] for row in curves if "2 threads" in row["device"]]
+    yield f"On two cores this takes {WORDS[math.floor(min(two))]} to {WORDS[math.ceil(max(two))]} minutes"
     gains = [after - before for before, after in cooler()]
     yield f"gains less: {per_cent(min(gains), 0)} to {per_cent(max(gains), 0)} points"
     games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
     yield f"gives {games} points, and {questions} on search questions"
+    over = read("rollout_cpu", envs="16", env_ms="0.0")
+    for model in {row["model"] for row in over}:
+        steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
+                       for key in ("engine_steps", "wall_s"))  # fmt: skip
+        fewer, faster = (median(a / b for a, b in zip(*pair, strict=True)) for pair in (steps, wall))
+        assert fewer == pytest.approx(2.0, abs=0.05)
+        yield f"half the engine steps, {faster:.1f} times the speed"
 
 
 def quickstart() -> Iterator[str]:
@@ -110,32 +123,36 @@ def quickstart() -> Iterator[str]:
     ends = [
         (row["setting"], row["success_before_t04"], row["success_after_t04"]) for row in read("quickstart_prototype")
     ]
+    warm = {name.removeprefix("warm-up only, "): f"{after:.2f}"[1:] for name, _, after in ends}
     for setting in ("GRPO, head size 16", "GRPO + PaW, head size 32"):
         yield "3 seeds: " + ", ".join(f"{short(a)} -> {short(b)}" for name, a, b in ends if name == setting)
-    qwen3, qwen2, llama = (f"{after:.2f}"[1:] for name, _, after in ends if name.startswith("warm-up only"))
-    yield f"Qwen3 {qwen3}, Qwen2 {qwen2}, Llama with biases {llama}"
+    yield f"Qwen3 {warm['Qwen3']}, Qwen2 {warm['Qwen2']}, Llama with biases {warm['Llama with attention biases']}"
     for row in read("quickstart_search"):
         told = f"{short(row['success_before'])} -> {short(row['success_after'])}" if row["success_after"] else ""
         told += f" after {row['after_update']:.0f}" if row["after_update"] not in (None, 80) else ""
         trained = f"{short(row['train_first10'])} {short(row['train_last10'])}"
         trained += f" after {row['updates']:.0f}" if row["updates"] != 80 else ""
         yield f"| {row['seed']:.0f} | {told} | {trained} |".replace("|  |", "| |")
-    yield f"succeeded in {per_cent(one(read('quickstart_search'), 'train_first10', updates=202), 0)} % of episodes"
+    (single,) = [row for row in read("quickstart_search") if "one check" in row["setting"]]
+    assert round(10 * single["mixed_first10"]) == 5
+    yield f"succeeded in {per_cent(single['train_first10'], 0)} % of episodes with half the groups mixed"
 
 
 def experiments() -> Iterator[str]:
     name = "experiment_compare"
     rows = read(name)
+    seeds = {variant: len(by_seed(rows, variant, "after")) for variant in {row["variant"] for row in rows}}
     labels = {"paw": "GRPO + PaW", "ce": "PaW with cross-entropy", "constant": "PaW, constant lambda 1"}
     labels |= {"unselected": "PaW without selection (alpha 1)"}
-    yield f"| GRPO | 10 | {mean(name, 'grpo', 'after')} | | | |"
+    yield f"| GRPO | {seeds['grpo']} | {mean(name, 'grpo', 'after')} | | | |"
     for variant, label in labels.items():
         difference = differences(name, variant)
-        cells = [label, difference.n, mean(name, variant, "after"), less(name, variant), less(name, variant, "area")]
+        cells = [label, seeds[variant], mean(name, variant, "after"), less(name, variant), less(name, variant, "area")]
         yield f"| {' | '.join(map(str, cells))} | {'hurts' if (difference.high or 0) < 0 else 'not shown'} |"
     table = [row for row in rows if row["variant"] in ("grpo", *labels)]
     yield f"All start at {per_cent(fmean(row['before'] for row in table), 0)} %"
-    yield f"The {len(table)} runs and ten warm-ups took {sum(row['minutes'] for row in table):.0f} minutes of a core"
+    took = sum(row["minutes"] for row in table)
+    yield f"The {len(table)} runs and {WORDS[seeds['grpo']]} warm-ups took {took:.0f} minutes of a core"
 
     printed, llama = PAPER["alfworld"]["Qwen2.5-1.5B"], PAPER["webshop"]["Llama-3.2-3B"]
     yield f"ALFWorld: {printed['constant']} with a constant lambda of 1, {printed['paw']} with the adaptive one"
@@ -149,8 +166,10 @@ def experiments() -> Iterator[str]:
     t04 = read("experiment_t04")
     success = {variant: by_seed(t04, variant, "success") for variant in ("grpo", "paw", "ce")}
     grpo, paw = (per_cent(fmean(success[variant].values())) for variant in ("grpo", "paw"))
-    yield f"win {grpo} % (GRPO) and {paw} % (PaW) of games: {less('experiment_t04', 'paw', 'success')}, 10 seeds"
-    yield f"on its first four seeds {less('experiment_t04', 'ce', 'success')}"
+    gap, few = (less("experiment_t04", variant, "success") for variant in ("paw", "ce"))
+    yield f"win {grpo} % (GRPO) and {paw} % (PaW) of games: {gap}, {len(success['paw'])} seeds"
+    yield f"on its first four seeds {few}"
+    assert sorted(success["ce"]) == [0, 1, 2, 3]
 
     def shares(variant: str, key: str = "gradient_frac") -> float:
         return fmean(by_seed(rows, variant, key).values())
@@ -168,7 +187,7 @@ def experiments() -> Iterator[str]:
         "ce-clipped": "the same with cross-entropy",
         "horizon": "two further turns predicted (`wm.horizon = 2`)",
     }.items():
-        yield f"| {label} | {differences(name, variant).n} | {less(name, variant)} | {shares(variant):.2f} |"
+        yield f"| {label} | {seeds[variant]} | {less(name, variant)} | {shares(variant):.2f} |"
 
     search = "experiment_search"
     yield f"| GRPO | {mean(search, 'grpo', 'before')} | {mean(search, 'grpo', 'after')} | |"
@@ -213,14 +232,17 @@ def environments() -> Iterator[str]:
     search, (shop,) = read("experiment_search", variant="paw"), read("experiment_webshop")
     before, after = (per_cent(fmean(row[key] for row in search)) for key in ("before", "after"))
     yield f"{before} to {after} % of {search[0]['games']:.0f} questions"
+    assert len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1  # "in a minute", "ten seeds"
     yield f"{per_cent(shop['before'])} to {per_cent(shop['after'])} % of {shop['games']:.0f} purchases"
     yield f"in {shop['minutes']:.0f} (one seed"
+    assert shop["seed"] == 0 and shop["games"] == search[0]["games"] == 256
 
 
 def rollout() -> Iterator[str]:
     yield importlib.import_module("bench.rollout_plot").markdown(common.RESULTS / "rollout_cpu.csv")
     hits = [row["cached_frac"] for row in read("rollout_cpu")]
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
+    assert {row["logp_difference"] for row in read("rollout_cpu")} == {0.0}
     before, after = (read("rollout_schedulers_cpu", scheduler=name) for name in ("before", "after"))
     times = [f"{min(row['cpu_s'] for row in rows):.1f} to {max(row['cpu_s'] for row in rows):.1f} s"
              for rows in (before, after)]  # fmt: skip
@@ -249,9 +271,11 @@ def rwml() -> Iterator[str]:
     gain = one(rows, "next_state_success", model="rwml") - one(rows, "next_state_success", model="start")
     yield f"over its start by {per_cent(gain)} points"
     text = (common.RESULTS / "rwml_filter.txt").read_text(encoding="utf-8")
-    others, right, easy, kept = re.findall(r"predicted (\d+)|right ([\d.]+)%|: ([\d.]+)%|kept (\d+)", text)
-    yield f"{int(others[0]):,} triplets predicted 10 times each, right {right[1]} % of the time; {easy[2]} % easy"
-    yield f"{int(kept[3]):,} kept"
+    keys = r"on (\d+) triplets; predicted (\d+) .*right ([\d.]+)%.*: ([\d.]+)%.*kept (\d+)"
+    tuned, others, right, easy, kept = re.search(keys, text, re.DOTALL).groups()  # type: ignore[union-attr]
+    yield f"{int(others):,} triplets predicted 10 times each, right {right} % of the time; {easy} % easy"
+    yield f"{int(kept):,} kept"
+    assert tuned == "449" and int(tuned) + int(others) == 4493
 
 
 def memory() -> Iterator[str]:
@@ -279,14 +303,15 @@ def retriever() -> Iterator[str]:
 
 
 def profile() -> Iterator[str]:
-    for name, label, without in (
-        ("profile_cpu", "quickstart, {:,.0f} turns", ""),
-        ("profile_cpu_synthetic", "ALFWorld's sizes, random 0.2 M model, {:.0f} turns", " (no rollout)"),
+    for name, label in (
+        ("profile_cpu", "quickstart, {:,.0f} turns"),
+        ("profile_cpu_synthetic", "ALFWorld's sizes, random 0.2 M model, {:.0f} turns"),
     ):
         rows = [
             {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])} for row in read(name)
         ]
         arms, phases = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "phase"))
+        without = "" if "rollout" in phases else " (no rollout)"
 
         def added(phases: list[str], key: str, arms=arms, rows=rows) -> str:
             point, low, high = overhead(*(pick(rows, arm, phases, key) for arm in arms))
