@@ -4,6 +4,7 @@ import atexit
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -91,6 +92,8 @@ def run(words: list[str], env: dict[str, str], cwd: str, out: Connection, err: C
         from paw.plugins import CALLBACKS
 
         CALLBACKS["report"] = "builtins:object"  # takes seconds
+        if patch := os.environ.get("FORKED_PATCH"):  # a file of a test's own, run before the command
+            runpy.run_path(patch)
         from paw.__main__ import run as command
 
         command()

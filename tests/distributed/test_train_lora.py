@@ -31,15 +31,12 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def test_a_checkpoint_holds_the_adapters_alone(run):
+def test_a_checkpoint_holds_the_adapters_alone_and_the_reference_is_the_base(run):
     folder = max((run / "checkpoints").glob("step_*"))
     adapters = load_file(folder / "model.safetensors")
     assert adapters and all(".lora_" in name and t.dtype == torch.float32 for name, t in adapters.items())
     moments = load_file(folder / "optimizer.safetensors")
     assert {name.rpartition("/")[0] for name in moments} == adapters.keys()
-
-
-def test_the_reference_is_the_base_and_the_sampler_has_the_merged_weights(run):
     first, second = lines(run)
     assert abs(first["policy/kl"]) < 1e-6 < second["policy/kl"]
     assert max(first["health/sampler_mismatch"], second["health/sampler_mismatch"]) < 1e-4

@@ -29,8 +29,8 @@ def start(tmp_path_factory):
     return folder
 
 
-def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variables=None, **changes):
-    """Run `paw train` as a user would; the run directory, or what it printed to standard error."""
+def words_of(folder, start, name, *options, **changes):
+    """`train` and a recipe, written to `folder`; `optim_lr=1` changes optim.lr."""
     tree = {
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
@@ -45,20 +45,20 @@ def train(folder, start, name, *options, gpus=1, torchrun=False, ok=True, variab
         tree.setdefault(section, {})[field] = value
     recipe = folder / f"{name}.toml"
     recipe.write_text(tomli_w.dumps(tree), encoding="utf-8")
-    words = ["train", str(recipe), "--run.name", name, *options]
-    if ok and not torchrun and not variables:
-        found = run_ranks([words] * gpus, [folder] * gpus, on_host=gpus)
-        assert [code for code, _ in found] == [0] * gpus, found
-        return folder / name
-    command = ["-m", "paw", *words]
-    if torchrun:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *command]
-    elif gpus > 1:
-        command += ["--gpus", str(gpus)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | (variables or {})
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, env=env)
-    assert (done.returncode == 0) is ok, done.stdout[-2000:] + done.stderr[-4000:]
-    return folder / name if ok else done
+    return ["train", str(recipe), "--run.name", name, *options]
+
+
+def train(folder, start, name, *options, gpus=1, **changes):
+    """The directory of a finished run, in a forked process for each rank."""
+    found = run_ranks([words_of(folder, start, name, *options, **changes)] * gpus, [folder] * gpus, on_host=gpus)
+    assert [code for code, _ in found] == [0] * gpus, found
+    return folder / name
+
+
+def command(*words, **variables):
+    """A command of this Python, as a user starts it."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=400, env=env)
 
 
 def two_machines(folder, recipe, *options, second=()):
@@ -110,7 +110,10 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
         "optim_grad_sync": "last",
     }
     one = train(tmp_path, start, "one", run_updates=1, **ppo)
-    two = train(tmp_path, start, "two", gpus=2, torchrun=True, run_updates=1, **ppo, **thrifty)
+    words = words_of(tmp_path, start, "two", run_updates=1, **ppo, **thrifty)
+    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paw", *words)
+    assert done.returncode == 0, done.stderr[-4000:]
+    two = tmp_path / "two"
     assert json.loads((two / "run.json").read_text())["ranks"] == 2
     for file in ("model", "critic_model"):
         assert weights(one, file).keys() == weights(two, file).keys()
@@ -152,7 +155,8 @@ if os.environ.get("RANK") == "1":
 def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    failed = train(tmp_path, start, "oom", gpus=2, ok=False, variables={"PYTHONPATH": path}, run_save_every=1)
+    words = words_of(tmp_path, start, "oom", "--gpus", "2", run_save_every=1)
+    failed = command("paw", *words, PYTHONPATH=path)
     assert failed.returncode == 2
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("rank 1: "))
     assert "out of memory in phase 'update' of update 2 on rank 1, peak " in line
@@ -163,7 +167,7 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
 
 NOT_A_NUMBER = """
 import os
-if os.environ.get("RANK") == "1":
+if os.environ["RANK"] == "1":
     import paw.train
     from paw.algo import loss
     joint_loss, optimize, step = loss.joint_loss, paw.train.optimize, [0]
@@ -178,15 +182,14 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
-def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(NOT_A_NUMBER)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start, tmp_path, monkeypatch):
+    (tmp_path / "patch.py").write_text(NOT_A_NUMBER)
+    monkeypatch.setenv("FORKED_PATCH", str(tmp_path / "patch.py"))
     once = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
-    failed = train(tmp_path, start, "nan", gpus=2, ok=False, variables={"PYTHONPATH": path}, **once)
-    assert failed.returncode == 2
-    (line,) = (line for line in failed.stderr.splitlines() if line.startswith("paw: "))
-    assert line.startswith("paw: stopped: 3 optimizer steps in a row had a non-finite loss (nan)")
-    assert "Traceback" not in failed.stderr
+    words = words_of(tmp_path, start, "nan", **once)
+    for code, errors in run_ranks([words] * 2, [tmp_path] * 2, on_host=2):
+        assert code == 2 and "Traceback" not in errors
+        assert "paw: stopped: 3 optimizer steps in a row had a non-finite loss (nan)" in errors
     folders = sorted((tmp_path / "nan" / "checkpoints").glob("step_*"))
     assert [folder.name for folder in folders] == ["step_000001", "step_000002", "step_000003"]
     for file in ("model", "optimizer"):  # of all ranks: gathered to be saved
@@ -198,13 +201,9 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start
 
 @pytest.mark.slow
 def test_mistakes_are_told_once(start, tmp_path):
-    for options, changes, words in (
-        ({"gpus": 99}, {}, "--gpus 99: from 1 to"),
-        ({"gpus": 2}, {"model_path": str(tmp_path / "nothing")}, "model.path = "),
-    ):
-        failed = train(tmp_path, start, "bad", ok=False, **options, **changes)
-        assert failed.returncode == 2
-        assert failed.stderr.startswith(f"paw: {words}") and failed.stderr.count("\n") == 1
+    failed = command("paw", *words_of(tmp_path, tmp_path / "nothing", "bad", "--gpus", "2"))
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("paw: model.path = ") and failed.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("user", "expected"), [(None, "4"), ("3", "3")])
@@ -223,6 +222,8 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch, user, expected):
         ("0", "2", expected),
         ("1", "2", expected),
     ]
+    with pytest.raises(UserError, match=r"--gpus 99: from 1 to 64 on this machine"):
+        launch(99, [])
 
 
 class Done:

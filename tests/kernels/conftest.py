@@ -1,4 +1,4 @@
-"""Puts the helpers of the tests here within reach (importlib mode adds no test folder to the path)."""
+"""Where the tests here run: every backend of the head, and the operators of csrc/ on the CPU, emulated or on a GPU."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-EMULATED = [pytest.param(order, marks=pytest.mark.slow) for order in ("forward", "shuffled")]
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder to the path
+BACKENDS = [
+    *("torch", "cpu"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda")),
+    *(pytest.param(f"{name} on a GPU", marks=pytest.mark.gpu) for name in ("triton", "cuda")),
+]
+MACHINES = ["cpu", pytest.param("emulated", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="session")
@@ -18,58 +23,45 @@ def emulator(tmp_path_factory):
     return cuda_on_cpu.compile_for_cpu(tmp_path_factory.mktemp("cuda") / "kernels.so", *cuda_on_cpu.SOURCES)
 
 
-@pytest.fixture(scope="session")
-def gpu():
-    """The CUDA operators on a GPU, where there is one and they are built."""
-    import cuda_on_cpu
-
-    from paw_kernels import _native
-
-    if not torch.cuda.is_available() or _native.why_no_cuda():
-        pytest.skip(_native.why_no_cuda() or "no CUDA device")
-    return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cuda")
-
-
-@pytest.fixture(params=["torch", "cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda"))])
+@pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """What to pass as `backend`; "cuda" are its kernels on the CPU."""
-    if request.param == "triton":
+    """Triton runs in its interpreter and "cuda" in the emulation, unless they are on a GPU."""
+    from dense_reference import Backend
+
+    from paw_kernels import why_not_backend
+
+    name, _, place = request.param.partition(" on ")
+    if place:
+        if reason := why_not_backend(name, torch.device("cuda"), torch.float32):
+            pytest.skip(reason)
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return Backend(name, name, "cuda", examples=8)  # Triton compiles for every D
+    if name == "triton":
         from triton_interpreted import backend as triton
 
         if not triton.INTERPRETED:
             pytest.skip("the interpreter is for machines without a GPU")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if not request.param.startswith("cuda"):
-        return request.param
-    request.getfixturevalue("emulator")
-    monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
-    return "cpu"
+    if name == "cuda":
+        request.getfixturevalue("emulator").paw_emulate(2, -1)  # the threads of a block take turns at random
+        monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
+        return Backend(name, "cpu", "cpu", examples=10)
+    return Backend(name, name, "cpu", examples=6 if name == "triton" else 60)
 
 
-@pytest.fixture(scope="module", params=["forward", "backward", "shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=MACHINES)
 def machine(request):
-    """Where the CUDA operators run in a test: emulated with three orders of turns, and on a GPU."""
-    yield from _machine(request)
-
-
-@pytest.fixture(scope="module", params=["torch", *EMULATED, pytest.param("gpu", marks=pytest.mark.gpu)])
-def machine_or_torch(request):
-    """The same for operators that also exist in plain torch."""
+    """Where the operators of csrc/ run."""
     import cuda_on_cpu
 
-    if request.param == "torch":
-        yield cuda_on_cpu.Machine(torch.ops.paw_kernels, "cpu")
-    else:
-        yield from _machine(request)
+    from paw_kernels import _native
 
-
-def _machine(request):
-    import cuda_on_cpu
-
+    if request.param == "cpu":
+        return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cpu")
     if request.param == "gpu":
-        yield request.getfixturevalue("gpu")
-        return
-    emulator = request.getfixturevalue("emulator")
-    emulator.paw_emulate(["forward", "backward", "shuffled"].index(request.param), -1)
-    yield cuda_on_cpu.Machine(torch.ops.paw_on_cpu, "cpu")
-    emulator.paw_emulate(0, -1)
+        if not torch.cuda.is_available() or _native.why_no_cuda():
+            pytest.skip(_native.why_no_cuda() or "no CUDA device")
+        return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cuda")
+    request.getfixturevalue("emulator").paw_emulate(2, -1)
+    return cuda_on_cpu.Machine(torch.ops.paw_on_cpu, "cpu")

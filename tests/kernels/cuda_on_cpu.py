@@ -40,19 +40,9 @@ def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-w",
-        "-fno-strict-aliasing",
-        "-fno-gnu-unique",
-        "-fsanitize=alignment,bounds",
-    ]
-    options += ["-fsanitize-undefined-trap-on-error", "-DPAW_NAMESPACE=paw_on_cpu", "-DPAW_DEVICE=CPU"]
-    options += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", str(TORCH / "include"), "-include", str(HEADER)]
-    files = [str(source) for source in sources]
-    link = ["-L", str(TORCH / "lib"), "-Wl,--no-as-needed", "-ltorch"]
-    subprocess.run([compiler, *options, "-x", "c++", *files, "-x", "none", "-o", str(output), *link], check=True)
+    options = "-std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -fno-gnu-unique -fsanitize=alignment,bounds"
+    options += " -fsanitize-undefined-trap-on-error -DPAW_NAMESPACE=paw_on_cpu -DPAW_DEVICE=CPU"
+    places = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", TORCH / "include", "-include", HEADER, "-o", output]
+    link = ["-x", "none", "-L", TORCH / "lib", "-Wl,--no-as-needed", "-ltorch"]
+    subprocess.run([compiler, *options.split(), *places, "-x", "c++", *sources, *link], check=True)
     return ctypes.CDLL(str(output))

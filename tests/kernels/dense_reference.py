@@ -1,13 +1,14 @@
 """float64 autograd reference of the fused head: full logits, and a problem with every branch of the losses."""
 
+import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paw.algo import loss as losses
-from paw_kernels import _rows, _torch, token_loss
+from paw_kernels import TokenLoss, _rows, _torch, token_loss, token_stats
 
 POLICY = ("clip_low", "clip_high", "dual_clip")
 TERMS = ("kl_coef", "entropy_coef")
@@ -35,14 +36,41 @@ class Rows:
         changed = {name: change(value) for name, value in values.items() if value is not None}
         return Rows(replace(self.batch, **changed), self.options)
 
-    def take(self, index):
-        return self.map(lambda values: values[index])
-
     def to(self, *where):
         return self.map(lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0]))
 
     def replace(self, **values):
         return Rows(replace(self.batch, **values), self.options)
+
+
+class Backend(NamedTuple):
+    """A backend of the head. Inputs of its methods and what they answer are on the CPU."""
+
+    name: str
+    key: str
+    """What to pass as `backend`: the emulated CUDA kernels stand in for those of "cpu"."""
+    device: str
+    examples: int
+    """Of a property."""
+
+    def loss(self, hidden, weight, target, rows, bias=None, *, upstream=1.0, **how):
+        """Results of token_loss, gradients of hidden, weight and bias."""
+        h, w, b = leaves(*self._put(hidden, weight, bias))
+        rows, target = rows.to(self.device, torch.float32), target.to(self.device)
+        out = fused_loss(h, w, target, rows, bias=b, backend=self.key, **how)
+        (upstream * out.loss).backward()
+        return TokenLoss(*(t.detach().cpu() for t in out)), [x.grad.cpu() for x in (h, w, b) if x is not None]
+
+    def stats(self, hidden, weight, target, pull, bias=None, **how):
+        """Results of token_stats, gradients of pull(logp, entropy)."""
+        h, w, b = leaves(*self._put(hidden, weight, bias))
+        stats = token_stats(h, w, target.to(self.device), bias=b, backend=self.key, **how)
+        logp, entropy = (t.cpu() for t in stats)
+        pull(logp, entropy).backward()
+        return (logp.detach(), entropy.detach()), [x.grad.cpu() for x in (h, w, b) if x is not None]
+
+    def _put(self, *tensors):
+        return [None if t is None else t.to(self.device) for t in tensors]
 
 
 def fused_loss(hidden, weight, target, rows, **how):
@@ -57,11 +85,23 @@ def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def dense_loss(hidden, weight, target, rows: Rows, bias=None, temperature=1.0, softcap=None):
-    """Loss, losses of tokens, log-probabilities and entropies, differentiable; the formulas are float64's."""
-    logp, entropy = dense_stats(hidden, weight, target, bias, temperature, softcap)
+def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, dtype=torch.float64, **how):
+    """As Backend.loss, with full logits of `dtype`; the formulas of the loss are float64's."""
+    h, w, b = leaves(hidden, weight, bias, dtype=dtype)
+    logp, entropy = dense_stats(h, w, target, b, **how)
     each = rows.loss(logp, entropy, rows.to("cpu", torch.float64).batch)
-    return each.sum(), each, logp, entropy
+    (upstream * each.sum()).backward()
+    return (each.sum().detach(), each.detach(), logp.detach(), entropy.detach()), [
+        x.grad for x in (h, w, b) if x is not None
+    ]
+
+
+def dense_pulled(hidden, weight, target, pull, bias=None, **how):
+    """As Backend.stats, in float64."""
+    h, w, b = leaves(hidden, weight, bias, dtype=torch.float64)
+    logp, entropy = dense_stats(h, w, target, b, **how)
+    pull(logp, entropy).backward()
+    return (logp.detach(), entropy.detach()), [x.grad for x in (h, w, b) if x is not None]
 
 
 def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=None, **options):
@@ -98,16 +138,11 @@ def assert_close(got, want, tolerance=1e-5):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
 
 
-def assert_invariants(out, d_hidden, d_bias, vocabulary):
-    """What holds for the results and gradients of any loss."""
-    assert (out.logp <= 0).all()
-    assert (out.entropy >= 0).all() and (out.entropy <= torch.tensor(vocabulary).log() * (1 + 1e-6)).all()
-    assert (d_hidden[~out.has_gradient] == 0).all()
-    assert_close(d_bias.sum(), torch.zeros(()), 1e-4)  # sum over the vocabulary of each row's dL/dz is 0
-
-
 def set_chunk_rows(patch, rows, *, vocabulary):
-    """Cut passes into chunks of so many rows, whatever the backend."""
+    """Cut passes into chunks of so many rows; of Triton's, into chunks of one tile."""
     patch.setitem(_torch.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
     patch.setitem(_rows.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
     patch.setattr(_rows, "CHUNK_ROWS", 1)
+    if triton := sys.modules.get("paw_kernels._triton"):
+        patch.setattr(triton, "CHUNK_BYTES", 1)
+        patch.setattr(triton, "STATISTICS_BYTES", 1)

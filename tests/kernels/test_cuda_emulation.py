@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.slow
 
 OPS = torch.ops.paw_on_cpu
-ORDERS = range(12)
+ORDERS = range(8)
 
 
 def random(*shape, seed=0):
@@ -97,24 +97,14 @@ def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(n
         assert wrong, f"barrier {dropped} is not needed, or the emulation is blind"
 
 
-@pytest.fixture(scope="module")
-def bad_kernels(tmp_path_factory):
-    library = cuda_on_cpu.compile_for_cpu(
-        tmp_path_factory.mktemp("bad") / "bad.so", Path(__file__).with_name("bad_kernels.cu")
-    )
+def test_mistakes_show(tmp_path):
+    """A missing barrier in results, one that a thread never reaches as an error."""
+    library = cuda_on_cpu.compile_for_cpu(tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu"))
 
     def run(which, order):
         out = torch.zeros(128)
         library.paw_emulate(order, -1)
-        return library.run_bad(which, ctypes.c_void_p(out.data_ptr())), out
+        return library.run_bad(which, ctypes.c_void_p(out.data_ptr())), out.tolist()
 
-    return run
-
-
-def test_a_missing_barrier_shows(bad_kernels):
-    results = [bad_kernels(0, order)[1] for order in ORDERS]
-    assert not all(torch.equal(results[0], r) for r in results)
-
-
-def test_a_barrier_that_a_thread_never_reaches_is_an_error(bad_kernels):
-    assert all(bad_kernels(1, order)[0] != 0 for order in ORDERS)
+    assert len({tuple(run(0, order)[1]) for order in ORDERS}) > 1
+    assert all(run(1, order)[0] != 0 for order in ORDERS)

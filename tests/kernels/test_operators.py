@@ -1,22 +1,16 @@
-"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing; and the C++ row operations."""
+"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast; which backend runs."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from dense_reference import fused_loss, problem
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
 from paw_kernels import Loss, _native, token_loss, token_stats
-from paw_kernels.segments import pack
 
 OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
 
@@ -46,34 +40,20 @@ def assert_equal(got, want):
 
 @pytest.mark.slow
 def test_compiles_into_one_graph_with_the_body():
+    """For one temperature after another: it becomes a symbol, and no check of it may break the graph."""
     body, inputs, weight, target, rows = body_and_rows()
 
-    def loss(inputs):
-        hidden = body(inputs)
-        stats = token_stats(hidden, weight, target)
-        return fused_loss(hidden, weight, target, rows).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
-
-    parameters = [*body.parameters(), weight]
-    compiled = torch.compile(loss, fullgraph=True)
-    assert_equal(gradients(compiled(inputs), *parameters), gradients(loss(inputs), *parameters))
-
-
-@pytest.mark.slow
-def test_compiles_for_one_temperature_after_another():
-    """The second is a symbol for torch.compile, and no check of it may break the graph."""
-    _, hidden, weight, target, rows = body_and_rows()
-    hidden.requires_grad_()
-
-    def loss(temperature, softcap):
-        how = {"temperature": temperature, "softcap": softcap}
+    def loss(inputs, temperature, softcap):
+        hidden, how = body(inputs), {"temperature": temperature, "softcap": softcap}
+        stats = token_stats(hidden, weight, target, **how)
         return (
-            fused_loss(hidden, weight, target, rows, **how).loss
-            - token_stats(hidden, weight, target, **how).logp.mean()
+            fused_loss(hidden, weight, target, rows, **how).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
         )
 
+    parameters = [*body.parameters(), weight]
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for how in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
-        assert_equal(gradients(compiled(*how), hidden, weight), gradients(loss(*how), hidden, weight))
+    for how in ((0.7, None), (1.3, None), (0.9, 3.0)):
+        assert_equal(gradients(compiled(inputs, *how), *parameters), gradients(loss(inputs, *how), *parameters))
 
 
 def test_cuda_graphs_leave_the_operators_out():
@@ -81,23 +61,6 @@ def test_cuda_graphs_leave_the_operators_out():
     for name in ("token_loss", "token_stats", "token_stats_backward"):
         operator = getattr(torch.ops.paw_kernels, name).default
         assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_graphs_around_the_head_change_nothing():
-    body, inputs, weight, target, rows = body_and_rows()
-    body, inputs, target, weight = body.cuda(), inputs.cuda(), target.cuda(), torch.nn.Parameter(weight.detach().cuda())
-    rows = Fixed(replace(rows.batch, **{name: value.cuda() for name, value in vars(rows.batch).items()}), rows.loss)
-
-    def loss(inputs):
-        return fused_loss(body(inputs), weight, target, rows).loss
-
-    compiled, parameters = torch.compile(loss, mode="reduce-overhead"), [*body.parameters(), weight]
-    for _ in range(3):
-        got = gradients(compiled(inputs), *parameters)
-        for a, b in zip(got, gradients(loss(inputs), *parameters), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
@@ -120,12 +83,10 @@ def test_derivatives_that_do_not_exist_are_refused(name):
         of(hidden, weight)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
-def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
+def test_autocast_casts_several_dtypes_to_its_own(name):
     """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
-    rows = Fixed(rows.batch, rows.loss)
 
     def of(hidden, weight, bias):
         if name == "token_loss":
@@ -136,14 +97,10 @@ def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
     same = [t.detach().bfloat16().requires_grad_() for t in mixed]
     with pytest.raises(ValueError, match=r"weight must be torch.bfloat16, got torch.float32"):
         of(*mixed)
-    call = torch.compile(of, fullgraph=True, backend="aot_eager") if compiled else of
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = gradients(call(*mixed), *mixed)
-    want = gradients(of(*same), *same)
+        got = gradients(of(*mixed), *mixed)
     assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.float32]
-    assert all(torch.equal(g.bfloat16(), w) for g, w in zip(got, want, strict=True))
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch.bfloat16"):
-        of(mixed[0], weight.double(), bias)
+    assert all(torch.equal(g.bfloat16(), w) for g, w in zip(got, gradients(of(*same), *same), strict=True))
 
 
 def test_inside_torch_compile_a_loss_is_made_before():
@@ -152,41 +109,6 @@ def test_inside_torch_compile_a_loss_is_made_before():
     compiled = torch.compile(lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss)
     with pytest.raises(Exception, match=r"must be a paw_kernels\.Loss"):
         torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(reentrant):
-    body, inputs, weight, target, rows = body_and_rows()
-    inputs.requires_grad_()
-    parameters = [*body.parameters(), weight]
-
-    def run(checkpointed):
-        hidden = checkpoint(body, inputs, use_reentrant=reentrant) if checkpointed else body(inputs)
-        for p in parameters:
-            p.grad = None
-        fused_loss(hidden, weight, target, rows).loss.backward()
-        return [p.grad for p in parameters]
-
-    assert_equal(run(True), run(False))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
-    _, inputs, weight, target, rows = body_and_rows()
-    real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
-    grad = device == "cpu"  # autograd of fake tensors of a device that this torch was not built for ends the process
-    with FakeTensorMode(), torch.set_grad_enabled(grad):
-        number, labels = torch.empty(60, device=device), torch.empty(60, dtype=torch.int64, device=device)
-        columns = {name: number.to(value.dtype) for name, value in vars(rows.batch).items()}
-        hidden, head = (torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (60, 37))
-        out = token_loss(hidden, head, labels, rows.loss, replace(rows.batch, **columns), backend="torch")
-        stats = token_stats(hidden, head, labels, backend="torch")
-        if grad:
-            (out.loss + stats.logp.sum() + stats.entropy.sum()).backward()
-            assert hidden.grad.shape == hidden.shape and head.grad.dtype == torch.bfloat16
-    for got, want, name in zip(out, real, out._fields, strict=True):
-        assert (got.shape, got.dtype, got.device.type) == (want.shape, want.dtype, device), name
-    assert stats.logp.shape == stats.entropy.shape == (60,) and stats.logp.dtype == torch.float32
 
 
 def test_operators_pass_the_checks_of_torch_library():
@@ -206,66 +128,6 @@ def test_operators_pass_the_checks_of_torch_library():
     torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32, 2.0))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    n=st.integers(1, 40),
-    V=st.sampled_from([1, 2, 3, 31, 600, 2048, 2049, 5000]),
-    live=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
-    scale=st.sampled_from([0.5, 1.0, 2.5]),
-    size=st.sampled_from([0.0, 1.0, 30.0]),
-    extras=st.booleans(),
-    seed=st.integers(0, 10_000),
-)
-def test_row_operations_match_float64(n, V, live, scale, size, extras, seed):
-    g = torch.Generator().manual_seed(seed)
-    z = size * torch.randn(n, V + 3, generator=g)[:, :V]  # rows longer than V: the stride counts
-    bias = torch.randn(V, generator=g) if extras else None
-    target, a = torch.randint(V, (n,), generator=g), torch.randn(n, generator=g)
-    c = torch.randn(n, generator=g) if extras else None
-    source, count = pack(torch.rand(n, generator=g) < live)
-    source = source[:count]
-
-    wide = ((z.double() + (0 if bias is None else bias.double())) * scale).requires_grad_()
-    log_p = wide.log_softmax(-1)
-    want_logp, want_entropy = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    total = (a.double() * want_logp).sum() + (0 if c is None else (c.double() * want_entropy).sum())
-    want = scale * torch.autograd.grad(total, wide)[0][source]
-
-    logp, entropy, top, log_total = torch.ops.paw_kernels.row_statistics(z, bias, target, scale)
-    assert (logp <= 0).all() and (entropy >= 0).all()
-    spread = max(1.0, wide.abs().max().item())
-    for got, exact in ((logp, want_logp), (entropy, want_entropy), (top * scale + log_total, wide.logsumexp(-1))):
-        torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-6, atol=1e-6 * spread)
-    torch.ops.paw_kernels.row_gradient_(z, bias, target, source, top, log_total, entropy, a, c, scale, torch.float32)
-    torch.testing.assert_close(z[: len(source)].double(), want, rtol=1e-5, atol=1e-6 * spread * scale)
-
-
-def test_row_operations_use_every_row_and_thread_alike():
-    z, target = torch.randn(70, 3001), torch.randint(3001, (70,))
-    threads = torch.get_num_threads()
-    whole = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
-    try:
-        torch.set_num_threads(1)
-        single = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
-    one = torch.ops.paw_kernels.row_statistics(z[13:14], None, target[13:14], 1.0)
-    assert all(torch.equal(a[13:14], b) for a, b in zip(whole, one, strict=True))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_rows_without_a_distribution_are_nan_in_statistics_and_gradient(value):
-    z, target = torch.randn(3, 5000), torch.tensor([0, 1, 4999])
-    z[1, 4321] = value
-    logp, entropy, *normaliser = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
-    assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
-    torch.ops.paw_kernels.row_gradient_(
-        z, None, target, torch.arange(3), *normaliser, entropy, torch.ones(3), None, 1.0, torch.float32
-    )
-    assert z.isnan().any(1).tolist() == [False, True, False]
-
-
 def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
     from paw_kernels import _rows
 
@@ -273,10 +135,7 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
     monkeypatch.setattr(_rows, "cpu_library", lambda: None)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
     assert fused_loss(hidden, weight, target, rows).loss.isfinite()
-    with pytest.raises(
-        ValueError,
-        match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built, or has changed since; install a C\+\+",
-    ):
+    with pytest.raises(ValueError, match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built"):
         fused_loss(hidden, weight, target, rows, backend="cpu")
 
 

@@ -6,10 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paw.algo.world_model import select
-from paw.types import Sample
 from paw_kernels import segments
 
 OPS = torch.ops.paw_kernels
@@ -24,14 +21,14 @@ cases = settings(max_examples=50, deadline=None, derandomize=True)
     nan=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_segments_match_float64(machine_or_torch, lengths, size, nan, seed):
+def test_segments_match_float64(machine, lengths, size, nan, seed):
     values = size * torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed))
     if nan and len(values):
         values[len(values) // 2] = torch.nan
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     parts = [part.double() for part in values.split(lengths)] if lengths else []
     sums = torch.stack([p.sum() for p in parts]) if parts else torch.empty(0, dtype=torch.float64)
-    operators, device = machine_or_torch
+    operators, device = machine
     arguments = values.to(device), offsets.to(device)
     for mean, want in ((False, sums), (True, sums / torch.tensor(lengths).clamp(min=1))):
         got = operators.segment_reduce(*arguments, mean)
@@ -51,58 +48,37 @@ def chosen(score, valid, alpha):
     st.lists(st.tuples(st.sampled_from(TIES) | st.floats(width=32, allow_nan=False), st.booleans()), max_size=40),
     st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]) | st.floats(0, 1),
 )
-def test_top_alpha_is_the_highest_scores_ties_to_the_lower_index(machine_or_torch, rows, alpha):
+def test_top_alpha_is_the_highest_scores_ties_to_the_lower_index(machine, rows, alpha):
     score, valid = [s for s, _ in rows], [v for _, v in rows]
-    operators, device = machine_or_torch
+    operators, device = machine
     got = operators.top_alpha(
         torch.tensor(score, device=device), torch.tensor(valid, dtype=torch.bool, device=device), alpha
     )
     assert got.dtype == torch.bool and got.tolist() == chosen(score, valid, alpha)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.25, 0.999, 1.0])
-@pytest.mark.parametrize("kind", ["random", "few values", "all equal", "neighbours"])
-def test_top_alpha_of_thousands(machine_or_torch, kind, alpha):
+@pytest.mark.parametrize("kind", ["few values", "neighbours"])
+def test_top_alpha_of_thousands(machine, kind):
     g = torch.Generator().manual_seed(0)
     score = {
-        "random": torch.randn(4000, generator=g),
         "few values": torch.randint(-2, 3, (4000,), generator=g).float(),
-        "all equal": torch.full((4000,), -0.5),
         "neighbours": 1 + torch.randint(3000, (4000,), generator=g) * 2.0**-23,
     }[kind]
     valid = torch.rand(4000, generator=g) < 0.8
-    operators, device = machine_or_torch
-    got = operators.top_alpha(score.to(device), valid.to(device), alpha).cpu()
-    n_valid, want = int(valid.sum()), torch.zeros(4000, dtype=torch.bool)
-    order = sorted(valid.nonzero().squeeze(1).tolist(), key=lambda i: -score[i].item())
-    want[order[: math.ceil(alpha * n_valid - 1e-9)]] = True
-    assert torch.equal(got, want)
-
-
-def test_nan_of_rows_that_are_not_valid_is_never_read(machine_or_torch):
-    operators, device = machine_or_torch
-    score = torch.tensor([torch.nan, 1.0, -torch.nan, 2.0], device=device)
-    valid = torch.tensor([False, True, False, True], device=device)
-    assert operators.top_alpha(score, valid, 0.5).tolist() == [False, False, False, True]
-
-
-def test_top_alpha_selects_as_the_trainer_does():
-    g = torch.Generator().manual_seed(0)
-    entropy = torch.rand(200, generator=g).mul(20).round().div(20)
-    valid = torch.rand(200, generator=g) < 0.7
-    rows = [
-        Sample(0, i, 0, [], [], observation_ids=[1] * v, entropy=h)
-        for i, (h, v) in enumerate(zip(entropy.tolist(), valid.tolist(), strict=True))
-    ]
-    want = select(rows, alpha=0.3, weight=1.0, reward_max=1.0, n_groups=1).selected
-    assert segments.top_alpha(entropy, valid, 0.3).tolist() == want
+    score[(~valid).nonzero()[0]] = torch.nan  # which is never read
+    operators, device = machine
+    for alpha in (0.1, 0.999):
+        got = operators.top_alpha(score.to(device), valid.to(device), alpha).tolist()
+        order = sorted(valid.nonzero().squeeze(1).tolist(), key=lambda i: -score[i].item())
+        best = set(order[: math.ceil(alpha * len(order) - 1e-9)])
+        assert got == [i in best for i in range(4000)]
 
 
 @cases
 @given(st.lists(st.booleans(), max_size=40), st.sampled_from([0, 0, 3000]), st.booleans())
-def test_packing_fills_every_hole_from_behind(machine_or_torch, pattern, more, last):
+def test_packing_fills_every_hole_from_behind(machine, pattern, more, last):
     live = pattern + [last, not last, last] * (more // 3)
-    operators, device = machine_or_torch
+    operators, device = machine
     source, count = operators.pack(torch.tensor(live, dtype=torch.bool, device=device))
     L, source = int(count), source.tolist()
     assert sum(live) == L and source[L:] == [-1] * (len(live) - L)
@@ -115,72 +91,28 @@ def test_packing_fills_every_hole_from_behind(machine_or_torch, pattern, more, l
 VALUES, OFFSETS = torch.ones(5), torch.tensor([0, 2, 5])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: segments.segment_sum(VALUES.double(), OFFSETS), "values must be one-dimensional torch.float32"),
-        (lambda: segments.segment_sum(VALUES[:, None], OFFSETS), r"values must be .* got shape \[5, 1\]"),
-        (lambda: segments.segment_mean(VALUES, OFFSETS.int()), "offsets must be one-dimensional torch.int64"),
-        (lambda: segments.segment_mean(VALUES, OFFSETS[:0]), "offsets must have at least one element"),
-        (lambda: segments.segment_mean(VALUES, OFFSETS.to("meta")), "on cpu as values has; got .* on meta"),
-        (lambda: segments.segment_sum(VALUES, OFFSETS + 1), "offsets must go from 0 to 5"),
-        (lambda: segments.segment_sum(VALUES, OFFSETS[:-1]), "offsets must go from 0 to 5"),
-        (lambda: segments.segment_sum(VALUES, torch.tensor([0, 4, 3, 5])), "offsets must not fall"),
-        (lambda: segments.top_alpha(VALUES.half(), VALUES > 0, 0.5), "score must be one-dimensional torch.float32"),
-        (lambda: segments.top_alpha(VALUES, VALUES, 0.5), "valid must be one-dimensional torch.bool"),
-        (lambda: segments.top_alpha(VALUES, VALUES[1:] > 0, 0.5), "valid must have the shape and device of score"),
-        (lambda: segments.top_alpha(VALUES, VALUES > 0, 1.5), r"alpha must be in \[0, 1\], got 1.5"),
-        (lambda: segments.top_alpha(VALUES, VALUES > 0, math.nan), r"alpha must be in \[0, 1\], got nan"),
-        (lambda: segments.top_alpha(VALUES * math.nan, VALUES > 0, 0.5), "score must not be NaN on valid rows"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+ERRORS = {
+    "values must be one-dimensional torch.float32": lambda: segments.segment_sum(VALUES.double(), OFFSETS),
+    "offsets must be one-dimensional torch.int64": lambda: segments.segment_mean(VALUES, OFFSETS.int()),
+    "offsets must have at least one element": lambda: segments.segment_mean(VALUES, OFFSETS[:0]),
+    "offsets must go from 0 to 5": lambda: segments.segment_sum(VALUES, OFFSETS[:-1]),
+    "offsets must not fall": lambda: segments.segment_sum(VALUES, torch.tensor([0, 4, 3, 5])),
+    "score must be one-dimensional torch.float32": lambda: segments.top_alpha(VALUES.half(), VALUES > 0, 0.5),
+    "valid must be one-dimensional torch.bool": lambda: segments.top_alpha(VALUES, VALUES, 0.5),
+    "valid must have the shape and device of score": lambda: segments.top_alpha(VALUES, VALUES[1:] > 0, 0.5),
+    "alpha must be in [0, 1], got nan": lambda: segments.top_alpha(VALUES, VALUES > 0, math.nan),
+    "score must not be NaN on valid rows": lambda: segments.top_alpha(VALUES * math.nan, VALUES > 0, 0.5),
+}
 
 
-def test_inputs_need_not_be_contiguous():
-    values, offsets = torch.arange(10.0)[::2], torch.tensor([0, 9, 2, 9, 5])[::2]
-    assert segments.segment_sum(values, offsets).tolist() == [2.0, 18.0]
-    assert segments.top_alpha(values, (values > 2).repeat_interleave(2)[::2], 0.5).tolist() == [False] * 3 + [True] * 2
-    assert segments.pack(torch.tensor([False, True, True, True])[::2])[0].tolist() == [1, -1]
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_input_is_named(message):
+    with pytest.raises(ValueError) as error:
+        ERRORS[message]()
+    assert message in str(error.value)
 
 
 def test_operators_pass_the_checks_of_torch_library():
     torch.library.opcheck(OPS.segment_reduce, (VALUES, OFFSETS, True))
     torch.library.opcheck(OPS.top_alpha, (torch.randn(9), torch.rand(9) > 0.5, 0.4))
     torch.library.opcheck(OPS.pack, (torch.rand(9) > 0.5,))
-
-
-def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        values, offsets = torch.empty(5, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")
-        results = [
-            OPS.segment_reduce(values, offsets, True),
-            OPS.top_alpha(values, torch.empty(5, dtype=torch.bool, device="cuda"), 0.5),
-            *OPS.pack(torch.empty(5, dtype=torch.bool, device="cuda")),
-        ]
-        x, n = torch.empty(4, 7, device="cuda"), torch.empty(4, device="cuda")
-        target = torch.empty(4, dtype=torch.int64, device="cuda")
-        statistics = OPS.row_statistics(x, None, target, 1.0)
-        assert OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
-    shapes = [(2,), (5,), (5,), (1,)]
-    assert [tuple(r.shape) for r in results] == shapes
-    assert [r.dtype for r in results] == [torch.float32, torch.bool, torch.int64, torch.int64]
-    assert all(r.shape == (4,) and r.dtype == torch.float32 for r in statistics)
-    assert all(r.device.type == "cuda" for r in (*results, *statistics))
-
-
-@pytest.mark.slow
-def test_operators_compile_into_one_graph():
-    def step(x, target, live):
-        logp, entropy, top, log_total = OPS.row_statistics(x, None, target, 1.0)
-        source, count = OPS.pack(live)
-        x = x * 2
-        OPS.row_gradient_(x, None, target, source[:2], top, log_total, entropy, logp, None, 1.0, torch.float32)
-        return x, OPS.segment_reduce(entropy, count.new_tensor([0, 2, 4]), False), OPS.top_alpha(entropy, live, 0.5)
-
-    arguments = torch.randn(4, 30), torch.arange(4), torch.tensor([True, False, False, True])
-    want = step(*arguments)
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

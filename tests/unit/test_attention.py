@@ -104,9 +104,11 @@ def test_what_the_backward_pass_keeps_changes_no_bit():
     ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
     def run(**options):
-        policy = Policy(make_lm(), **options)
+        policy, calls = Policy(make_lm(), **options), []
+        policy.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
         hidden = policy.hidden(ids, LENGTHS)
         hidden.square().sum().backward()
+        assert len(calls) == (2 if "checkpointing" in options else 1)
         return [hidden.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
 
     plain = run()

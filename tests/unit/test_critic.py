@@ -18,21 +18,15 @@ from paw.errors import UserError
 from paw.model.policy import load_policy
 from paw.model.ranks import Ranks
 from paw.recipe import load
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
 from paw.run import open_run
-from paw.state import checkpoint
 from paw.state.guards import TrainingStopped
-from paw.train import update
 
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "losses.json"
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(not PARITY.exists(), reason="parity data of the reference code is not on this machine")
-@pytest.mark.parametrize("case", range(8))
-def test_advantages_returns_and_value_loss_match_the_reference_code(case):
-    data = json.loads(PARITY.read_text())[case]
+@pytest.mark.parametrize("data", json.loads(PARITY.read_text()) if PARITY.exists() else [], ids=lambda _: "")
+def test_advantages_returns_and_value_loss_match_the_reference_code(data):
     expected, lengths = data["expected"], [int(sum(mask)) for mask in data["mask"]]
     values, predictions, rewards, whitened, returns, gradient = (
         [row[:n] for row, n in zip(table, lengths, strict=True)]
@@ -109,20 +103,6 @@ def judged_rows(critic, rows=None, seed=0):
     return rows
 
 
-def test_the_head_starts_at_zero_and_advantages_are_then_whitened_scores(critic):
-    rng = random.Random(0)
-    rows = [make_row(rng) for _ in range(12)]
-    metrics = critic.compute_values(rows)
-    assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
-    assert [row.returns for row in rows] == [[row.score] * len(row.response_ids) for row in rows]
-    assert [row.token_advantage for row in rows] == whiten([[row.score] * len(row.response_ids) for row in rows])
-    assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
-    for row in rows:
-        row.score = 0.0
-    assert critic.compute_values(rows) == {}
-    assert not any(value for row in rows for value in row.token_advantage)
-
-
 def dense(critic, rows):
     """(values of each row, gradient) in float64, row by row, by nothing but the body and the definition."""
     lm = copy.deepcopy(critic.model.lm).double()
@@ -144,8 +124,11 @@ def dense(critic, rows):
     return found, gradients(lm), float(total.detach())
 
 
-@pytest.mark.parametrize("rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"])
-@pytest.mark.parametrize("budget", [20, 10**6])
+@pytest.mark.parametrize(
+    ("rows", "budget"),
+    [(None, 10**6), (samples_of(conversation(turns=3)), 20)],
+    ids=["one by one, one micro-batch", "conversations, many"],
+)
 def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget, rows):  # noqa: F811
     """Of samples that share a sequence too."""
     critic = make_critic(start, tmp_path, optim_micro_batch_tokens=budget, optim_grad_clip=1e9)
@@ -165,14 +148,6 @@ def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, b
         assert row.values == pytest.approx(theirs, abs=1e-5)
 
 
-def test_the_critic_learns_the_returns(critic):
-    rng = random.Random(1)
-    rows = [make_row(rng) for _ in range(16)]
-    found = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
-    assert found[-1]["critic/loss"] < 0.2 * found[0]["critic/loss"]
-    assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
-
-
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
     options = {"advantage_type": "ppo", "critic_lr": 1e-3, "rollout_tasks": 12, "rollout_group_size": 1}
     config = make_config(start, tmp_path, **options)
@@ -187,32 +162,15 @@ def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
     assert metrics[0]["wm/loss"] > 0  # PaW beside it, lambda_g from groups of one
 
 
-def run_to(step, config, *, resume=""):
-    """Train to update `step`, a checkpoint after each."""
-    with open_run(config, resume=resume) as run:
-        rollouts = Rollouts(run.factory, run.engine, run.chat, config)
-        push_weights(run.policy.lm, run.engine, version=run.step)
-        while run.step < step:
-            update(run, rollouts)
-    return checkpoint.read_manifest(run.directory / f"checkpoints/step_{step:06d}")[0]
-
-
-@pytest.mark.slow
-def test_resuming_is_exact_for_both_models(start, tmp_path):  # noqa: F811
-    options = {"advantage_type": "ppo", "critic_lr": 1e-3, "run_save_every": 1}
-    whole = run_to(2, make_config(start, tmp_path / "whole", **options))
-    cut = make_config(start, tmp_path / "cut", **options)
-    run_to(1, cut)
-    assert whole == run_to(2, cut, resume="auto")
-    assert {"critic_model.safetensors", "critic_optimizer.safetensors"} < whole.keys()
-
-
-@pytest.mark.slow
 def test_a_run_without_a_critic_cannot_get_one(start, tmp_path):  # noqa: F811
-    run_to(1, make_config(start, tmp_path, run_save_every=1))
+    with open_run(make_config(start, tmp_path)) as run:
+        run.save()
     ppo = make_config(start, tmp_path, advantage_type="ppo")
-    with pytest.raises(UserError, match=r"advantage\.type = 'grpo', not 'ppo': its checkpoints hold no critic"):
-        run_to(2, ppo, resume="auto")
+    with (
+        pytest.raises(UserError, match=r"advantage\.type = 'grpo', not 'ppo': its checkpoints hold no critic"),
+        open_run(ppo, resume="auto"),
+    ):
+        pass
 
 
 def test_numbers_that_are_not_finite_reach_no_weight(critic):

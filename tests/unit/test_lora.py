@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from joint import FAMILIES, Objective, make_lm, make_rows, packed, relative, tiny_policy
+from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 
 from paw.algo.loss import log_probs
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
@@ -42,35 +42,22 @@ def merged_policy(policy, family):
     return Policy(lm)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_new_adapters_change_no_bit(family):
-    base = tiny_policy(family)
-    rows = make_rows(base)
-    assert logps(lora_policy(family, trained=False), rows) == logps(base, rows)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_its_adapters_the_model_is_the_base(family):
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
+def test_without_its_adapters_the_model_is_the_base_and_merged_it_is_the_policy(family):
     base, policy = tiny_policy(family), lora_policy(family)
     rows = make_rows(base)
-    before = logps(policy, rows)
-    assert before != logps(base, rows)
-    with adapters_off(policy.lm):
-        assert logps(policy, rows) == logps(base, rows)
+    before, plain = logps(policy, rows), logps(base, rows)
+    assert before != plain
+    assert logps(lora_policy(family, trained=False), rows) == plain
+    with adapters_off(policy.lm), adapters_off(base.lm):  # which has none
+        assert logps(policy, rows) == logps(base, rows) == plain
     assert logps(policy, rows) == before
-    with adapters_off(base.lm):  # which has none
-        assert logps(base, rows) == logps(base, rows)
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merged_weights_have_the_old_names_and_the_same_log_probs(family):
-    base, policy = tiny_policy(family), lora_policy(family)
-    sent, rows = dict(full_parameters(policy.lm)), make_rows(base)
-    start = base.lm.state_dict()
+    sent, start = dict(full_parameters(policy.lm)), base.lm.state_dict()
     assert sent.keys() == start.keys()
     moved = {name for name in sent if not torch.equal(sent[name], start[name])}
     assert moved == {name for name in sent if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")}
-    found = sampler_mismatch(logps(merged_policy(policy, family), rows), logps(policy, rows))
+    found = sampler_mismatch(logps(merged_policy(policy, family), rows), before)
     assert found["health/sampler_mismatch"] < 1e-5
 
 
@@ -127,13 +114,6 @@ def test_an_update_moves_the_adapters_alone_and_in_float32(dtype):
     assert adapters.keys() == {name for name in start if ".lora_" in name}
 
 
-def test_bfloat16_log_probs_are_close_to_the_exact_ones():
-    exact, policy = lora_policy(), lora_policy(dtype="bfloat16")
-    rows = make_rows(exact)
-    found = sampler_mismatch(logps(policy, rows), logps(exact, rows))
-    assert 0 < found["health/sampler_mismatch"] < 0.2
-
-
 def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
     one, two = make_lm(), make_lm()
     states = []
@@ -146,20 +126,17 @@ def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
     assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
 
 
-def test_wrong_targets_are_named():
+def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     lm = make_lm()
     check_targets(lm, CONFIG)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
+        import_peft()
     with pytest.raises(UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"):
         check_targets(lm, LoraConfig(rank=1, targets=["v_proj", "q_prj"]))
     for target in ("lm_head", "embed_tokens", ""):
         with pytest.raises(UserError, match=f"'{target}' is no linear layer"):
             check_targets(lm, LoraConfig(rank=1, targets=[target]))
-
-
-def test_missing_peft_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
-        import_peft()
 
 
 def test_a_run_keeps_its_adapters_shape(tmp_path):

@@ -11,9 +11,8 @@ from joint import FAMILIES, VOCAB, Objective, gradients, make_lm, make_rows, pac
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
-from paw.algo.loss import log_probs
 from paw.errors import UserError
-from paw.model.policy import Policy, load_policy, load_tokenizer, pick_device
+from paw.model.policy import Policy, load_policy, load_tokenizer, pick_backend, pick_device
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,6 @@ def only_pickled(folder):
 
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
     "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
     "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
     "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
@@ -55,7 +53,6 @@ BREAKS = {
         lambda f: rewrite(f, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
         "its files name code of their own (auto_map), which is never run",
     ),
-    "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "pickled weights alone": (only_pickled, "model.safetensors"),
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "header too large"),
@@ -63,7 +60,6 @@ BREAKS = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
         "not fully covered",
     ),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header too small"),
     "a missing tensor": (without_norm, "1 weights are missing in its files, first 'model.norm.weight'"),
     "other shapes": (lambda f: rewrite(f, hidden_size=64), "has shape [61, 32] in its files, [61, 64] by its config"),
 }
@@ -122,13 +118,11 @@ def test_a_saved_model_loads_with_its_weights(family, tmp_path):
         )
     assert policy.head_bias is None
     assert policy.lm.num_parameters() == sum(p.numel() for p in lm.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tied_head_is_one_parameter(family):
-    names = tiny_policy(family).named_parameters_once()
-    assert ("lm_head.weight" in names) is not FAMILIES[family][2]
-    assert "model.embed_tokens.weight" in names
+    names = policy.named_parameters_once()
+    assert ("lm_head.weight" in names) is not FAMILIES[family][2] and "model.embed_tokens.weight" in names
+    other = tiny_policy(family, seed=1)
+    policy.load({name: p.detach() for name, p in other.named_parameters_once().items()})
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
 
 
 def test_a_head_with_a_bias_is_read():
@@ -142,31 +136,7 @@ def test_a_head_with_a_bias_is_read():
         assert torch.allclose(logits, lm(input_ids=ids[None]).logits[0], atol=1e-5)
 
 
-def test_loading_copies_every_parameter():
-    policy, other = tiny_policy(seed=0), tiny_policy(seed=1)
-    policy.load({name: p.detach() for name, p in other.named_parameters_once().items()})
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_keeps_float32_parameters_and_gradients(family):
-    policy = Policy(make_lm(family, initializer_range=0.05), dtype="bfloat16")
-    exact = tiny_policy(family, initializer_range=0.05)
-    rows, objective = make_rows(exact), Objective(wm="ce")
-    assert policy.hidden(torch.tensor([1, 2]), [2]).dtype == policy.head_weight.dtype == torch.bfloat16
-    gradient, expected = (packed(p, rows, objective, update_samples=len(rows))[1] for p in (policy, exact))
-    assert 0 < relative(gradient, expected) < 0.02
-    policy.hidden(torch.tensor([1, 2]), [2]).sum().backward()
-    assert all(p.dtype == torch.float32 for p in policy.parameters())
-    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
-    scores = (log_probs(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
-    for (ours, _), (theirs, _) in zip(*scores, strict=True):
-        assert ours == pytest.approx(theirs, abs=0.02)
-        assert ours != theirs
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen2-tied", "none"), ("llama", "full")])
 def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     """Whatever the optimizer wants stored: no residual stream of float32 where the weights are, as under autocast."""
     policy = Policy(make_lm(family), dtype="bfloat16", checkpointing=checkpointing)
@@ -176,29 +146,20 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     plain, ids = Policy(stored, dtype="bfloat16", checkpointing=checkpointing), torch.arange(1, 12)
     assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
     assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
-    rows = make_rows(policy)
-    ours, theirs = (packed(p, rows, Objective(), update_samples=len(rows))[1] for p in (policy, plain))
+    rows, exact = make_rows(policy), tiny_policy(family)
+    ours, theirs, wanted = (packed(p, rows, Objective(), update_samples=len(rows))[1] for p in (policy, plain, exact))
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
-    assert all(parameter.dtype == torch.float32 and parameter.is_leaf for parameter in policy.parameters())
+    assert 0 < relative(ours, wanted) < 0.1
+    policy.hidden(ids, [5, 6]).sum().backward()
+    assert all(p.dtype == torch.float32 and p.is_leaf for p in policy.parameters())
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_recomputes_and_changes_nothing(family):
-    plain, thrifty = tiny_policy(family), Policy(make_lm(family), checkpointing="full")
-    rows, calls = make_rows(plain), []
-    thrifty.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    a = packed(plain, rows, Objective(), update_samples=len(rows))
-    b = packed(thrifty, rows, Objective(), update_samples=len(rows))
-    assert len(calls) == 2  # forward, and once more in the backward pass
-    assert a[0] == b[0]
-    assert relative(b[1], a[1]) < 1e-6
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_dropout_is_off_whatever_the_config_says(checkpointing):
     torch.manual_seed(0)
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5))
-    policy = Policy(lm, checkpointing="full" if checkpointing else "none")
+    policy = Policy(lm, checkpointing=checkpointing)
     ids = torch.tensor([1, 2, 3, 4])
     first = policy.hidden(ids, [4])
     assert torch.equal(first, policy.hidden(ids, [4]))
@@ -212,3 +173,5 @@ def test_devices():
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"model\.device = 'cuda'"):
             pick_device("cuda")
+        with pytest.raises(UserError, match=r"model.head_backend = 'cuda': it needs tensors.*head_backend auto"):
+            pick_backend("cuda", torch.device("cpu"), "float32")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from joint import Objective, make_lm, make_rows, packed, relative
+from joint import Objective, make_rows, packed, relative
 from test_chat import thinker
 from test_transformers_engine import END, assert_same, make_requests, naive, run
 
@@ -55,7 +55,8 @@ KNOWN = {
     "Phi3": {},
 }
 SLOW, RECURRENT = ("FalconH1", "Qwen3_5", "Qwen3Next", "OlmoHybrid", "GraniteMoeHybrid"), [pytest.mark.slow]
-SAMPLED = [name for name in KNOWN if name not in ("Gemma2", "Gemma3", "Cohere2")]  # sliding windows: by vLLM alone
+SAMPLED = ("NanoChat", "Granite", "Cohere", "FalconH1", "Qwen3_5", "Lfm2", "Mixtral")
+"""One for each head and each cache."""
 
 
 def make(name, **settings):
@@ -76,7 +77,7 @@ def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
     assert relative(together, alone) < 1e-4
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3_5", "Mixtral"])
 def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     lm = make(name).to(torch.bfloat16)
     before = {key: value.clone() for key, value in lm.named_parameters()}
@@ -134,13 +135,6 @@ def test_an_engine_that_samples_from_something_else_is_refused():
         check_sampling(lm)
 
 
-def test_rows_stay_apart_when_layers_are_recomputed_or_compiled():
-    plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
-    rows = make_rows(plain, n=6)
-    a, b = (packed(p, rows, Objective(), update_samples=len(rows)) for p in (plain, thrifty))
-    assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
-
-
 @pytest.mark.slow
 def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
     tokenizer = thinker()
@@ -156,8 +150,3 @@ def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
     assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0 and line["health/sampler_mismatch_mean"] < 0.01
     exported = (tmp_path / "run" / "hf" / "chat_template.jinja").read_text()
     assert exported.startswith("{%- set enable_thinking = false -%}")
-
-
-def test_a_dense_model_needs_no_side_by_side_rows():
-    policy = Policy(make_lm(), attention="varlen")
-    assert policy.quadratic and not policy._padded

@@ -1,6 +1,5 @@
 """The learning-rate schedule, number by number, and what the optimizer is made of."""
 
-import itertools
 import math
 
 import pytest
@@ -15,13 +14,9 @@ def schedule(updates=10, **settings):
     return [learning_rate(config, update=i, updates=updates) for i in range(updates)]
 
 
-def test_constant():
-    assert schedule() == [0.2] * 10
-
-
 def test_warm_up_reaches_lr_at_its_last_update():
+    assert schedule() == schedule(warmup_updates=1) == [0.2] * 10
     assert schedule(warmup_updates=4) == pytest.approx([0.05, 0.1, 0.15, 0.2] + [0.2] * 6)
-    assert schedule(warmup_updates=1) == [0.2] * 10
 
 
 def test_cosine_ends_at_final_lr():
@@ -30,12 +25,6 @@ def test_cosine_ends_at_final_lr():
     assert values == pytest.approx(
         [0.2 * (0.1 + 0.45 * (1 + half)), 0.2 * (0.1 + 0.45), 0.2 * (0.1 + 0.45 * (1 - half)), 0.02]
     )
-    assert schedule(schedule="cosine", final_lr=0.0)[-1] == pytest.approx(0.0)
-    falling = schedule(updates=100, schedule="cosine")
-    assert all(a > b for a, b in itertools.pairwise(falling))
-
-
-def test_warm_up_and_cosine_multiply():
     plain, both = schedule(schedule="cosine"), schedule(schedule="cosine", warmup_updates=2)
     assert both == pytest.approx([plain[0] / 2, *plain[1:]])
 

@@ -1,18 +1,12 @@
 """Losses and an estimator of one's own: the examples of docs/algorithm.md train, checked and fused like ours."""
 
-import importlib.util
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from joint import Objective, gradients, make_rows, relative, tiny_policy
 from test_update import make_config, run_updates, start  # noqa: F401
 
-from paw.algo import loss as losses
-from paw.algo.samples import collate
 from paw.errors import UserError
-from paw_kernels import token_stats
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"
 
@@ -61,22 +55,3 @@ def test_a_name_or_a_setting_that_is_not_there_is_one_line(start, own, tmp_path,
     with pytest.raises(UserError, match=message) as error:
         make_config(start, tmp_path, **settings)
     assert "\n" not in str(error.value)
-
-
-def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
-    """Fused, against token_stats and autograd, for ours and for the page's."""
-    spec = importlib.util.spec_from_file_location("own", own)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    policy = tiny_policy()
-    rows = make_rows(policy, reference=True)
-    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu"))
-    tokens = Objective(kl_coef=0.1).tokens(batch, rows, len(rows))
-    for acting, watching in ((losses.ppo, losses.cmae), (module.soft_clip, partial(module.focal, gamma=1.0))):
-        loss = losses.joint(acting, watching, kl_coef=0.1, entropy_coef=0.01)
-        losses.joint_loss(policy, batch, tokens, loss, temperature=0.7).loss.backward()
-        fused = gradients(policy)
-        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
-        stats = token_stats(hidden, policy.head_weight, batch.target, **policy.head_options(0.7))
-        loss(*stats, tokens).sum().backward()
-        assert relative(fused, gradients(policy)) < 1e-5 and fused.norm() > 0

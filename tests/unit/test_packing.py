@@ -66,15 +66,6 @@ def test_batches_are_full_and_their_work_is_balanced(multiple):
         assert work[i] < 1.02 * work[i + multiple - 1]
 
 
-def test_attention_counts_in_the_balance():
-    """One row of 90 attends as much as nine of 30."""
-    lengths = [90, *[30] * 9]
-    attending = balanced_batches(lengths, budget=300, multiple=2, quadratic=1.0)
-    assert sorted(sum(lengths[i] for i in batch) for batch in attending) == [90, 270]
-    linear = balanced_batches(lengths, budget=300, multiple=2)
-    assert [sum(lengths[i] for i in batch) for batch in linear] == [180, 180]
-
-
 @given(lengths=st.lists(st.integers(1, 60), max_size=60), budget=st.integers(1, 200), multiple=st.integers(1, 4))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_batches_to_be_padded_hold_every_row_once_within_the_budget(lengths, budget, multiple):

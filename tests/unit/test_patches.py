@@ -11,7 +11,6 @@ import torch
 from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import Policy
@@ -19,17 +18,11 @@ from paw.model.policy import Policy
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
 
 
-def logps(policy, rows, budget):
-    return [logp for values, _ in log_probs(policy, rows, temperature=1.0, budget=budget).values() for logp in values]
-
-
-def assert_same(fast, plain, *, n=24, budgets=(10**6, 60)):
+def assert_same(fast, plain, *, n):
     rows = make_rows(plain, n)
-    for budget in budgets:
-        assert logps(fast, rows, budget) == pytest.approx(logps(plain, rows, budget), abs=1e-5)
-        ours, theirs = (packed(p, rows, Objective(), update_samples=len(rows), budget=budget) for p in (fast, plain))
-        assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-        assert relative(ours[1], theirs[1]) < 1e-5
+    ours, theirs = (packed(p, rows, Objective(), update_samples=n, budget=60) for p in (fast, plain))
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+    assert relative(ours[1], theirs[1]) < 1e-5
 
 
 @pytest.mark.slow
@@ -42,7 +35,7 @@ def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
     with torch.compiler.set_stance("fail_on_recompile"):
         fast.lm(input_ids=torch.tensor([[1, 2, 3]]))
     assert fast.lm.get_decoder().layers[0].forward != plain
-    assert_same(fast, tiny_policy("qwen3"))
+    assert_same(fast, tiny_policy("qwen3"), n=8)
 
 
 INTERPRETED = """
@@ -64,7 +57,7 @@ from test_patches import assert_same
 
 plain, fast = (tiny_policy("qwen3", num_hidden_layers=1) for _ in range(2))
 apply_liger(fast.lm)
-assert_same(fast, plain, n=3, budgets=[99])
+assert_same(fast, plain, n=2)
 norm, mlp = fast.lm.model.norm, fast.lm.model.layers[0].mlp
 print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 """

@@ -1,0 +1,184 @@
+"""The row operations of csrc/ against float64: in C++ on the CPU, in CUDA emulated by cuda_on_cpu.h or on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import one_hot
+
+from paw_kernels import _native, segments
+from paw_kernels._head import has_gradient
+
+
+def random(*shape, seed=0, size=1.0):
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(x, bias, target, a, c, scale):
+    """logp, entropy, log-sum-exp and dL/dlogits in float64."""
+    z = (x.double() + (0 if bias is None else bias.double())) * scale
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    log_p = log_p.clamp(min=-1e9)  # 0 log 0 = 0
+    entropy = -(p * log_p).sum(-1)
+    dz = a.double()[:, None] * (one_hot(target, x.shape[1]) - p)
+    if c is not None:
+        dz -= c.double()[:, None] * p * (log_p + entropy[:, None])
+    return log_p.gather(1, target[:, None])[:, 0], entropy, z.logsumexp(-1), scale * dz
+
+
+def run(machine, x, bias, target, a, c, scale, dtype):
+    """Statistics (top and the logarithm of the sum as one), sources and the packed gradient, made in place."""
+    logp, entropy, top, log_total = machine.ops.row_statistics(x, bias, target, scale)
+    source, count = segments.pack(has_gradient(a, c))
+    source = source[: int(count)]
+    machine.ops.row_gradient_(x, bias, target, source, top, log_total, entropy, a, c, scale, dtype)
+    statistics = [t.cpu() for t in (logp, entropy, top * scale + log_total)]
+    return statistics, source.cpu(), _native.packed_rows(x, len(source), dtype).cpu()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    n=st.integers(1, 7),
+    V=st.sampled_from([1, 2, 3, 5, 127, 128, 1000, 2049, 4099, 9000]),
+    padding=st.integers(0, 3),
+    offset=st.integers(0, 3),
+    live=st.sampled_from([0.0, 0.4, 1.0]),
+    scale=st.sampled_from([0.5, 1.0, 2.5]),
+    size=st.sampled_from([0.0, 1.0, 30.0]),
+    extras=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 10_000),
+)
+def test_statistics_and_gradients_match_float64(machine, n, V, padding, offset, live, scale, size, extras, dtype, seed):
+    # Rows at every alignment, with NaN around them that must neither be read nor written.
+    stride = V + padding
+    memory = torch.full((offset + n * stride + 4,), torch.nan)
+    x = memory.as_strided((n, V), (stride, 1), offset)
+    x.copy_(random(n, V, seed=seed, size=size))
+    target = torch.randint(V, (n,), generator=torch.Generator().manual_seed(seed))
+    target[0], target[-1] = 0, V - 1
+    bias = random(V, seed=seed + 1) if extras else None
+    alive = torch.rand(n, generator=torch.Generator().manual_seed(seed + 2)) < live
+    a, c = random(n, seed=seed + 3) * alive, random(n, seed=seed + 4) * alive if extras else None
+    *statistics, dz = exact(x, bias, target, a, c, scale)
+
+    dtype = torch.float32 if machine.ops is torch.ops.paw_kernels and machine.device == "cpu" else dtype
+    memory = memory.to(machine.device)
+    x = memory.as_strided((n, V), (stride, 1), offset)
+    found, source, got = run(machine, x, *machine.put(bias, target, a, c), scale, dtype)
+
+    spread = max(1.0, 4 * size * scale)
+    assert (found[0] <= 0).all() and (found[1] >= 0).all()
+    for ours, want in zip(found, statistics, strict=True):
+        torch.testing.assert_close(ours.double(), want, rtol=1e-6, atol=1e-6 * spread)
+    want = dz[source]
+    rounding = (want.to(dtype).double() - want).abs().max().item() if want.numel() else 0
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2 * rounding + 2e-6 * spread * scale)
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    outside.as_strided((n, V), (stride, 1), offset).fill_(False)
+    assert memory[outside].isnan().all()
+
+
+@pytest.mark.parametrize("place", [0, 2049, 4098])
+def test_nan_and_infinity_stay_in_their_row(machine, place):
+    V, special = 4099, [torch.nan, torch.inf, -torch.inf, 0.0]
+    x = random(6, V)
+    x[range(4), place] = torch.tensor(special)
+    x[4] = -torch.inf
+    x[5, 1:-1] = -torch.inf  # all but the ends
+    target, a, c = torch.tensor([0, 1, V - 1, 7, 8, 0]), torch.ones(6), torch.ones(6)
+    logp, entropy, _, dz = exact(x, None, target, a, c, 1.0)
+    (got_logp, got_entropy, _), _, got = run(machine, *machine.put(x, None, target, a, c), 1.0, torch.float32)
+
+    undefined = torch.tensor([True, True, place == V - 1, False, True, False])
+    nan = torch.tensor([True, True, False, False, True, False])
+    assert torch.equal(got_logp.isnan() | got_logp.isinf(), undefined)
+    assert torch.equal(got_logp.isnan(), nan) and torch.equal(got_entropy.isnan(), nan)
+    torch.testing.assert_close(got_logp.double()[~undefined], logp[~undefined], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got_entropy.double()[~nan], entropy[~nan], rtol=1e-6, atol=1e-6)
+    assert got[nan].isnan().all(1).all()
+    torch.testing.assert_close(got.double()[~nan], dz[~nan], rtol=0, atol=2e-6)
+
+
+def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
+    """NaN reaches the gradient; of logits nothing stays behind."""
+    a, target = torch.tensor([torch.nan, 0.0, 1e-45, 1.0]), torch.tensor([0, 1, 2, 3])
+    _, source, got = run(machine, *machine.put(random(4, 50), None, target, a, None), 0.5, torch.float32)
+    assert sorted(source.tolist()) == [0, 2, 3]
+    nan, tiny, plain = (got[source.tolist().index(row)] for row in (0, 2, 3))
+    assert nan.isnan().all() and (tiny.abs() < 1e-40).all() and (plain != 0).all()
+
+
+def test_the_tanh_of_the_soft_cap_is_accurate_everywhere(machine):
+    """A row of one logit tells its own as the largest."""
+    x = torch.cat([torch.logspace(-37, 2, 500), torch.linspace(0.5, 0.6, 100), torch.tensor([1e30, torch.inf])])
+    x = torch.cat([x, -x, torch.zeros(1)])
+    logits, target, nan = machine.put(x[:, None], torch.zeros_like(x).long(), torch.full((1, 1), torch.nan))
+    top = machine.ops.row_statistics(logits, None, target, 1.0, 1.0)[2]
+    torch.testing.assert_close(top.double().cpu(), x.double().tanh(), rtol=4e-7, atol=0)
+    assert all(t.isnan() for t in machine.ops.row_statistics(nan, None, target[:1], 1.0, 1.0)[:2])
+
+
+def test_no_rows(machine):
+    empty, target = machine.put(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    (logp, *_), _, got = run(machine, empty.reshape(0, 3), None, target, empty, empty, 1.0, torch.float32)
+    assert logp.shape == (0,) and got.shape == (0, 3)
+
+
+def test_rows_do_not_depend_on_each_other_nor_on_the_number_of_threads():
+    z, target = torch.randn(70, 3001), torch.randint(3001, (70,))
+    threads = torch.get_num_threads()
+    whole = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        other = torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)
+    finally:
+        torch.set_num_threads(threads)
+    one = torch.ops.paw_kernels.row_statistics(z[13:14], None, target[13:14], 1.0)
+    for a, b, c in zip(whole, other, one, strict=True):
+        assert torch.equal(a, b) and torch.equal(a[13:14], c)
+
+
+def test_arguments_that_do_not_fit_are_refused(machine):
+    if machine.ops is torch.ops.paw_kernels and machine.device == "cpu":
+        pytest.skip("the head checks them")
+    ops, (x, target) = machine.ops, machine.put(random(3, 8), torch.zeros(3, dtype=torch.int64))
+    one = torch.ones(3, device=machine.device)
+    for bad, message in [
+        ((x.half(), None, target), "expected scalar type Float"),
+        ((x.t(), None, target), "logits must be .* contiguous rows"),
+        ((x, one, target), "bias must be contiguous, 8 elements"),
+        ((x, None, target[:2]), "target must be contiguous, 3 elements"),
+        ((x, None, target.int()), "expected scalar type Long"),
+        ((x[:, :0], None, target), "1 to 2.30 columns"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            ops.row_statistics(*bad, 1.0)
+    with pytest.raises(RuntimeError, match="dtype must be float32, bfloat16 or float16"):
+        ops.row_gradient_(x, None, target, target, one, one, one, one, None, 1.0, torch.float64)
+
+
+@pytest.mark.parametrize(("n", "V"), [(70_000, 3), (64, 152_064)], ids=["more rows than a grid axis", "Qwen2.5"])
+def test_large_sizes(machine, n, V):
+    if machine.device == "cpu":
+        pytest.skip("no CUDA device")
+    x, target, a = random(n, V, size=3.0), torch.full((n,), 2), random(n, seed=1)
+    *want, dz = exact(x, None, target, a, None, 1.0)
+    found, source, got = run(machine, *machine.put(x, None, target, a, None), 1.0, torch.float32)
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got.double(), dz[source], rtol=0, atol=1e-5)
+
+
+def test_kernels_run_on_the_current_stream(machine):
+    if machine.device == "cpu":
+        pytest.skip("no CUDA device")
+    x, target = machine.put(random(512, 50_000), torch.zeros(512, dtype=torch.int64))
+    want = machine.ops.row_statistics(2 * x, None, target, 1.0)[0]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)  # on another stream the kernel would not wait for the product
+        got = machine.ops.row_statistics(x.mul_(2), None, target, 1.0)[0]
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
