@@ -27,6 +27,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from paw_kernels import _triton
+from paw_kernels._head import Head
 from paw_kernels._triton import TILES, Tiles, TritonRows
 
 CSV = Path(__file__).parent / "results" / "triton_aot.csv"
@@ -127,7 +128,7 @@ def launches(
         with torch.device("meta"):
             of = {"dtype": getattr(torch, dtype)}
             weight, offset = torch.empty(V, D, **of), torch.empty(V, **of) if bias else None
-            rows = TritonRows(weight, offset, 0.7, softcap, n, gradients, tiles)
+            rows = TritonRows(Head(weight, offset, 0.7, softcap), n, gradients, tiles)
             target, value = torch.empty(n, dtype=torch.int64), torch.empty(n)
             rows.forward(torch.empty(n, D, **of), target)
             if gradients:

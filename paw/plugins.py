@@ -50,7 +50,7 @@ CALLBACKS = {
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
     "advantages": {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
-    | {"ppo": "paw.algo.advantages:gae"},  # one a token, from the critic's values
+    | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
     "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cmae", "mae", "ce", "gce")},
     "agents": {
         "plain": "paw.rollout.episode:plain",

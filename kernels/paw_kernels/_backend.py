@@ -6,7 +6,7 @@ import os
 import torch
 from torch import Tensor
 
-from paw_kernels import _rows, _torch
+from paw_kernels import _rows
 from paw_kernels._head import MakeRows
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
@@ -23,10 +23,12 @@ def resolve(backend: str, hidden: Tensor) -> MakeRows:
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {reason}")
     if name == "triton":
-        from paw_kernels import _triton
-
-        return _triton.make_rows
-    return _torch.make_rows if name == "torch" else _rows.make_rows
+        from paw_kernels import _triton as implementation
+    elif name == "torch":
+        from paw_kernels import _torch as implementation
+    else:
+        implementation = _rows
+    return implementation.make_rows
 
 
 def best_backend(device: torch.device, dtype: torch.dtype) -> str:

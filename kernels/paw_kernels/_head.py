@@ -7,13 +7,22 @@ gradient, packed to its front. Only those reach the two gradient matmuls; f is t
 Memory beside inputs and results: the backend's buffer, flat in T.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paw_kernels.segments import pack
+
+
+class Head(NamedTuple):
+    """What the logits of one pass are made of; as in `token_stats`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    softcap: float | None
 
 
 class HeadPass(NamedTuple):
@@ -52,45 +61,40 @@ class Rows(Protocol):
 Coefficients = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(rows of a chunk, their logp, entropy) -> a = dL/dlogp and c = dL/dentropy, [n] float32, c None for all zeros."""
 
-MakeRows = Callable[[Tensor, Tensor | None, float, float | None, int, bool], tuple[Rows, int]]
-"""(weight, bias, temperature, softcap, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
+MakeRows = Callable[[Head, int, bool], tuple[Rows, int]]
+"""(head, N, with gradients?) -> the backend's rows and the number of rows of a chunk."""
 
 
 def head_pass(
     make_rows: MakeRows,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor,
     index: Tensor,
-    temperature: float,
-    softcap: float | None,
-    *,
     coefficients: Coefficients | None = None,
-    wants: tuple[bool, bool, bool] = (False, False, False),
+    wants: Sequence[bool] = (False, False, False),
 ) -> HeadPass:
     """Statistics of the rows `index` ([N] int64, distinct) of hidden, and the gradients in the same pass.
 
     `coefficients` is called once a chunk, in order; `wants` says which gradients to form: of hidden, weight, bias.
     """
-    head = weight, bias, temperature, softcap
     sums = _chunks(make_rows, hidden, head, target, index, coefficients, wants)
     # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
-    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(weight.dtype)) for d in sums[3:])
+    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(head.weight.dtype)) for d in sums[3:])
     return HeadPass(*sums[:3], d_weight, d_bias)
 
 
 def _chunks(
     make_rows: MakeRows,
     hidden: Tensor,
-    head: tuple[Tensor, Tensor | None, float, float | None],
+    head: Head,
     target: Tensor,
     index: Tensor,
     coefficients: Coefficients | None,
-    wants: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The fields of HeadPass, dW and db as they were summed. `head`: weight, bias, temperature, softcap."""
-    weight, temperature, N, device = head[0], head[2], index.numel(), hidden.device
+    wants: Sequence[bool],
+) -> HeadPass:
+    """dW and db as they were summed."""
+    weight, N, device = head.weight, index.numel(), hidden.device
     dtype = gradient_dtype(hidden.dtype)
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=device) if wants[0] else None
@@ -98,7 +102,7 @@ def _chunks(
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
 
     with torch.autocast(device.type, enabled=False):
-        rows, step = make_rows(*head, N, any(wants))
+        rows, step = make_rows(head, N, any(wants))
         for start in range(0, N, step):
             chunk = slice(start, min(start + step, N))
             at = index[chunk]
@@ -115,7 +119,7 @@ def _chunks(
                 continue
             unit, largest = None, 1.0
             if hidden.dtype == torch.float16:
-                a, c, unit = in_units(a, c, temperature)
+                a, c, unit = in_units(a, c, head.temperature)
                 unit = unit[source]
                 largest = float(unit.max())
             dz = rows.gradient(y, source, a, c)
@@ -135,7 +139,7 @@ def _chunks(
                 _add_product(d_weight, dz.t(), x, add=add, factor=largest)
     if wants[1] and d_weight is None:
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=device)
-    return logp, entropy, d_hidden, d_weight, d_bias
+    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias)
 
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:

@@ -38,10 +38,8 @@ def cpu_library() -> ctypes.CDLL | None:
     if not hasattr(library, "paw_cpu_interface_2"):
         return None
     pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
-    library.paw_row_statistics.argtypes = [
-        *(pointer, size, pointer, pointer, real, real, size, size),
-        *([pointer] * 4 + [integer]),
-    ]
+    shape, results = [size, size], [pointer] * 4
+    library.paw_row_statistics.argtypes = [pointer, size, pointer, pointer, real, real, *shape, *results, integer]
     library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 8, real, real, size, size, integer]
     library.paw_row_statistics.restype = library.paw_row_gradient.restype = None
     return library
@@ -74,31 +72,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _cpu() -> ctypes.CDLL:
-    library = cpu_library()
-    if library is None:
-        raise RuntimeError("the C++ row operations are not built")
-    return library
-
-
 def _row_statistics_cpu(
     logits: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, ...]:
-    n, V = logits.shape
-    target = target.contiguous()
-    results = tuple(torch.empty(n, dtype=torch.float32) for _ in range(4))
-    _cpu().paw_row_statistics(
-        logits.data_ptr(),
-        logits.stride(0),
-        _pointer(bias),
-        target.data_ptr(),
-        scale,
-        softcap or 0.0,
-        n,
-        V,
-        *(r.data_ptr() for r in results),
-        torch.get_num_threads(),
-    )
+    library, target = cpu_library(), target.contiguous()
+    assert library, "the C++ row operations are not built"
+    results = tuple(torch.empty(len(logits), dtype=torch.float32) for _ in range(4))
+    given = logits.data_ptr(), logits.stride(0), _pointer(bias), target.data_ptr(), scale, softcap or 0.0
+    library.paw_row_statistics(*given, *logits.shape, *map(_pointer, results), torch.get_num_threads())
     return results
 
 
@@ -118,18 +99,11 @@ def _row_gradient_cpu(
 ) -> None:
     if dtype != torch.float32:
         raise ValueError(f"dtype must be float32 on the CPU, got {dtype}")
+    library = cpu_library()
+    assert library, "the C++ row operations are not built"
     per_row = [t if t is None else t.contiguous() for t in (target, source, top, log_total, entropy, a, c)]
-    _cpu().paw_row_gradient(
-        logits.data_ptr(),
-        logits.stride(0),
-        _pointer(bias),
-        *map(_pointer, per_row),
-        scale,
-        softcap or 0.0,
-        source.numel(),
-        logits.shape[1],
-        torch.get_num_threads(),
-    )
+    given = logits.data_ptr(), logits.stride(0), _pointer(bias), *map(_pointer, per_row), scale, softcap or 0.0
+    library.paw_row_gradient(*given, source.numel(), logits.shape[1], torch.get_num_threads())
 
 
 _LIBRARY.impl("row_statistics", _row_statistics_cpu, "CPU")

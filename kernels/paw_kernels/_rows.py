@@ -6,7 +6,7 @@ Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmu
 import torch
 from torch import Tensor
 
-from paw_kernels._head import logits
+from paw_kernels._head import Head, logits
 from paw_kernels._native import cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
@@ -16,12 +16,12 @@ CHUNK_ROWS = 256
 
 
 class NativeRows:
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, n: int) -> None:
-        V, device = weight.shape[0], weight.device
+    def __init__(self, head: Head, n: int) -> None:
+        weight, bias = head.weight, head.bias
         self.head = weight if weight.is_cuda else weight.float()
         self._bias = None if bias is None else bias.float().contiguous()
-        self._scale, self._softcap = 1 / temperature, softcap
-        self._buffer = torch.empty((n, V), dtype=torch.float32, device=device)
+        self._scale, self._softcap = 1 / head.temperature, head.softcap
+        self._buffer = torch.empty((n, weight.shape[0]), dtype=torch.float32, device=weight.device)
         self._top = self._log_total = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,11 +37,9 @@ class NativeRows:
         return packed_rows(z, source.numel(), dtype)
 
 
-def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
-) -> tuple[NativeRows, int]:
-    step = max(CHUNK_ROWS, CHUNK_BYTES[weight.device.type] // (4 * weight.shape[0]))
-    return NativeRows(weight, bias, temperature, softcap, min(step, N)), step
+def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
+    step = max(CHUNK_ROWS, CHUNK_BYTES[head.weight.device.type] // (4 * head.weight.shape[0]))
+    return NativeRows(head, min(step, N)), step
 
 
 def why_not(backend: str, device: torch.device) -> str | None:

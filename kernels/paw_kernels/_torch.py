@@ -7,7 +7,7 @@ Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap,
 import torch
 from torch import Tensor
 
-from paw_kernels._head import logits
+from paw_kernels._head import Head, logits
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
@@ -18,9 +18,9 @@ _FLOOR = -1e30
 
 
 class TorchRows:
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, n: int) -> None:
+    def __init__(self, head: Head, n: int) -> None:
+        weight, self._bias, self._temperature, self._softcap = head
         self.head = weight if weight.is_cuda else weight.float()
-        self._bias, self._temperature, self._softcap = bias, temperature, softcap
         self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
@@ -72,8 +72,6 @@ class TorchRows:
         return (dz if slope is None else dz.mul_(slope)).to(self.head.dtype)
 
 
-def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
-) -> tuple[TorchRows, int]:
-    step = max(1, CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-    return TorchRows(weight, bias, temperature, softcap, min(step, N)), step
+def make_rows(head: Head, N: int, gradients: bool) -> tuple[TorchRows, int]:
+    step = max(1, CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"]) // (4 * head.weight.shape[0]))
+    return TorchRows(head, min(step, N)), step

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paw_kernels import _triton_kernels as kernels
+from paw_kernels._head import Head
 
 CHUNK_BYTES = 1440 << 20
 """Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and writes all of dW: with
@@ -70,21 +71,12 @@ INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 class TritonRows:
     """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        softcap: float | None,
-        n: int,
-        gradients: bool,
-        tiles: Tiles,
-    ) -> None:
+    def __init__(self, head: Head, n: int, gradients: bool, tiles: Tiles) -> None:
+        weight, bias, temperature, self._softcap = head
         # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
         self._weight, self._bias, self._tiles = weight, None if bias is None else bias.contiguous(), tiles
         self._scale, self._inverse_temperature = math.log2(math.e) / temperature, 1 / temperature
-        self._softcap = softcap
         blocks = triton.cdiv(weight.shape[0], tiles.cols)
         self._partial = weight.new_empty((blocks, n, 4), dtype=torch.float32)
         self._result = weight.new_empty((4, n), dtype=torch.float32)
@@ -150,19 +142,17 @@ class TritonRows:
         return self._buffer[:L, :V].to(self.head.dtype)
 
 
-def make_rows(
-    weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, N: int, gradients: bool
-) -> tuple[TritonRows, int]:
+def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
-    tiles = tiles_for(weight, softcap)
-    (V, D), size = weight.shape, weight.element_size()
+    tiles = tiles_for(head.weight, head.softcap)
+    (V, D), size = head.weight.shape, head.weight.element_size()
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
     if gradients:  # e, and the packed hidden states and their gradient
         row_bytes += (_padded(V) + 2 * D) * size
     most = max(1, (CHUNK_BYTES if gradients else STATISTICS_BYTES) // (row_bytes * tiles.rows))
     row_tiles = max(1, triton.cdiv(N, tiles.rows))
     step = triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)) * tiles.rows
-    return TritonRows(weight, bias, temperature, softcap, step, gradients, tiles), step
+    return TritonRows(head, step, gradients, tiles), step
 
 
 def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None) -> Tiles:

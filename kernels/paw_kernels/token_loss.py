@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import TAGS, check_head, check_tensor, out_of_range, raise_first, refuse_second_derivatives
-from paw_kernels._head import gradient_dtype, has_gradient, head_pass
+from paw_kernels._head import Head, gradient_dtype, has_gradient, head_pass
 
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
 """(logp [n], entropy [n], batch) -> the loss of each token [n], weights and normalisers included; float32.
@@ -120,27 +120,10 @@ def _token_loss(
         token_loss[chunk], learns[chunk] = losses, has_gradient(a, c)
         return a, c
 
-    result = head_pass(
-        resolve(backend, hidden),
-        hidden,
-        weight,
-        bias,
-        target,
-        torch.arange(T, device=hidden.device),
-        temperature,
-        softcap,
-        coefficients=coefficients,
-        wants=(wants[0], wants[1], wants[2]),
-    )
-    gradients = result.d_hidden, result.d_weight, result.d_bias
-    return (
-        token_loss.sum(),
-        token_loss,
-        result.logp,
-        result.entropy,
-        learns,
-        *(hidden.new_empty(0) if d is None else d for d in gradients),
-    )
+    head, index = Head(weight, bias, temperature, softcap), torch.arange(T, device=hidden.device)
+    result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
+    gradients = [hidden.new_empty(0) if d is None else d for d in result[2:]]
+    return token_loss.sum(), token_loss, result.logp, result.entropy, learns, *gradients
 
 
 @_token_loss.register_fake
@@ -172,8 +155,8 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
         gradients = [None if d is None else d * factor for d in gradients]
     if not keep:
         ctx.gradients = None
-    rest = [None] * 3, [None] * ctx.values, [None] * 4
-    return *(None if d is None else d.to(ctx.dtype) for d in gradients), *rest[0], rest[1], *rest[2]
+    given = [None if d is None else d.to(ctx.dtype) for d in gradients]
+    return *given, None, None, None, [None] * ctx.values, None, None, None, None
 
 
 _token_loss.register_autograd(_backward, setup_context=_save)

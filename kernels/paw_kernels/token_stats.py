@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import TAGS, check_head, out_of_range, raise_first, refuse_second_derivatives
-from paw_kernels._head import has_gradient, head_pass
+from paw_kernels._head import Head, has_gradient, head_pass
 
 
 class TokenStats(NamedTuple):
@@ -36,7 +36,7 @@ def _token_stats(
 ) -> tuple[Tensor, Tensor]:
     raise_first({f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])})
     index = torch.arange(hidden.shape[0], device=hidden.device)
-    result = head_pass(resolve(backend, hidden), hidden, weight, bias, target, index, temperature, softcap)
+    result = head_pass(resolve(backend, hidden), hidden, Head(weight, bias, temperature, softcap), target, index)
     return result.logp, result.entropy
 
 
@@ -60,20 +60,13 @@ def _token_stats_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = has_gradient(grad_logp, grad_entropy).nonzero().squeeze(1)
     a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
-    result = head_pass(
-        resolve(backend, hidden),
-        hidden,
-        weight,
-        bias,
-        target,
-        index,
-        temperature,
-        softcap,
-        coefficients=lambda chunk, *_: (a[chunk], None if c is None else c[chunk]),
-        wants=(wants[0], wants[1], wants[2]),
-    )
-    gradients = result.d_hidden, result.d_weight, result.d_bias
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in gradients)
+
+    def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
+        return a[chunk], None if c is None else c[chunk]
+
+    head = Head(weight, bias, temperature, softcap)
+    result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:])
     return d_hidden, d_weight, d_bias
 
 

@@ -1,15 +1,14 @@
-"""Group-relative advantages: one scalar a sample, broadcast to its response tokens; and those of PPO, one a token.
+"""Group-relative advantages: one scalar a sample, broadcast to its response tokens.
 
 GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978), with the semantics of
 GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines ran. A sample's score is its episode
 return less its own invalid penalty. Samples come in group, trajectory, step order, and answers are in the same order.
-PPO's advantages, one a token, are at the end: `algo.critic` has the values they start from.
+PPO's, one a token, are in `algo.gae`.
 
 Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step invalid (-0.1).
 Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724, -0.742, -0.724].
 """
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
@@ -118,33 +117,6 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
             following = samples[i].reward + gamma * following
             result[i] = following - samples[i].penalty
     return result
-
-
-def gae(values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0) -> list[float]:
-    """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
-
-    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the last token, after
-    which nothing follows: the sample's next turn is another sample.
-
-    Args:
-        gamma: discount from token to token
-        lam: GAE's lambda
-    """
-    result: list[float] = []
-    advantage, following, reward = 0.0, 0.0, score
-    for value in reversed(values):
-        advantage = reward + gamma * following - value + gamma * lam * advantage
-        result.append(advantage)
-        following, reward = value, 0.0
-    return result[::-1]
-
-
-def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased; a single token gets 0."""
-    flat = [value for sample in advantages for value in sample]
-    mean = math.fsum(flat) / max(1, len(flat))
-    scale = math.sqrt(math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps)
-    return [[(value - mean) / scale for value in sample] for sample in advantages]
 
 
 def _by(keys: Iterable) -> list[list[int]]:

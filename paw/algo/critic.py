@@ -3,7 +3,7 @@
     V_t  = w . h_t + b                          h_t: the hidden state that predicts response token t, as in verl
     loss = mean over the mini-batch's response tokens of max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
-V_old are the values at the time of play, R = A + V_old the returns (advantages.gae). The head starts at zero, so
+V_old are the values at the time of play, R = A + V_old the returns (algo.gae). The head starts at zero, so
 that the first advantages are the returns themselves; verl's is random.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from paw.algo.advantages import gae, whiten
+from paw.algo.gae import gae, whiten
 from paw.algo.loss import Batch, micro_batches
 from paw.config import Config
 from paw.model.optim import make_optimizer

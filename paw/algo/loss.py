@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,38 +28,11 @@ from paw.algo.samples import Batch, micro_batches
 from paw.types import Sample
 from paw_kernels import Loss, TokenLoss, TokenStats, segment_mean, token_loss, token_stats
 
+if TYPE_CHECKING:
+    from paw.model.policy import Policy
+
 KL_CLAMP, LOG_RATIO_MAX = 10.0, 20.0
 """Bounds of the k3 estimate, as in verl, and of a log-ratio, beyond every clip: exp(20) is finite."""
-
-
-class Head(Protocol):
-    """What the losses need of a model: hidden states, and the head's parameters (never logits)."""
-
-    def __call__(self, compute: Callable[[], Any]) -> Any:
-        """compute(), inside which the members below may be used."""
-        ...
-
-    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T] int64, sequences of the given lengths one after another -> [T, D]; no sequence sees another."""
-        ...
-
-    @property
-    def head_weight(self) -> Tensor: ...
-
-    def head_options(self, temperature: float) -> dict[str, Any]:
-        """What the kernels need besides: bias, temperature, softcap, backend."""
-        ...
-
-    @property
-    def quadratic(self) -> float | None:
-        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a token.
-
-        None: attention pads the sequences of a batch to the longest.
-        """
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -205,23 +178,19 @@ def _token_weights(minibatch: Sequence[Sample], norm: str, verl_samples: int, *,
     return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
 
 
-def joint_loss(model: Head, batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float) -> TokenLoss:
+def joint_loss(model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float) -> TokenLoss:
     """One forward pass: the objective restricted to the batch, gradients already formed in the head."""
-    return model(
-        lambda: token_loss(
-            model.hidden(batch.input_ids, batch.lengths)[batch.position],
-            model.head_weight,
-            batch.target,
-            loss,
-            tokens,
-            **model.head_options(temperature),
-        )
-    )
+
+    def forward() -> TokenLoss:
+        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
+        return token_loss(hidden, model.head_weight, batch.target, loss, tokens, **model.head_options(temperature))
+
+    return model(forward)
 
 
 @torch.no_grad()
 def log_probs(
-    model: Head, samples: Sequence[Sample], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
+    model: "Policy", samples: Sequence[Sample], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
 ) -> dict[int, tuple[list[float], float]]:
     """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the sample's index.
 
@@ -229,12 +198,8 @@ def log_probs(
     """
 
     def stats(batch: Batch) -> TokenStats:
-        return token_stats(
-            model.hidden(batch.input_ids, batch.lengths)[batch.position],
-            model.head_weight,
-            batch.target,
-            **model.head_options(temperature),
-        )
+        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
+        return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))
 
     found: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(

@@ -63,9 +63,7 @@ def to_samples(
                 )
                 before = turn.prompt_ids + turn.response_ids
             trajectory_index += 1
-    tokens = Counter[int]()
-    for sample in samples:
-        tokens[sample.group] += len(sample.response_ids)
+    tokens = Counter(sample.group for sample in samples for _ in sample.response_ids)
     for sample in samples:
         sample.token_weight = 1.0 / (len(groups) * tokens[sample.group])
     return samples
@@ -81,8 +79,7 @@ def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list
         before = samples[i - 1]
         continues = i > 0 and sample.continues
         continues &= (before.trajectory, before.step + 1) == (sample.trajectory, sample.step)
-        if continues and with_observation and before.wm_weight > 0.0:
-            target = before.separator_ids + before.observation_ids
+        if continues and (target := _appended(before, with_observation)):
             start = len(before.prompt_ids) + len(before.response_ids)
             continues = sample.prompt_ids[start : start + len(target)] == target
         if continues:
@@ -90,6 +87,11 @@ def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list
         else:
             found.append([i])
     return found
+
+
+def _appended(last: Sample, with_observation: bool) -> list[int]:
+    """What follows the response of a sequence's last sample: its observation, where that is a target."""
+    return last.separator_ids + last.observation_ids if with_observation and last.wm_weight > 0.0 else []
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
@@ -145,9 +147,7 @@ def collate(
     input_ids, lengths, position, target, observation = [], [], [], [], []
     for members in chosen:
         start, last = len(input_ids), samples[members[-1]]
-        input_ids += last.prompt_ids + last.response_ids
-        if with_observation and last.wm_weight > 0.0:
-            input_ids += last.separator_ids + last.observation_ids
+        input_ids += last.prompt_ids + last.response_ids + _appended(last, with_observation)
         for sample in (samples[i] for i in members):
             at = start + len(sample.prompt_ids)
             spans = [(at, sample.response_ids, False)] if with_action else []
@@ -184,7 +184,7 @@ def micro_batches(
 ) -> list[Batch]:
     """Batches of at most `budget` tokens over the sequences with a sample for which `skip(sample)` is false.
 
-    `quadratic` as in `loss.Head`. `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as
+    `quadratic` is the policy's. `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as
     many as the others, some of them without samples where these are few: their forward passes are collective.
     """
     rank, world = share
@@ -193,10 +193,10 @@ def micro_batches(
         for members in sequences(samples, with_observation=with_observation)
         if skip is None or not all(skip(samples[i]) for i in members)
     ]
-    lengths = []
-    for last in (samples[members[-1]] for members in kept):
-        tail = len(last.separator_ids) + len(last.observation_ids) if with_observation and last.wm_weight > 0.0 else 0
-        lengths.append(len(last.prompt_ids) + len(last.response_ids) + tail)
+    lengths = [
+        len(last.prompt_ids) + len(last.response_ids) + len(_appended(last, with_observation))
+        for last in (samples[members[-1]] for members in kept)
+    ]
     if quadratic is None:
         cut = alike_batches(lengths, budget=budget, multiple=world)
     else:

@@ -53,7 +53,15 @@ def select(
     """
     if weight == "adaptive" and not reward_max > 0:
         raise ValueError(f"reward_max must be positive, got {reward_max}")
-    lambdas = group_weights(samples, weight=weight, reward_max=reward_max)
+    returns: dict[int, dict[int, float]] = {}
+    for sample in samples:
+        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
+    lambdas = {
+        group: 1.0 - sum(of.values()) / len(of) / reward_max if weight == "adaptive" else float(weight)
+        for group, of in returns.items()
+    }
+    if weight == "adaptive":
+        lambdas = {group: min(1.0, max(0.0, value)) for group, value in lambdas.items()}
     if n_groups < len(lambdas):
         raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples")
 
@@ -77,15 +85,3 @@ def _first_of_its_kind(samples: Sequence[Sample]) -> list[bool]:
     seen: dict[tuple, int] = {}
     keys = (tuple(map(tuple, (s.prompt_ids, s.response_ids, s.observation_ids))) for s in samples)
     return [seen.setdefault(key, i) == i for i, key in enumerate(keys)]
-
-
-def group_weights(
-    samples: Sequence[Sample], *, weight: Literal["adaptive"] | float, reward_max: float
-) -> dict[int, float]:
-    """lambda_g of each group that has samples (PaW Eq. (10))."""
-    returns: dict[int, dict[int, float]] = {}
-    for sample in samples:
-        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
-    if weight != "adaptive":
-        return dict.fromkeys(returns, float(weight))
-    return {group: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max)) for group, of in returns.items()}

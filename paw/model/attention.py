@@ -113,10 +113,8 @@ def packed_attention(
         )
     elif packed.kernel == "varlen":
         if softcap is not None:
-            raise UserError(
-                "model.attention = 'varlen' knows no soft cap of attention scores, which this model has; install"
-                " flash-attn, or use --model.attention sdpa"
-            )
+            cap = "knows no soft cap of attention scores, which this model has"
+            raise UserError(f"model.attention = 'varlen' {cap}; install flash-attn, or use --model.attention sdpa")
         out = _varlen(q, k, v, packed, scaling, window)
     else:
         out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
@@ -150,20 +148,15 @@ def _side_by_side(
         mask = torch.ones(packed.longest, packed.longest, dtype=torch.bool, device=q.device).tril()
         if sliding_window:
             mask &= ~mask.tril(-sliding_window)
-    if softcap is not None and mask is not None:
-        out = _capped(q, k, v, mask, q.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    else:
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-        )
+    if softcap is None:
+        causal = mask is None
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True)
+    else:  # softcap tanh(score / softcap) is held: [rows, heads, longest, longest]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
+        scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
+        out = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
     return packed.one_after_another(out.transpose(1, 2))
-
-
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Attention with scores softcap tanh(score / softcap), which it holds: [rows, heads, longest, longest]."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * (q @ k.transpose(2, 3) * (scaling / softcap)).tanh()
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def separate_rows(lm: nn.Module) -> bool:

@@ -48,25 +48,25 @@ def check_model(policy: "Policy", path: str) -> float:
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
             raise
-        raise UserError(
-            f"model.path = '{path}': model type '{policy.lm.config.model_type}' cannot be trained here: packed rows do"
-            f" not go through it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        ) from error
+        why = f"packed rows do not go through it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        raise refused(policy.lm, path, f"cannot be trained here: {why}") from error
 
 
 def check_path(policy: "Policy", path: str) -> float:
     """The same through the policy's own kernels and dtype; with several ranks a call of all of them."""
-    kind, difference = policy.lm.config.model_type, logp_difference(policy)
+    difference = logp_difference(policy)
     largest, mean = float(difference.max()), float(difference.mean())
     exact = policy.dtype == torch.float32
     found, bound = (typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
     if not found <= bound:  # NaN as well
-        raise UserError(
-            f"model.path = '{path}': model type '{kind}' cannot be trained here: log-probs of packed rows are off by"
-            f" {largest:.2g} nats (mean {mean:.2g}) from the model's own, beyond rounding ({bound:g}); a layer or the"
-            " head does something that the trainer does not know"
-        )
+        off = f"log-probs of packed rows are off by {largest:.2g} nats (mean {mean:.2g}) from the model's own"
+        why = f"{off}, beyond rounding ({bound:g}); a layer or the head does something that the trainer does not know"
+        raise refused(policy.lm, path, f"cannot be trained here: {why}")
     return largest
+
+
+def refused(lm: PreTrainedModel, path: str, why: str) -> UserError:
+    return UserError(f"model.path = '{path}': model type '{lm.config.get_text_config().model_type}' {why}")
 
 
 def number_of_experts(config: Any) -> int:
@@ -87,12 +87,9 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
     kinds = zip(getattr(config, "layer_types", None) or [], layers, strict=False)
     unknown = sorted({kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)})
     if unknown:
-        raise UserError(
-            f"model.path = '{path}': model type '{config.model_type}' has layers of type {', '.join(unknown)}, which"
-            " cannot be trained on packed rows"
-        )
+        raise refused(lm, path, f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows")
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
-        raise UserError(f"model.path = '{path}': model type '{config.model_type}' has no linear head")
+        raise refused(lm, path, "has no linear head")
 
 
 @torch.no_grad()

@@ -66,7 +66,8 @@ class Policy(nn.Module):
         body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
         width = shape.num_hidden_layers * shape.num_attention_heads * head_size
         self.quadratic = None if attention == "sdpa" or self._padded else width / body
-        """2 n^2 width causal attention FLOPs over 2 n body FLOPs."""
+        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a token (2 n^2
+        width FLOPs, 2 n body). None: attention pads the sequences of a batch to the longest."""
         if self.dtype != torch.float32:
             run_in(self.dtype, lm, decoder_layers(lm))
         self._checkpointed: list[nn.Module] = []
@@ -197,7 +198,7 @@ def load_tokenizer(path: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever they meet first
-        raise UserError(f"model.path = '{path}': no tokenizer found ({_reason(error)})") from None
+        raise _broken(path, f"no tokenizer found ({_reason(error)})") from None
 
 
 def load_policy(
@@ -235,18 +236,15 @@ def load_policy(
             ignore_mismatched_sizes=True,  # named below
         )
     except Exception as error:  # broken files and settings raise whatever they meet first
-        raise UserError(f"model.path = '{path}': cannot be loaded: {_reason(error)}") from None
+        raise _broken(path, f"cannot be loaded: {_reason(error)}") from None
     lm, info = loaded
     for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise UserError(
-            f"model.path = '{path}': '{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json"
-        )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UserError(f"model.path = '{path}': {len(missing)} weights are missing in its files, first '{missing[0]}'")
+        raise _broken(path, f"'{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json")
+    if missing := sorted(info["missing_keys"]):
+        raise _broken(path, f"{len(missing)} weights are missing in its files, first '{missing[0]}'")
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
-            raise UserError(f"model.path = '{path}': '{name}' holds values that are not finite")
+            raise _broken(path, f"'{name}' holds values that are not finite")
     policy = _placed(Policy(lm, **options), device, place)
     if check:
         check_model(policy, str(path))
@@ -260,9 +258,13 @@ def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
 
 def _check_folder(path: str | Path) -> None:
     if not Path(path).exists() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
-        raise UserError(f"model.path = '{path}': there is no such folder")
+        raise _broken(path, "there is no such folder")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise UserError(f"model.path = '{path}': there is no config.json in it, so it is not a Hugging Face model")
+        raise _broken(path, "there is no config.json in it, so it is not a Hugging Face model")
+
+
+def _broken(path: str | Path, why: str) -> UserError:
+    return UserError(f"model.path = '{path}': {why}")
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from dense_reference import assert_close, dense_stats, leaves
 from triton_interpreted import backend as _triton
 
 from paw_kernels import token_stats
+from paw_kernels._head import Head
 
 
 @pytest.mark.parametrize(("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)])
@@ -17,7 +18,7 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
 
     def step(N, gradients=True):
-        rows, step = _triton.make_rows(weight, None, 1.0, None, N, gradients)
+        rows, step = _triton.make_rows(Head(weight, None, 1.0, None), N, gradients)
         held = sum(t.nbytes for t in (rows._buffer, rows._partial, rows._result) if t is not None)
         copies = 3 if gradients else 1  # of the chunk's hidden states: taken, packed, their gradient
         assert held + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)

@@ -49,19 +49,15 @@ def test_matrix_products_run_on_tensor_cores(compiled):
 
 
 def test_loads_run_ahead_of_the_products(compiled):
-    """A barrier or a branch in the wrong place makes the compiler drop the pipeline without a word."""
+    """Through tensor descriptors where the hardware has them. A barrier or a branch in the wrong place makes the
+    compiler drop the pipeline without a word."""
     for row in the(compiled, "forward_kernel", *SHARED_KIB):
         if row["D"] % 8:
             continue  # rows that are not aligned can only be loaded through registers
         assert row["tma_loads" if row["tma"] else "cp_async"], row
-        buffers = row["stages"] - (not row["tma"])
         tile = (row["rows"] + row["cols"]) * row["depth"] * BYTES[row["dtype"]]
-        assert row["shared"] >= buffers * tile, row
-
-
-def test_descriptors_where_the_hardware_has_them(compiled):
-    for row in the(compiled, "forward_kernel", "sm_90", "sm_100"):
-        if row["dtype"] != "float32" and row["D"] % 8 == 0:
+        assert row["shared"] >= (row["stages"] - (not row["tma"])) * tile, row
+        if row["arch"] in ("sm_90", "sm_100") and row["dtype"] != "float32":
             assert row["tma_loads"] and bool(row["tma_stores"]) == row["gradients"], row
 
 

@@ -1,6 +1,7 @@
 """Tiny random models, random rows, and the joint objective written out once more: full logits, float64, autograd."""
 
 import copy
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,8 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
             term = torch.maximum(-advantage * ratio, -advantage * clamped)
             if advantage < 0:
                 term = torch.minimum(term, torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64))
+            if objective.tis_cap is not None:
+                term = term * min(math.exp(row.old_logp[t] - row.sampled_logp[t]), objective.tis_cap)
             if objective.kl_coef:
                 gap = row.ref_logp[t] - at[token]
                 term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)

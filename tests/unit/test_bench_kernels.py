@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paw_kernels import token_loss
+from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -98,17 +99,6 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monk
     assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
 
 
-@pytest.mark.parametrize("only", ["", "quack"])
-def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
-    roofline.write(tmp_path / "kernels_predicted.csv")
-    rows = [r for r in plot.read(tmp_path / "kernels_predicted.csv") if only in f"{r['implementation']} f {r['live']}"]
-    with (tmp_path / "k.csv").open("w", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [*rows[0], "device", "cuda"])
-        table.writeheader()
-        table.writerows({**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows)
-    assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
-
-
 @pytest.mark.parametrize(("T", "backward"), [(100, True), (32_768, True), (131_072, False)])
 def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatch):
     pytest.importorskip("triton")
@@ -116,7 +106,7 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
     monkeypatch.setattr(backend, "tiles_for", lambda weight, softcap: backend.TILES["sm_90", 2])
     for D, V in problem.HEADS.values():
         weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
-        _, step = backend.make_rows(weight, None, 1.0, None, T, backward)
+        _, step = backend.make_rows(Head(weight, None, 1.0, None), T, backward)
         assert roofline.chunk_rows(T, D, V, backward=backward) == step
 
 

@@ -12,8 +12,8 @@ from joint import gradients, make_row, relative
 from test_samples import conversation, samples_of
 from test_update import make_config, run_updates, start  # noqa: F401
 
-from paw.algo.advantages import gae, whiten
 from paw.algo.critic import Critic, load_critic, value_loss
+from paw.algo.gae import gae, whiten
 from paw.errors import UserError
 from paw.model.policy import load_policy
 from paw.model.ranks import Ranks

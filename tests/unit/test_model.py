@@ -47,19 +47,12 @@ def only_pickled(folder):
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
     "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
-    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
-    "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
     "code of its own": (
         lambda f: rewrite(f, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
         "its files name code of their own (auto_map), which is never run",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "pickled weights alone": (only_pickled, "model.safetensors"),
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "header too large"),
-    "truncated": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-        "not fully covered",
-    ),
     "a missing tensor": (without_norm, "1 weights are missing in its files, first 'model.norm.weight'"),
     "other shapes": (lambda f: rewrite(f, hidden_size=64), "has shape [61, 32] in its files, [61, 64] by its config"),
 }
@@ -139,17 +132,18 @@ def test_a_head_with_a_bias_is_read():
 @pytest.mark.parametrize(("family", "checkpointing"), [("qwen2-tied", "none"), ("llama", "full")])
 def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     """Whatever the optimizer wants stored: no residual stream of float32 where the weights are, as under autocast."""
-    policy = Policy(make_lm(family), dtype="bfloat16", checkpointing=checkpointing)
-    stored = make_lm(family)
+    small = {"initializer_range": 0.05}
+    policy = Policy(make_lm(family, **small), dtype="bfloat16", checkpointing=checkpointing)
+    stored, exact = make_lm(family, **small), tiny_policy(family, **small)
     for parameter in stored.parameters():
         parameter.data = parameter.data.bfloat16()
     plain, ids = Policy(stored, dtype="bfloat16", checkpointing=checkpointing), torch.arange(1, 12)
     assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
     assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
-    rows, exact = make_rows(policy), tiny_policy(family)
-    ours, theirs, wanted = (packed(p, rows, Objective(), update_samples=len(rows))[1] for p in (policy, plain, exact))
+    rows, how = make_rows(exact), Objective(wm="ce")
+    ours, theirs, wanted = (packed(p, rows, how, update_samples=len(rows))[1] for p in (policy, plain, exact))
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
-    assert 0 < relative(ours, wanted) < 0.1
+    assert 0 < relative(ours, wanted) < 0.02
     policy.hidden(ids, [5, 6]).sum().backward()
     assert all(p.dtype == torch.float32 and p.is_leaf for p in policy.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())

@@ -35,6 +35,9 @@ DELTA_NET = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
 KNOWN = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": dict(tie_word_embeddings=True),
     "Gemma2": dict(query_pre_attn_scalar=8, sliding_window=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0),
     "Gemma3": dict(sliding_window=8, final_logit_softcapping=2.0),
     "NanoChat": dict(final_logit_softcapping=2.0),

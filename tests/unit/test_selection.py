@@ -52,20 +52,12 @@ def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_g
     assert all(w == 0 for w, on in zip(out.weights, out.selected, strict=True) if not on)
 
 
-def test_lambda_counts_each_trajectory_once_and_ignores_penalties():
+def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constant():
     rows = [make_row(0, 0, 1.0, episode_return=10.0)] + [make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)]
     out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
-    assert out.lambdas == [0.5]
-    assert out.weights == pytest.approx([0.05] * 10)
-
-
-def test_a_group_without_failures_has_no_weight_and_a_constant_is_a_constant():
-    rows = [make_row(0, 0, 1.0, episode_return=10.0), make_row(1, 1, 0.5)]
-    adaptive = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
-    assert adaptive.lambdas == [0.0, 1.0] and adaptive.weights == [0.0, 0.5]
-    assert adaptive.selected == [True, True]
-    constant = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
-    assert constant.lambdas == [0.3, 0.3] and constant.weights == [0.15, 0.15]
+    assert out.lambdas == [0.5] and out.weights == pytest.approx([0.05] * 10)
+    out = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
+    assert out.lambdas == [0.3] and out.weights == pytest.approx([0.015] * 10)
 
 
 def test_with_dedup_of_equal_rows_only_the_first_takes_part():

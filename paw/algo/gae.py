@@ -1,0 +1,33 @@
+"""PPO's advantages, one a token, from the values of `algo.critic`."""
+
+import math
+from collections.abc import Sequence
+
+from paw.values import Share
+
+
+def gae(values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0) -> list[float]:
+    """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
+
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the last token, after
+    which nothing follows: the sample's next turn is another sample.
+
+    Args:
+        gamma: discount from token to token
+        lam: GAE's lambda
+    """
+    result: list[float] = []
+    advantage, following, reward = 0.0, 0.0, score
+    for value in reversed(values):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        result.append(advantage)
+        following, reward = value, 0.0
+    return result[::-1]
+
+
+def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
+    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased; a single token gets 0."""
+    flat = [value for sample in advantages for value in sample]
+    mean = math.fsum(flat) / max(1, len(flat))
+    scale = math.sqrt(math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps)
+    return [[(value - mean) / scale for value in sample] for sample in advantages]
