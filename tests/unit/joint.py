@@ -10,8 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paw.algo import loss as losses
+from paw.algo.advantages import grpo
 from paw.algo.loss import joint_loss, log_probs, token_batch
 from paw.algo.samples import micro_batches
+from paw.algo.world_model import select
 from paw.model.policy import Policy
 from paw.types import Sample
 
@@ -107,6 +109,20 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
         if row.observation_ids and rng.random() < 0.75:
             row.wm_weight = rng.random() / n
     return rows
+
+
+def fill(policy, samples, *, n_groups, alpha):
+    """What the stages give to samples fresh from episodes; old log-probs a little off the policy's."""
+    rng = random.Random(7)
+    scored = log_probs(policy, samples, temperature=1.0, budget=100).values()
+    for sample, advantage, (logp, entropy) in zip(samples, grpo(samples), scored, strict=True):
+        sample.advantage, sample.entropy = advantage, entropy
+        sample.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
+        sample.ref_logp = [value - 0.1 for value in logp]
+    chosen = select(samples, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
+    for sample, weight in zip(samples, chosen.weights, strict=True):
+        sample.wm_weight = weight
+    return samples
 
 
 def gradients(policy, loss=None):

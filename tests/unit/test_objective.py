@@ -7,12 +7,9 @@ import statistics
 
 import pytest
 import torch
-from joint import VOCAB, Objective, gradients, packed, relative, tiny_policy
+from joint import VOCAB, Objective, fill, gradients, packed, relative, tiny_policy
 
-from paw.algo.advantages import grpo
-from paw.algo.loss import log_probs
 from paw.algo.samples import to_samples
-from paw.algo.world_model import select
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 REWARD_MAX, PENALTY, ALPHA, RHO = 10.0, 0.1, 0.6, 0.05
@@ -48,21 +45,6 @@ def play(seed=0):
 
 def encode(text):
     return [ord(c) for c in text]
-
-
-def prepared(policy, groups, *, drift=0.0):
-    """Rows after every stage; `drift` moves old log-probs away from the policy's."""
-    rows = to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
-    for row, advantage in zip(rows, grpo(rows), strict=True):
-        row.advantage = advantage
-    rng = random.Random(7)
-    for row, (logp, entropy) in zip(rows, log_probs(policy, rows, temperature=1.0, budget=100).values(), strict=True):
-        row.old_logp = [value + rng.gauss(0, drift) for value in logp]
-        row.entropy = entropy
-    chosen = select(rows, alpha=ALPHA, weight="adaptive", reward_max=REWARD_MAX, n_groups=len(groups))
-    for row, weight in zip(rows, chosen.weights, strict=True):
-        row.wm_weight = weight
-    return rows
 
 
 def equation_11(policy, groups, old_logps, norm):
@@ -104,7 +86,8 @@ def equation_11(policy, groups, old_logps, norm):
 @pytest.mark.parametrize(("norm", "family"), [("token", "llama"), ("group", "qwen2-tied")])
 def test_an_update_in_one_step_is_equation_11(norm, family):
     policy, groups = tiny_policy(family), play()
-    rows = prepared(policy, groups, drift=0.3)
+    rows = to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
+    rows = fill(policy, rows, n_groups=len(groups), alpha=ALPHA)
     assert {row.group for row in rows if row.wm_weight} == {0, 1, 2}
     objective = Objective(rho=RHO, norm=norm)
     loss, gradient = packed(policy, rows, objective, update_samples=len(rows), budget=60)

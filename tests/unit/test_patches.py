@@ -29,13 +29,13 @@ def assert_same(fast, plain, *, n):
 def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
     """By a back end without code generation, which is torch's own business."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    fast = Policy(make_lm("qwen3"), checkpointing="full")
+    fast = Policy(make_lm("qwen3", num_hidden_layers=1), checkpointing="full")
     plain = fast.lm.get_decoder().layers[0].forward
     compile_layers(fast.lm)
     with torch.compiler.set_stance("fail_on_recompile"):
         fast.lm(input_ids=torch.tensor([[1, 2, 3]]))
     assert fast.lm.get_decoder().layers[0].forward != plain
-    assert_same(fast, tiny_policy("qwen3"), n=8)
+    assert_same(fast, tiny_policy("qwen3", num_hidden_layers=1), n=8)
 
 
 INTERPRETED = """

@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import VOCAB, Objective, dense, make_row, packed, relative, tiny_policy
+from joint import VOCAB, Objective, dense, fill, make_row, packed, relative, tiny_policy
 
-from paw.algo.advantages import grpo
 from paw.algo.loss import log_probs
 from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
-from paw.algo.world_model import select
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 SEPARATOR, REPLY = [7, 8], [9, 6]
@@ -106,18 +104,7 @@ def conversation(*, turns=5, seed=0, mangled=()):
 
 def prepared(policy, groups, *, wm):
     encode = (lambda text: [int(i) for i in text.split()]) if wm else None
-    samples, rng = samples_of(groups, encode=encode), random.Random(1)
-    for sample, advantage in zip(samples, grpo(samples), strict=True):
-        sample.advantage = advantage
-    found = log_probs(policy, samples, temperature=1.0, budget=10**6)
-    for sample, (logp, entropy) in zip(samples, found.values(), strict=True):
-        sample.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
-        sample.ref_logp, sample.entropy = [value - 0.1 for value in logp], entropy
-    if wm:
-        weights = select(samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)).weights
-        for sample, weight in zip(samples, weights, strict=True):
-            sample.wm_weight = weight
-    return samples
+    return fill(policy, samples_of(groups, encode=encode), n_groups=len(groups), alpha=0.75)
 
 
 @pytest.mark.parametrize(("wm", "norm"), [(False, "sample"), (True, "token"), (True, "group")])
