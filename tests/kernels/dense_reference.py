@@ -85,23 +85,22 @@ def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, dtype=torch.float64, **how):
-    """As Backend.loss, with full logits of `dtype`; the formulas of the loss are float64's."""
+def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64, **how):
+    """As Backend.stats, with full logits of `dtype`."""
     h, w, b = leaves(hidden, weight, bias, dtype=dtype)
-    logp, entropy = dense_stats(h, w, target, b, **how)
-    each = rows.loss(logp, entropy, rows.to("cpu", torch.float64).batch)
-    (upstream * each.sum()).backward()
-    return (each.sum().detach(), each.detach(), logp.detach(), entropy.detach()), [
-        x.grad for x in (h, w, b) if x is not None
-    ]
-
-
-def dense_pulled(hidden, weight, target, pull, bias=None, **how):
-    """As Backend.stats, in float64."""
-    h, w, b = leaves(hidden, weight, bias, dtype=torch.float64)
     logp, entropy = dense_stats(h, w, target, b, **how)
     pull(logp, entropy).backward()
     return (logp.detach(), entropy.detach()), [x.grad for x in (h, w, b) if x is not None]
+
+
+def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **how):
+    """As Backend.loss; the formulas of the loss are float64's."""
+    wide = rows.to("cpu", torch.float64).batch
+    stats, gradients = dense_pulled(
+        hidden, weight, target, lambda *stats: upstream * rows.loss(*stats, wide).sum(), bias, **how
+    )
+    each = rows.loss(*stats, wide)
+    return (each.sum(), each, *stats), gradients
 
 
 def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=None, **options):

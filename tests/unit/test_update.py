@@ -11,7 +11,7 @@ import torch
 from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
 from paw.algo.loss import TokenBatch, ce, joint, ppo
-from paw.algo.packing import alike_batches
+from paw.algo.samples import micro_batches
 from paw.config import Config
 from paw.envs.base import train_tasks
 from paw.model.policy import load_policy, load_tokenizer
@@ -23,6 +23,7 @@ from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
 from paw.train import update
+from paw.types import Sample
 from paw_kernels import token_loss, token_stats
 
 LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
@@ -75,7 +76,7 @@ def run_updates(config, count):
 
 
 def vanilla_grpo(start, count):
-    """GRPO as the textbook has it: the same kernels and batches, no row, selection or observation in sight."""
+    """GRPO as the textbook has it: the same kernels and batches, no selection or observation in sight."""
     policy, tokenizer = load_policy(start), load_tokenizer(start)
     chat, factory = Chat(tokenizer), make_factory()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
@@ -90,32 +91,30 @@ def vanilla_grpo(start, count):
             turns = [(e.episode_return, t) for e in group.trajectories for t in e.turns]
             scores = [total - (0.0 if turn.outcome.valid else 0.1) for total, turn in turns]
             mean, std = statistics.mean(scores), statistics.stdev(scores)
-            samples += [(turn, (score - mean) / (std + EPS)) for (_, turn), score in zip(turns, scores, strict=True)]
-        old = {}
+            for (_, turn), score in zip(turns, scores, strict=True):
+                samples.append(
+                    Sample(0, 0, 0, turn.prompt_ids, turn.response_ids, advantage=(score - mean) / (std + EPS))
+                )
         with torch.no_grad():
-            for ids, lengths, position, target, order in packed([turn for turn, _ in samples]):
-                hidden = policy.hidden(ids, lengths)[position]
-                logp = token_stats(hidden, policy.head_weight, target).logp.tolist()
-                for i in order:
-                    n = len(samples[i][0].response_ids)
-                    old[id(samples[i][0])], logp = logp[:n], logp[n:]
-        shuffled = list(range(len(samples)))
-        random.Random(31 * step).shuffle(shuffled)
+            for batch in batches(samples):
+                hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+                logp = token_stats(hidden, policy.head_weight, batch.target).logp.tolist()
+                for sample in (samples[i] for i in batch.indices):
+                    n = len(sample.response_ids)
+                    sample.old_logp, logp = logp[:n], logp[n:]
+        random.Random(31 * step).shuffle(samples)
         parts = max(1, round(len(samples) / MINIBATCH))
         for first, last in pairwise([len(samples) * i // parts for i in range(parts + 1)]):
-            minibatch = [samples[i] for i in shuffled[first:last]]
-            tokens = sum(len(turn.response_ids) for turn, _ in minibatch)
-            live = [(turn, advantage) for turn, advantage in minibatch if advantage != 0.0]
-            for ids, lengths, position, target, order in packed([turn for turn, _ in live]):
-                spread = [(turn, a) for turn, a in (live[i] for i in order) for _ in turn.response_ids]
-                advantage = torch.tensor([a for _, a in spread])
-                old_logp = torch.tensor([value for i in order for value in old[id(live[i][0])]])
-                weight = torch.full((len(target),), 1.0 / tokens)
-                batch = TokenBatch(weight, advantage.isnan(), advantage, old_logp, old_logp)
-                clip = {"clip_low": CLIP, "clip_high": CLIP}
-                hidden = policy.hidden(ids, lengths)[position]
-                loss = joint(partial(ppo, **clip), ce)
-                token_loss(hidden, policy.head_weight, target, loss, batch).loss.backward()
+            minibatch = samples[first:last]
+            weight = 1.0 / sum(len(sample.response_ids) for sample in minibatch)
+            live = [sample for sample in minibatch if sample.advantage != 0.0]
+            for batch in batches(live):
+                of_tokens = [(live[i].advantage, old) for i in batch.indices for old in live[i].old_logp]
+                advantage, old = torch.tensor(of_tokens).unbind(1)
+                tokens = TokenBatch(torch.full_like(old, weight), advantage.isnan(), advantage, old, old)
+                hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+                loss = joint(partial(ppo, clip_low=CLIP, clip_high=CLIP), ce)
+                token_loss(hidden, policy.head_weight, batch.target, loss, tokens).loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -124,19 +123,9 @@ def vanilla_grpo(start, count):
     return weights
 
 
-def packed(turns):
-    """Prompts with responses: (ids, lengths, positions before each response token, response tokens, turns in order)."""
-    sequences = [turn.prompt_ids + turn.response_ids for turn in turns]
-    for order in alike_batches([len(ids) for ids in sequences], budget=BUDGET):
-        ids = torch.tensor([token for i in order for token in sequences[i]])
-        lengths = [len(sequences[i]) for i in order]
-        position = [
-            sum(lengths[:b]) + t - 1
-            for b, i in enumerate(order)
-            for t in range(len(turns[i].prompt_ids), len(sequences[i]))
-        ]
-        target = [token for i in order for token in turns[i].response_ids]
-        yield ids, lengths, torch.tensor(position), torch.tensor(target), order
+def batches(samples):
+    cpu = torch.device("cpu")
+    return micro_batches(samples, budget=BUDGET, with_observation=False, device=cpu, quadratic=None)
 
 
 def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_path):
