@@ -113,7 +113,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
 
 def fill(policy, samples, *, n_groups, alpha):
     """What the stages give to samples fresh from episodes; old log-probs a little off the policy's."""
-    rng = random.Random(7)
+    rng = random.Random(1)
     scored = log_probs(policy, samples, temperature=1.0, budget=100).values()
     for sample, advantage, (logp, entropy) in zip(samples, grpo(samples), scored, strict=True):
         sample.advantage, sample.entropy = advantage, entropy
