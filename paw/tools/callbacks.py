@@ -73,11 +73,8 @@ class Progress:
 
 
 class Samples:
-    """Writes a few episodes of each evaluation to samples.jsonl, with what the model thought would come next.
-
-    Of each turn the greedy prediction of the next observation, and the probability of each of its real tokens
-    (teacher-forced). All ranks compute them.
-    """
+    """Writes a few episodes of each evaluation to samples.jsonl, with the greedy prediction of each next observation
+    and the probability of each of its real tokens (teacher-forced). All ranks compute them."""
 
     def on_evaluation(self, run: "Run", groups: list[Group], metrics: dict[str, Any]) -> None:
         for group in groups[:MAX_EPISODES]:

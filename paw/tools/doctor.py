@@ -42,13 +42,10 @@ def run() -> int:
     """Print the findings; 0 when training can start, 1 when something required is broken."""
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
-    ok = True
+    ok = installed.keys() >= set(REQUIRED)
     for name in REQUIRED:
-        if name in installed:
-            print(f"  ok       {name} {metadata.version(name)}")
-        else:
-            ok = False
-            print(f"  MISSING  {name}: required; pip install -e .")
+        there = name in installed
+        print(f"  ok       {name} {metadata.version(name)}" if there else f"  MISSING  {name}: required; pip install -e .")
     for module, (purpose, package) in EXTRAS.items():
         if module in installed and importlib.util.find_spec(module):
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
@@ -115,9 +112,8 @@ def inspect(path: str) -> dict[str, Any]:
 
     exact = attempt(check_model, policy, path)
     rounded = None if problems else attempt(check_path, policy, path)
-    known = len(problems)
     chat = attempt(lambda: Chat(load_tokenizer(path)))
-    template = "usable" if chat else problems[known]
+    template = "usable" if chat else problems[-1]
     try:
         sampling = f"off by {check_sampling(policy.lm):.1e} nats"
     except UserError as error:

@@ -1,8 +1,7 @@
 """`paw eval --agent`, `--endpoint`: held-out tasks played by an agent, each written down as soon as it has ended.
 
 DIR/settings.json says what is evaluated, DIR/episodes.jsonl holds one finished episode a line, results.json and
-results.md follow from those. The same command again plays what is missing: episodes that could not be played (the
-endpoint or the environment failed), and those that an interruption kept from ending.
+results.md follow from those. The same command again plays what is missing or could not be played.
 """
 
 import json
@@ -40,10 +39,7 @@ class _GivenUp(Exception):
 def evaluate(
     model: str | None, recipe: str | None, overrides: dict[str, str], *, out: Path | None, as_json: bool
 ) -> int:
-    """Play `eval.games` tasks with a local `model` (run directory, folder, name) or the endpoint of the configuration.
-
-    Returns 1 where episodes could not be played, else 0.
-    """
+    """Play `eval.games` tasks with a local `model`, or the configuration's endpoint. 1 where some could not be."""
     path = None
     if model is None:
         config = load_played(recipe, overrides)
@@ -135,10 +131,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder of an evaluation, or see that it holds this one, and lock it while `stack` lasts.
-
-    Raises UserError where it holds another, or another process is at it.
-    """
+    """Make the folder of an evaluation, or see that it holds this one (else UserError); locked while `stack` lasts."""
     path = folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

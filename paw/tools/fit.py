@@ -49,8 +49,7 @@ SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configure
 def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> list[tuple[str, Plan]]:
     """Add fallbacks until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ...
 
-    What was tried: what was changed last, and the plan with all changes so far. The first is the configuration itself,
-    the last fits if any does.
+    What was tried: what was changed last, and the plan with all changes so far; the last one fits if any does.
     """
 
     def attempt(changes: Sequence[Change]) -> Plan:
@@ -116,8 +115,7 @@ def changed(config: Config, *changes: Change) -> Config:
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
-    """`check_fits` for this host, with `on_host` of the ranks; without a GPU (None) weights, gradients and moments
-    against its memory.
+    """`check_fits` for this host, with `on_host` of the ranks; on CPUs (None) weights, gradients and moments must fit.
 
     A model made on the spot, or of a kind the plan does not know, passes.
     """
@@ -140,10 +138,8 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
 
 
 def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
-    """Raise UserError for what cannot fit, with the plan's numbers and the nearest settings that do, to paste.
-
-    A plan is an upper end: here the whole card counts as usable and one sequence of KV cache as enough.
-    """
+    """UserError for what cannot fit, even on the whole card with one sequence of KV cache: the plan's numbers, and the
+    nearest settings that fit, to paste."""
     reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return

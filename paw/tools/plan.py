@@ -1,9 +1,8 @@
 """What a configuration needs, by arithmetic: GPU and host memory by component, seconds of an update. Loads no torch.
 
-Memory is that of one GPU, N of them, or of one host with its share of them; T tokens of a micro-batch; `c` bytes an
-element in the forward pass, `w` of a stored weight. All formulas are upper ends: gradients of an earlier micro-batch
-are there, every token is a target. `bench/memory.py` holds the update and the step against a simulated one
-(docs/memory.md). The rest is stated assumption.
+Of one GPU of N, or of one host; T tokens of a micro-batch; `c` bytes an element in the forward pass, `w` of a stored
+weight. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
+`bench/memory.py` holds update and step against simulated ones (docs/memory.md). The rest is stated assumption.
 """
 
 from paw.config import Config

@@ -1,7 +1,5 @@
-"""The report's figures. Each is drawn once, saved as PNG on white, and inlined as SVG that follows the page's colours.
-
-Colours are those of Okabe and Ito, told apart with any colour vision; several runs also differ in dash pattern.
-"""
+"""The report's figures, each drawn once, saved as PNG on white, and inlined as SVG that follows the page's colours:
+those of Okabe and Ito, told apart with any colour vision; several runs also differ in dash pattern."""
 
 import io
 import re
@@ -43,10 +41,8 @@ styled = matplotlib.rc_context(STYLE)
 
 @styled
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
-    """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games.
-
-    `kind` restricts it to one task type, as a chart without interval and legend.
-    """
+    """Success on evaluation games with its 95 % Wilson interval; one run also shows its training games. Of one `kind`
+    of task: a chart without interval and legend."""
     whole, single = kind is None, len(runs) == 1
     evaluation, training = ("eval/success", "success/all") if whole else (f"eval/success_{kind}", f"success/{kind}")
     if not any(evaluation in run.metrics for run in runs):
@@ -159,9 +155,9 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
 
 @styled
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an `<svg>` element for an HTML page: no outside reference, colours from the page's CSS variables.
+    """The figure as an `<svg>` element for an HTML page, without outside references, colours from the page's variables.
 
-    `name` keeps the ids of several figures apart; `description`, already escaped, is read to those who cannot see it.
+    `name` keeps ids of several figures apart; `description`, already escaped, is read to those who cannot see it.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -103,22 +103,22 @@ def tell(found: dict[str, Any]) -> list[str]:
         lines.append("  no checkpoint")
     if found["free_gib"] < 1.0:
         lines.append(f"  the disk is nearly full: {found['free_gib']:.2f} GiB are free")
-    return [*lines, *_advice(found)]
+    return [*lines, _advice(found)]
 
 
-def _advice(found: dict[str, Any]) -> list[str]:
+def _advice(found: dict[str, Any]) -> str:
     command, source = found["command"], found["resumes_from"]
     if found["state"] == "running":
-        return [f"to stop it, saved: kill {found['process']}"]
+        return f"to stop it, saved: kill {found['process']}"
     if command is None:
-        return ["config.toml cannot be read: start `paw train` again as before, with --resume auto"]
+        return "config.toml cannot be read: start `paw train` again as before, with --resume auto"
     if found["checkpoints"] and source is None:
-        return ["no checkpoint can be used: train anew under another --run.name"]
+        return "no checkpoint can be used: train anew under another --run.name"
     if found["state"] == "not begun":
-        return [f"to start it: {command}"]
+        return f"to start it: {command}"
     if found["state"] == "finished":
-        return [f"to train on: {command} --run.updates {2 * (found['update'] or 1)}"]
-    return [f"to go on from {source or 'the start, for want of a checkpoint'}: {command}"]
+        return f"to train on: {command} --run.updates {2 * (found['update'] or 1)}"
+    return f"to go on from {source or 'the start, for want of a checkpoint'}: {command}"
 
 
 def _command(directory: Path, found: dict[str, Any], info: dict[str, Any]) -> str | None:

@@ -1,11 +1,8 @@
 """`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
 
-Both variants are the stages of `train.update` on the same groups, interleaved in alternating order. The learning rate
-is 0: the optimizer does all its work and leaves the weights as they are, so every pass sees the same ones, and no copy
-to restore them from takes memory. Times come from passes that nothing watches, memory from one more pass of each.
-
-A record, a line of profile.csv, is one phase of one repeat of one variant. Times are medians over repeats; memory,
-tokens and the share of head tokens with a gradient were measured once for each variant.
+Both variants are the stages of `train.update` on the same groups, in alternating order. The learning rate is 0: the
+optimizer does all its work and leaves the weights as they are. Times come from passes that nothing watches, memory from
+one more pass of each. A record, a line of profile.csv, is one phase of one repeat of one variant.
 """
 
 import gc
@@ -62,8 +59,8 @@ def profile(
 ) -> int:
     """Measure both variants `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
 
-    `rollouts` (a file that `paw rollout` wrote) and `synthetic` (random tokens, random weights of the model's shape)
-    need neither games nor vLLM; the step then has no rollout. Raises UserError for a mistake of the user.
+    `rollouts` (a file of `paw rollout`) and `synthetic` (random tokens and weights of the model's shape) need neither
+    games nor vLLM; the step then has no rollout.
     """
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")
@@ -234,10 +231,8 @@ def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
-    """Median over the repeats of `other` over `base`, less 1, in per cent, and its 95 % bootstrap interval.
-
-    A ratio within a repeat: what else the machine does then slows both. Fewer than ENOUGH repeats: their range.
-    """
+    """Median over the repeats of `other` over `base`, less 1, in per cent, and its 95 % bootstrap interval, or range if
+    few: a ratio within a repeat, as what else the machine does slows both."""
     ratios = other / base
     ends = np.array([ratios.min(), ratios.max()])
     if len(ratios) >= ENOUGH:

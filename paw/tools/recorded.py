@@ -55,8 +55,8 @@ def read_episodes(path: Path, *, vocabulary: int) -> list[Group]:
 def random_groups(run: Run) -> tuple[Run, list[Group]]:
     """Random tokens in the sizes of ALFWorld play under the recipe's limits, and the run with their encoding.
 
-    Prompts and observations have the lengths that searching play of the generated full-size games gives (450 and 20
-    tokens of Qwen2's pre-tokenizer). Responses, and 40 % of episodes that end early, at any turn, are assumptions.
+    Prompts and observations have the lengths of searching play of the generated full-size games (450 and 20 tokens of
+    Qwen2). Responses, and 40 % of episodes that end early, are assumptions.
     """
     config, vocabulary = run.config, len(run.policy.head_weight)
     rng = np.random.default_rng(config.run.seed)
@@ -93,10 +93,8 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
 
 
 def random_model(config: Config, folder: Path) -> str:
-    """A folder with random weights of the shape of `model.path` and a tokenizer of bytes; nothing is downloaded.
-
-    The path is a model folder, a name that `shapes` knows, or "quickstart", then without its tokenizer and warm-up.
-    """
+    """A folder with random weights of the shape of `model.path` (folder, name that `shapes` knows, or "quickstart") and
+    a tokenizer of bytes; nothing is downloaded."""
     path, tokenizer = config.model.path, quickstart.build_tokenizer([], set(), [])
     torch.manual_seed(config.run.seed)
     if path == "quickstart":

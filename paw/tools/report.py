@@ -1,8 +1,7 @@
 """`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
 The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so:
-part of its text comes from environments and models. Its template, report.html.j2, escapes all text. The figures are
-also saved as PNG.
+part of its text comes from environments and models. Its template, report.html.j2, escapes all text.
 """
 
 import argparse
@@ -114,9 +113,8 @@ def run(args: argparse.Namespace) -> int:
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """Write report.html and plots/*.png into `out` and return the page's path.
 
-    `out` defaults to the run's own folder, or for several, which are compared, to `comparison/` beside the first. A
-    damaged line or a missing metric leaves a gap in the page. Raises UserError for a run without metrics, or a folder
-    not writable.
+    `out` is the run's own folder, or for several `comparison/` beside the first. A damaged line or a missing metric
+    leaves a gap. UserError for a run without metrics, or a folder not writable.
     """
     runs = [load_run(path) for path in run_dirs]
     out = out or (run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0])
@@ -263,10 +261,7 @@ def _duration(seconds: object) -> str:
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to `PER_END` episodes of the first sampled update and of the last, the same tasks in both where there are.
-
-    The first of the last update gets "open".
-    """
+    """Up to PER_END of the first sampled update and of the last, of the same tasks; the first of the last is "open"."""
     samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
     steps = sorted(s["step"] for s in samples)
     early = [s for s in samples if s["step"] == steps[0]][:PER_END]

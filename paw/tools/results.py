@@ -49,9 +49,7 @@ def summarise(
     lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
 ) -> dict[str, Any]:
     """Of the episodes that were played: success with its 95 % Wilson interval, overall and by kind, and what it took.
-
-    `wall_s` is the time of this run alone, `seconds` the sum over all episodes, in parallel as they were.
-    """
+    `wall_s` is of this run alone, `seconds` the sum over all episodes, in parallel as they were."""
     played = [line for line in lines if line["failure"] is None]
     turns, scores = [turn for line in played for turn in line["turns"]], [line["score"] or 0.0 for line in played]
     scored = any(line["score"] is not None for line in played)
@@ -108,11 +106,8 @@ def success_of(won: Sequence[bool]) -> dict[str, float]:
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Success, its interval and the games of each kind of task, those of search QA by their names and order in Table 2.
-
-    `episodes` are (kind, whether won). Where there are any of search QA, "Avg." is the mean over the sets, each of the
-    same weight.
-    """
+    """Of (kind, whether won): success, its interval and the games of each kind, search QA's sets by name and order as
+    in Table 2, with "Avg.", the mean over these sets."""
     won: dict[str, list[bool]] = {}
     for kind, success in episodes:
         won.setdefault(kind, []).append(success)

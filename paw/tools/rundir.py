@@ -66,10 +66,7 @@ class Run:
 
 
 def load_run(run_dir: Path) -> Run:
-    """Read `run_dir`. Only metrics.jsonl is needed; every other file may be missing or damaged.
-
-    Raises UserError where the folder or its metrics are missing, or not one line of them can be read.
-    """
+    """Read `run_dir`; everything but metrics.jsonl may be missing or damaged. UserError where it holds no metrics."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
     path = run_dir / "metrics.jsonl"

@@ -57,16 +57,14 @@ class Shape:
     @property
     def layer(self) -> int:
         """Parameters of one decoder layer."""
-        return self._layer(self.experts)
+        routed = self.hidden * (self.experts + 3 * self.experts * self.intermediate)
+        return sum(i * o for i, o in self.linears.values()) + routed + self.layer_vectors
 
     @property
     def active_layer(self) -> int:
         """Those that a token goes through."""
-        return self._layer(self.active)
-
-    def _layer(self, experts: int) -> int:
-        routed = self.hidden * (self.experts + 3 * experts * self.intermediate) if self.experts else 0
-        return sum(i * o for i, o in self.linears.values()) + routed + self.layer_vectors
+        idle = max(0, self.experts - self.active)
+        return self.layer - 3 * idle * self.hidden * self.intermediate
 
     @property
     def embedding(self) -> int:
@@ -119,20 +117,16 @@ SHAPES = {
 
 
 def shape_of(model: str | Path) -> Shape:
-    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of one to be downloaded.
-
-    Raises UserError where there is no config.json, or it is not that of a decoder that the plan knows.
-    """
-    path = Path(model).expanduser() / "config.json"
+    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of one to be downloaded; or
+    UserError."""
+    path, name = Path(model).expanduser() / "config.json", str(model).rpartition("/")[2] + "-"
     if path.is_file():
         try:
             return from_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
         except ValueError as error:
             raise UserError(f"{path}: cannot be read ({error})") from None
-    name = str(model).rpartition("/")[2] + "-"
-    for known, shape in SHAPES.items():
-        if name.startswith(f"{known}-"):
-            return shape
+    if known := [shape for known, shape in SHAPES.items() if name.startswith(f"{known}-")]:
+        return known[0]
     if str(model) == "quickstart":
         raise UserError("model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine")
     check_hub(str(model))
@@ -160,9 +154,8 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
         known |= {key: value for key, value in settings.items() if value}
         if kind == "qwen3_moe":
             known["intermediate_size"] = settings["moe_intermediate_size"]
-        active = settings["num_experts_per_tok"] if experts else 1
-        sizes = {name: known[key] for name, key in KEYS.items()}
-        norm = kind in ("qwen3", "qwen3_moe")
-        return Shape(**sizes, qkv_bias=kind == "qwen2", qk_norm=norm, experts=experts, active=active)
+        sizes = {name: known[key] for name, key in KEYS.items()} | {"experts": experts}
+        sizes |= {"active": settings["num_experts_per_tok"]} if experts else {}
+        return Shape(**sizes, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
     except KeyError as error:
         raise UserError(f"{origin}: {error} is missing") from None

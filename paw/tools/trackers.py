@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(ABC):
-    """Sends the configuration, and the numbers of each update, of the first rank.
-
-    Raises UserError with the install command where its package is not installed.
-    """
+    """Sends the configuration and each update's numbers, on the first rank. UserError where its package is missing."""
 
     package = ""
     log: Callable[[int, dict[str, float]], None] | None = None

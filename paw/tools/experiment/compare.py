@@ -1,7 +1,6 @@
 """`paw experiment compare`, `sparse` and `sweep`: variants x seeds, each less the first seed by seed, with intervals.
 
-Tables 1 to 4, Figure 4 and Figure 6 of PaW in form. Differences are paired: the variants of a seed share start model
-and games.
+Tables 1 to 4, Figure 4 and Figure 6 of PaW in form.
 """
 
 import argparse

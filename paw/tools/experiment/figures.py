@@ -42,8 +42,7 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any], label: str) -> Figure:
     """Success (shares) over the updates by variant, and beside it each one's paired difference to the first.
 
-    Of more than five variants only the first two and those that differ beyond their interval have a colour; bands are
-    drawn for three at most.
+    Of more than five variants only the first two and those beyond their interval have a colour; at most three, a band.
     """
     base, *others = curves
     differences = {variant: summary[variant]["difference"] for variant in others if summary[variant]["difference"]}

@@ -1,8 +1,7 @@
 """The runs of an experiment: variants x seeds, each one `paw train` of its own in OUT/runs/<variant>-<seed>.
 
-The seed is that of training and of the warm-up: each seed has a start model of its own, which its variants share, and
-the variants of a seed meet the same games. What is finished is not trained again; what was interrupted is resumed from
-its checkpoint.
+The seed is that of training and of the warm-up: the variants of a seed share its start model and games. What is
+finished is not trained again; what was interrupted is resumed.
 """
 
 import argparse
@@ -91,10 +90,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
-    """Variants by name from "grpo,paw", then the user's own, each "name: wm.scale=10 wm.loss=mae".
-
-    Raises UserError for an unknown or repeated name and for an own variant of another form.
-    """
+    """Variants by name from "grpo,paw", then the user's own, each "name: wm.scale=10 wm.loss=mae". Or UserError."""
     named = []
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in VARIANTS:
@@ -118,10 +114,7 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
 def conduct(
     options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> Runs:
-    """Train what is missing, unless --report-only; returns the finished runs, variants in order.
-
-    Raises UserError as `plan` and `train` do, and where the first variant, the baseline, has no finished run.
-    """
+    """Train what is missing, unless --report-only; returns the finished runs, variants in order. Or UserError."""
     jobs = plan(options, variants, seeds, overrides)
     if not options.report_only:
         train(jobs, at_once=options.jobs)
@@ -137,11 +130,8 @@ def conduct(
 def plan(
     options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> list[Job]:
-    """The runs, all variants of a seed in a row. Nothing is written.
-
-    Raises UserError for a bad key or value, for one that a variant or the experiment sets itself, and for a run that is
-    there with another configuration.
-    """
+    """The runs, all variants of a seed in a row. UserError for a key that a variant or the experiment sets itself, and
+    for a run that is there with another configuration."""
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: give 1 or more")
     for key in overrides:
@@ -179,8 +169,7 @@ def difference(path: Path, now: Config) -> str:
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
     """Run what is not finished, `at_once` processes at a time; first one variant of each seed, which makes its model.
 
-    Raises UserError where a run fails; the same command then continues. On the way out, whatever the reason, running
-    ones are asked to stop: they save a checkpoint first.
+    UserError where a run fails. On the way out running ones are asked to stop: they save a checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
     first = list({job.seed: job for job in reversed(pending)}.values())[::-1]
