@@ -44,8 +44,8 @@ def run() -> int:
     installed = metadata.packages_distributions()
     ok = installed.keys() >= set(REQUIRED)
     for name in REQUIRED:
-        there = name in installed
-        print(f"  ok       {name} {metadata.version(name)}" if there else f"  MISSING  {name}: required; pip install -e .")
+        found = f"ok       {name} {metadata.version(name)}" if name in installed else ""
+        print(f"  {found or f'MISSING  {name}: required; pip install -e .'}")
     for module, (purpose, package) in EXTRAS.items():
         if module in installed and importlib.util.find_spec(module):
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
