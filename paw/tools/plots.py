@@ -4,6 +4,7 @@ those of Okabe and Ito, told apart with any colour vision; several runs also dif
 import io
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from paw.errors import clean
 from paw.tools.rundir import Run, Series
 
 Size = tuple[float, float]
@@ -220,7 +222,5 @@ def look(index: int) -> tuple[str, object]:
     return PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)]
 
 
-def printable(text: str) -> str:
-    """Text from outside as a label: printable and short."""
-    text = "".join(c for c in text if c.isprintable())
-    return text if len(text) <= 28 else text[:27] + "…"
+printable = partial(clean, limit=28)
+"""Text from outside as a label."""

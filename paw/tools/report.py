@@ -170,7 +170,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str,
         for name, title, figure in filter(lambda one: one[2], given):
             svg = plots.to_svg(figure, name, html.escape(_printable(title)))
             figure.set_layout_engine("none")  # laid out, which is half the work
-            write_file(plots_dir / f"{name}.png", partial(figure.savefig, dpi=150, facecolor="white"))
+            write_file(plots_dir / f"{name}.png", partial(plots.styled(figure.savefig), dpi=150, facecolor="white"))
             found.append({"title": title, "svg": svg, "aside": aside, "note": note})
         return found
 
