@@ -103,6 +103,8 @@ RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
 
 def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Measure the models, those of one stage pooled; write noise.csv, noise.md and noise.png, print the table."""
+    if options.tasks < 1:
+        raise UserError(f"--tasks {options.tasks}: play at least 1")
     if options.rollouts and len(options.models) > 1:
         raise UserError("--rollouts holds the tokens of one model: give one MODEL")
     opened = [(Path(model), *resolve(model, options.recipe, overrides)) for model in options.models]
@@ -233,8 +235,10 @@ def on_noise(lines: Sequence[Record]) -> Figure:
     return figure
 
 
-def dynamics(options: argparse.Namespace, _: dict[str, str]) -> None:
+def dynamics(options: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first and last means."""
+    if overrides:
+        raise UserError(f"unknown option '--{next(iter(overrides))}'")
     groups = read(options.runs)
     logged = {key for group in groups.values() for run in group for key in run.metrics}
     shown = {key: label for key, label in CURVES.items() if key in logged}

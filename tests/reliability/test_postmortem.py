@@ -28,6 +28,9 @@ def test_a_run_that_was_killed(tmp_path):
     (run / "metrics.jsonl").open("a").write('{"step": 5, "rew')
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
     found = examine(run)
+    assert (found["state"], found["update"], found["updates"]) == ("killed", 4, 9)
+    assert (found["missing_lines"], found["unreadable_lines"], found["skipped_steps"]) == (2, 1, 1)
+    assert found["failures"]["health/env_failures"] == 5
     assert shlex.split(found["command"]) == [
         "paw", "train", f"{run}/config.toml", "--run.dir", str(tmp_path), "--run.name", "my run", "--gpus", "2",
         "--resume", "auto",

@@ -23,7 +23,7 @@ from paw.types import Outcome, Trajectory, Turn
 
 METRICS = {
     "reward/mean": 3.2, "success/all": 0.32, "success/pick": 0.5, "success/two": 0.05, "wm/lambda": 0.68,
-    "time/rollout": 8.2, "perf/tokens_per_s": 2310.4, "perf/peak_gib": 21.3,
+    "time/rollout": 8.2, "time/update": 3.3, "perf/tokens_per_s": 2310.4, "perf/peak_gib": 21.3,
 }  # fmt: skip
 
 
@@ -75,15 +75,17 @@ def test_the_live_view_shows_what_it_must():
     shown = on_terminal(*updates)
     frame = shown.rsplit("update 5/20", 1)[1]
     for piece in (
-        *("0:01:00 left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "2,310 tokens/s"),
-        *("peak 21.3 GiB", "environment failures 2", "episodes 3/16"),
+        *("0:01:00 left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "update 3.3 s"),
+        *("2,310 tokens/s", "peak 21.3 GiB", "environment failures 2", "episodes 3/16"),
         "41.0% of 100 games, 1 failed (OSError: gone)  pick 60.0%  at update 4",
     ):
         assert piece in frame, piece
     assert "stopping" not in frame and shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
     assert "finishing this update, then saving (again: stop now)" in on_terminal(*updates, stop=True)
-    narrow = on_terminal(*updates, width=30, encoding="ascii")
-    assert "lambda 0.680" in narrow and max(map(len, ESCAPE.sub("", narrow).splitlines())) <= 30
+    assert "lambda 0.680" in on_terminal(*updates, encoding="ascii")
+    for encoding in ("ascii", "utf-8"):
+        narrow = on_terminal(*updates, width=30, encoding=encoding)
+        assert max(map(len, ESCAPE.sub("", narrow).splitlines())) <= 30
 
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):

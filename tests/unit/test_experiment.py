@@ -2,7 +2,9 @@
 
 import argparse
 import csv
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from paw.tools.experiment import runs
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+studies = importlib.import_module("bench.studies")
+
 
 def test_intervals_by_hand():
     # 2, 4, 6: mean 4, sd 2, t(2) = 4.302653, half = 4.302653 * 2 / sqrt(3)
@@ -21,7 +26,7 @@ def test_intervals_by_hand():
     assert (found.mean, found.n, found.sd) == (4.0, 3, 2.0)
     assert (found.low, found.high) == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
     assert interval([0.4]) == Interval(0.4, 1)
-    tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 9: 2.2622, 120: 1.9799}
+    tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}
     assert {n: student(n) for n in tabled} == pytest.approx(tabled, abs=5e-5)
     assert area({0: 0.2, 40: 0.4, 240: 0.6}) == pytest.approx((40 * 0.3 + 200 * 0.5) / 240)
     assert area({0: 0.3}) == 0.3
@@ -158,6 +163,17 @@ def test_sweep_shares_the_recipes_own_values(finished, capsys):
     text = command(capsys, "sweep", "quickstart", *words, "--run.updates", 4)
     assert "| paw | 2 | 20.0 [20.0, 20.0] | 64.5 [7.3, 121.7] |" in text
     assert (finished / "sweep.png").exists() and (finished / "sweep.csv").exists()
+
+
+def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
+    studies.main(["dynamics", str(finished), "--out", str(finished / "d")])
+    text = capsys.readouterr().out
+    assert "|  | ce (1) | grpo (3) | paw (3) |" in text and "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
+    with (finished / "d" / "dynamics.csv").open() as file:
+        found = [(row["update"], row["success/all"]) for row in csv.DictReader(file)]
+    # what an update did not measure is an empty cell, never 0
+    assert found[:6] == [("0", ""), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"), ("0", "")]
+    assert list(studies.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == ["paw-1", "ce-0"]
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):

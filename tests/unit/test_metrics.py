@@ -62,14 +62,17 @@ def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.log(0, {"eval/success": 0.1})
         log.log(1, {"reward/mean": 0.5, "eval/failures": 8.0, "eval/failure": "OSError: the server is gone"})
+        log.sample(0, {"prompt": "a"})
         log.sample(1, {"prompt": "b"})  # a kill came between the episodes and the line of an evaluation
     with MetricsLog(tmp_path, resume_step=1) as log:
         assert (log.evaluated(0), log.evaluated(1), log.evaluated(2)) == (True, False, False)
         log.sample(1, {"prompt": "b"})
         log.log(1, {"eval/success": 0.2})
         assert log.evaluated(1)
-    assert lines(tmp_path / "metrics.jsonl")[1:] == [{"step": 1, "reward/mean": 0.5, "eval/success": 0.2}]
-    assert [sample["prompt"] for sample in lines(tmp_path / "samples.jsonl")] == ["b"]
+        log.log(2, {"reward/mean": 0.6})
+    expected = [{"step": 0, "eval/success": 0.1}, {"step": 1, "reward/mean": 0.5, "eval/success": 0.2}]
+    assert lines(tmp_path / "metrics.jsonl") == [*expected, {"step": 2, "reward/mean": 0.6}]
+    assert [sample["prompt"] for sample in lines(tmp_path / "samples.jsonl")] == ["a", "b"]
 
 
 def test_a_new_run_does_not_write_over_another(tmp_path):
@@ -83,3 +86,11 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
     assert metrics.read_bytes() == b""
     with pytest.raises(UserError, match=r"metrics.jsonl/run: Not a directory"):
         MetricsLog(metrics / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    full = pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device: free some space")
+    with MetricsLog(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
+        log.log(1, {"reward/mean": 0.5})

@@ -38,12 +38,13 @@ def evaluation(success: float) -> dict:
 
 
 def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
-    """A run directory with a curve, every metric or `few`, episodes of the first and the last update."""
+    """A run directory with a curve, every metric or `few`, episodes of three updates: the first and last are shown."""
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG.format(name=folder.name, world=str(world).lower()))
     info = {"paw": "0.1.0", "device": "CPU", "model": "quickstart", "parameters": 162_304, "wall_s": 312.4}
     (folder / "run.json").write_text(json.dumps(info))
     keys = [] if few else [metric.key for metrics in SECTIONS.values() for metric in metrics]
+    keys = [key for key in keys if world or not key.startswith("wm/")]
     lines = [{"step": 0, **evaluation(0.398)}]
     for step in range(1, 31):
         lines.append(dict.fromkeys(keys, 0.5) | {"step": step, "success/all": 0.3 + step / 100})
@@ -52,7 +53,7 @@ def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     turns = [TURN, TURN | {"predicted": OBSERVATION.replace("mug 1", "plate 3")}]
     samples = [{"step": step, "task": f"valid_unseen/{i}", "kind": kind, "won": step > 1, "return": 1.0, "turns": turns}
-               for step in (1, 30) for i, kind in enumerate(KINDS)]  # fmt: skip
+               for step in (1, 15, 30) for i, kind in enumerate(KINDS)]  # fmt: skip
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return folder
 
@@ -70,10 +71,11 @@ def test_report_of_a_whole_run(tmp_path):
     page_path = write_report(make_run(tmp_path / "tiny"))
     page = page_path.read_text()
     assert page_path == tmp_path / "tiny" / "report.html" and self_contained(page)
+    assert page_path.stat().st_size < 3_000_000
     assert "39.8%" in page and "[34.0, 45.9]" in page, "start of the headline, with its Wilson interval"
     assert "256 unseen games at temperature 0.4" in page and "5 min 12 s" in page and "162k parameters" in page
-    plots = list((tmp_path / "tiny" / "plots").glob("*.png"))
-    assert page.count("<svg") == len(plots) >= 15 and plots[0].read_bytes().startswith(b"\x89PNG")
+    assert page.count("<svg") == len(list((tmp_path / "tiny" / "plots").glob("*.png"))) >= 15
+    assert (tmp_path / "tiny" / "plots" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert len(set(re.findall(r'\sid="([^"]*)"', page))) == len(re.findall(r'\sid="[^"]*"', page)), "ids are unique"
     assert page.count('<details class="episode"') == 6
     assert re.search(r'<i class="kept" style="--q:0.98" title="p = 0.020">', page), "a token under the mask is marked"
@@ -91,27 +93,29 @@ def test_hostile_long_and_damaged_text_stays_text(tmp_path):
     long |= {"observation_token_p": [0.5] * 9000}
     sample = {"step": 99, "task": evil, "kind": evil, "won": True, "return": evil, "length": evil, "turns": [hostile]}
     for name, added in {
-        "samples.jsonl": f"{json.dumps(sample)}\n{json.dumps(sample | {'turns': [long] * 50})}\n" + '{"step": 99, "ta',
+        "samples.jsonl": f"{json.dumps(sample)}\n" + f"{json.dumps(sample | {'turns': [long] * 50})}\n" * 4 + '{"step"',
         "metrics.jsonl": json.dumps({"step": 31, "eval/success_<script>$x_": 0.5, "success/<script>$x_": 0.5}) + "\n{",
         "config.toml": "# </pre><script>alert(3)</script>\n",
     }.items():
         with (run / name).open("a") as file:
             file.write(added)
     (run / "run.json").write_text(json.dumps({"device": evil, "model": evil, "parameters": "many", "paw": evil}))
-    page = write_report(run).read_text()
+    page_path = write_report(run)
+    page = page_path.read_text()
     assert "&lt;script&gt;alert(1)" in page and "39.8%" in page
     assert "<script" not in page and "<img" not in page and "</pre><script" not in page
-    assert len(page) < 3_000_000 and re.search(r"The first \d+ of 50 turns", page)
+    assert page_path.stat().st_size < 3_000_000 and re.search(r"The first \d+ of 50 turns", page)
     assert "2 unreadable lines left out" in page
     for name in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
         data = (run / name).read_bytes()
         (run / name).write_bytes(data[: len(data) // 4] + b"\xff")
-    assert "39.8%" in write_report(run).read_text()
+    page = write_report(run).read_text()
+    assert "39.8%" in page and "2 unreadable lines left out" in page
 
 
 @pytest.mark.slow
 def test_two_runs_are_compared(tmp_path, capsys):
-    runs = [make_run(tmp_path / "grpo", world=False, few=True), make_run(tmp_path / "paw", few=True)]
+    runs = [make_run(tmp_path / "grpo", world=False), make_run(tmp_path / "paw")]
     assert cli.main(["report", *map(str, runs)]) == 0
     page_path = tmp_path / "comparison" / "report.html"
     assert capsys.readouterr().out.strip() == str(page_path)

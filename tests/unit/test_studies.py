@@ -44,7 +44,8 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
         (f"{file}:digits", "abcdef", ["abc"]),
     ):
         assert [observation[start:end] for start, end in studies.find_rule(name)(PROMPT, "", observation)] == expected
-    with pytest.raises(UserError, match="no noise rule 'search': there are alfworld, webshop"):
+    known = r"no noise rule 'search': there are alfworld, webshop, or give --rule FILE\.py:FUNCTION"
+    with pytest.raises(UserError, match=known):
         studies.find_rule("search")
     tokens = [(0, 3), (3, 7), (7, 9), (9, 9), (9, 12)]  # one character makes a token noise
     assert studies.noisy(tokens, [(5, 8), (11, 40)]) == [False, True, True, False, True]
@@ -62,8 +63,10 @@ def test_shares_by_hand():
         "cmae": (0.0, 0.0),
     }
     for loss, shares in by_hand.items():
-        assert [lines["noise", loss][key] for key in ("by_logp", "by_logits")] == pytest.approx(shares)
-        assert lines["rest", loss]["by_logp"] == pytest.approx(1 - shares[0])
+        for key, share in zip(("by_logp", "by_logits"), shares, strict=True):
+            assert lines["noise", loss][key] == pytest.approx(share)
+            assert lines["rest", loss][key] == pytest.approx(1 - share)
+    assert (lines["rest", "mae"]["mean_p"], lines["rest", "mae"]["live"]) == (pytest.approx(0.4), 0.5)
     with pytest.raises(UserError, match="no token of class 'noise' among 2"):
         studies.table(tokens[1:], rho=0.2, q=0.5)
 
@@ -115,6 +118,16 @@ def test_a_run_is_measured_at_its_start_and_after_training(quick_run, paw_env, t
     assert (noise / "noise.md").read_text() in told and "|  | first (3) |" in told and "| lambda | " in told
     for figure in (noise / "noise.png", curves / "dynamics.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match="2"):
-        studies.main(["dynamics", str(tmp_path / "nowhere")])
-    assert "nowhere: no such run directory" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_before_anything_loads(capsys):
+    for words, message in {
+        "dynamics nowhere": "nowhere: no such run directory",
+        "dynamics nowhere --wm.alpha 1": "unknown option '--wm.alpha'",
+        "noise-gradient m --tasks 0": "--tasks 0",
+        "noise-gradient a b --rollouts file": "give one MODEL",
+        "noise-gradient m": "m is not a run directory",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            studies.main(words.split())
+        assert message in capsys.readouterr().err
