@@ -7,33 +7,29 @@ import pytest
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import Endless, eval_tasks, train_tasks, warmup_tasks
+from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
-from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 NAME = f"{EXAMPLE}:Guess"
 
 
-class Count:
-    """Counts down by the response "go". One reward a turn; won at nothing left."""
+def read_page() -> dict:
+    """What the blocks of docs/environments.md define."""
+    page: dict = {}
+    for block in EXAMPLE.with_name("environments.md").read_text(encoding="utf-8").split("```python\n")[1:]:
+        code = block.partition("```")[0]
+        if "train(" not in code:
+            exec(compile(code, "environments.md", "exec"), page)  # noqa: S102
+    return page
 
-    tasks = [Task(str(n), payload=n) for n in range(30)]
 
-    def reset(self, task):
-        self.left = task.payload
-        return f"{self.left} left"
-
-    def context(self):
-        return f"Say go, {self.left} times."
-
-    def step(self, response):
-        self.left -= response == "go"
-        return Outcome(f"{self.left} left", reward=1.0, done=self.left <= 0, won=self.left <= 0)
+PAGE = read_page()
+Count, CountFactory = PAGE["Count"], PAGE["CountFactory"]
 
 
 class CountConfigured(Count):
@@ -41,16 +37,8 @@ class CountConfigured(Count):
         self.most = config.max_turns
 
 
-class Counting:
-    """A factory of countdowns: endless training tasks, three held out, drawn with replacement."""
-
+class Counting(CountFactory):
     name, reward_max, invalid_penalty, may_block, distinct_eval = "counting", 5.0, 0.5, True, False
-
-    def tasks(self, split, seed):
-        return Endless(lambda i: Task(f"{split}/{seed}/{i}", payload=i)) if split == "train" else Count.tasks[:3]
-
-    def make(self):
-        return Count()
 
     def fingerprint(self):
         return "counting 1"
@@ -66,9 +54,9 @@ def test_an_environment_alone_is_enough(given):
     assert (factory.name, factory.reward_max, factory.may_block) == (type(factory.make()).__name__.lower(), 1.0, False)
     assert factory.invalid_penalty == 0.3 and factory.fingerprint() == factory.name and factory.distinct_eval
     held_out = eval_tasks(factory, "valid_unseen", 0, 0)
-    assert [task.id for task in held_out] == ["9", "19", "29"]
-    epoch = train_tasks(factory, 0, 27, 0)
-    assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"9", "19", "29"}
+    assert [task.id for task in held_out] == ["11", "21", "31"]
+    epoch = train_tasks(factory, 0, 35, 0)
+    assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"11", "21", "31"}
     assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
     first, second = factory.make(), factory.make()
     assert first is not second and first.reset(epoch[0]) and not hasattr(second, "left")
@@ -132,13 +120,7 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
 
 
 def test_the_examples_of_the_page_keep_the_rules():
-    blocks = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8").split("```python\n")
-    page: dict = {}
-    for block in blocks[1:]:
-        code = block.partition("```")[0]
-        if "train(" not in code:
-            exec(compile(code, "environments.md", "exec"), page)  # noqa: S102
-    for given, endless in ((page["Count"], False), (page["CountFactory"], True)):
+    for given, endless in ((Count, False), (CountFactory, True)):
         config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})
         found = check(Subject(lambda config=config: make_factory(config), config.env))
         assert [finding.seen for finding in found if not finding.ok] == [] and len(found) == 14

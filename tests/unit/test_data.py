@@ -86,8 +86,6 @@ def test_mistakes(tmp_path, capsys):
     for words, message in (
         ("webshop --download", "--download is for alfworld"),
         ("search --generate 30", "and --out DIR to write to"),
-        ("alfworld --out x", "--generate takes a number from 1 on"),
-        ("alfworld --dir /nonexistent", "is no folder"),
         ("webshop --generate 3 --out x", "from 20 on"),
         ("search --generate 30 --out /dev/null/x", "--out /dev/null/x: cannot be written: Not a directory"),
         (f"search --dir {tmp_path}", f"{tmp_path}/train.jsonl, line 1: "),

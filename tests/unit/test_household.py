@@ -140,9 +140,6 @@ def test_a_damaged_file_is_one_clear_line(tmp_path):
     problem, grammar = data["pddl_problem"], data["grammar"].replace("move {o} to", "put {o} in")
     for content, complaint in (
         (text[: len(text) // 2], "Invalid JSON"),
-        ("\udcff", "Invalid JSON"),
-        ("[1, 2]", "Input should be an object"),
-        ({"grammar": 3}, "grammar: Input should be a valid string"),
         ({"grammar": "{}"}, "names no task"),
         ({"grammar": grammar}, "json_2.1.2"),
         ({"pddl_problem": problem[:-30]}, "cut off"),

@@ -94,9 +94,7 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     path = tmp_path / "bad.jsonl"
     for line, reason in (
         ('{"id": 1, "contents": " "}', "contents: String should match pattern"),
-        ('{"id": true, "contents": "x"}', "id: str: Input should be a valid string"),
         ("[" * 100_000, "Invalid JSON: recursion limit exceeded"),
-        ('{"id": 1, "contents": "\\ud800"}', "Invalid JSON: "),
     ):
         path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1"))
         with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:

@@ -84,10 +84,7 @@ def test_splits_hold_whole_games_apart(tmp_path):
     factory = NextStateFactory(make_config(tmp_path, games(100)).env, same)
     apart = [{task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)]
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
-    assert len(factory.training) + len(factory.held_out) == 200
-    epoch = train_tasks(factory, 0, len(factory.training), seed=1)
-    assert {t.id for t in epoch} == {t.id for t in factory.training} and len(epoch) == len(factory.training)
-    assert eval_tasks(factory, "held_out", 0, 0) == factory.held_out
+    assert len(factory.tasks("train", 0)) + len(eval_tasks(factory, "held_out", 0, 0)) == 200
 
 
 def test_what_is_asked_and_what_an_answer_predicts():
@@ -101,7 +98,6 @@ def test_what_is_asked_and_what_an_answer_predicts():
         ("<think>say <next_state>?</think>\n<next_state>Yes.</next_state>\n", "Yes.", "Yes."),
         ("</think><next_state>It is open.</next_state>", None, "It is open."),
         ("<think>a</think><next_state>one</next_state><next_state>two</next_state>", None, None),
-        ("<think>a</think>so <next_state>one</next_state>", None, None),
         ("<think>a</think><next_state>  </next_state>", None, None),
     ):
         assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
@@ -192,7 +188,6 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
     for text, message in (
         ("", "it holds no triplet"),
         (json.dumps(good) + "\n\n[1]", "line 3: Input should be an object"),
-        (json.dumps({**good, "more": 1}), "line 1: more: "),
         (json.dumps({**good, "next_state": " "}), "line 1: next_state: String should match"),
     ):
         path.write_text(text)

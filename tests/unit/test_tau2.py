@@ -10,7 +10,7 @@ import pytest
 from paw import cli
 from paw.config import Config, ModelConfig
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks, train_tasks
+from paw.envs.base import eval_tasks
 from paw.errors import EnvironmentFailure, UserError
 
 STAND_IN = Path(__file__).with_name("tau2_stand_in")
@@ -40,14 +40,6 @@ def start(**changes):
 
 def call(name, **arguments):
     return f"{THOUGHT}<action>{json.dumps({'name': name, 'arguments': arguments})}</action>"
-
-
-def test_splits_are_apart():
-    factory = make_factory(config_of())
-    train = [task.id for step in range(2) for task in train_tasks(factory, step, 4, seed=1)]
-    assert sorted(train) == [f"retail/{i}" for i in range(8)]  # each once an epoch
-    assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
-    assert factory.may_block and factory.reward_max == 10.0 and factory.fingerprint().startswith("tau2 1.0.1 retail ")
 
 
 def test_a_conversation_is_won():

@@ -67,7 +67,7 @@ def shop(folder: Path, **changed) -> Path:
         content = changed.get(name.split(".")[0], content)
         text = content if isinstance(content, str) else json.dumps(content, indent=1)
         if content is not None:
-            (folder / name).write_text(text, "utf-8", errors="surrogateescape")
+            (folder / name).write_text(text, "utf-8")
     return folder
 
 
@@ -113,7 +113,7 @@ def test_products_goals_and_search(tmp_path: Path):
 
 
 def second_item(**changes) -> dict:
-    return {"items_shuffle_1000": [SHOP[0], {k: v for k, v in {**SHOP[1], **changes}.items() if v is not Ellipsis}]}
+    return {"items_shuffle_1000": [SHOP[0], SHOP[1] | changes]}
 
 
 SECOND = f"{ITEMS}, product 2 (B000000002): "
@@ -124,7 +124,6 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
     [
         ({"items_shuffle_1000": '{"a": 1}'}, f"{ITEMS}: broken or cut short in product 1 (no array)"),
         ({"items_shuffle_1000": '[{"asin": "' + "B" * 10_000}, "cut short in product 1 (Unterminated string"),
-        (second_item(query=...), f"{SECOND}query: Field required"),
         (second_item(customization_options=["S"]), f"{SECOND}customization_options: should be like {{name: [{{'value"),
         (second_item(pricing="free"), f"{SECOND}pricing: should be like '$12.99', not 'free'"),
         ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
@@ -132,7 +131,6 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
         ({"items_ins_v2_1000": {}}, f"{ENTRIES} has no 'B000000001': it belongs to another products file"),
         ({"items_human_ins": {"B000000001": [{"instruction": "x"}]}}, "1: instruction_attributes: Field required"),
         ({"items_human_ins": None}, f"{HUMAN} is missing (env.data with env.catalogue = 'small'"),
-        ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: no UTF-8"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict, message: str):
@@ -211,18 +209,6 @@ def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
     assert all((last := episode(environment, task)[-1]).won and last.score == 1 for task in tasks)
     ends = [episode(environment, task, at_random)[-1] for task in tasks]
     assert sum(end.won for end in ends) <= 3 and sum(end.score for end in ends) < 18
-
-
-def test_tasks_are_pure_and_splits_share_no_goal():
-    shop = factory()
-    assert train_tasks(shop, 3, 4, seed=1) == train_tasks(factory(), 3, 4, seed=1)
-    n = len(shop.catalogue.goals)
-    train = {task.id for task in train_tasks(shop, 0, n, 0)}
-    held_out = eval_tasks(shop, "test", 0, 0)
-    test = {task.id for task in held_out}
-    assert len(train) + len(test) == n == len(train | test)
-    assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
-    assert {task.kind for task in held_out} == set(generator.SHOP["roots"])
 
 
 def test_the_warm_up_visits_shops_of_its_own():

@@ -124,7 +124,7 @@ class Files:
 
     def __getitem__(self, i: int) -> Task:
         task_id, kind = self.games[i]
-        return Task(task_id, kind, self.read(index.game_path(self.root, task_id)))
+        return Task(task_id, kind, self.read(self.root / task_id / index.GAME_FILE))
 
 
 class AlfworldEnv:

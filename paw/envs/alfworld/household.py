@@ -159,7 +159,7 @@ class Household:
                 if held is None and not shut and thing in able["pickupable"]:
                     actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
                 if thing in able["toggleable"]:
-                    actions[f"use {names[thing]}"] = (self._use, thing)
+                    actions[f"use {names[thing]}"] = (self._add, thing, "toggled", f"You turn on the {names[thing]}.")
             if held is None:
                 continue
             if not shut and self.can_hold(receptacle, held):
@@ -172,7 +172,8 @@ class Household:
             if game.object_type.get(held) in _KNIVES:
                 for thing in able["sliceable"]:
                     if (thing, self.location) in self.object_location:
-                        actions[f"slice {names[thing]} with {names[held]}"] = (self._slice, thing, held)
+                        said = f"You sliced the {names[thing]} with the {names[held]}."
+                        actions[f"slice {names[thing]} with {names[held]}"] = (self._add, thing, "sliced", said)
         self._admissible = actions
         return actions
 
@@ -256,12 +257,6 @@ class Household:
         state = REQUIRED_STATE[verb]
         self.states[thing] = self.state_of(thing) - {"hot": {"cool"}, "cool": {"hot"}}.get(state, set())
         return self._add(thing, state, f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}.")
-
-    def _use(self, thing: str) -> str:
-        return self._add(thing, "toggled", f"You turn on the {self._name(thing)}.")
-
-    def _slice(self, thing: str, knife: str) -> str:
-        return self._add(thing, "sliced", f"You sliced the {self._name(thing)} with the {self._name(knife)}.")
 
     def _add(self, thing: str, state: str, said: str) -> str:
         self.states[thing] = self.state_of(thing) | {state}

@@ -51,10 +51,6 @@ def load_split(root: Path, split: str) -> Split:
     return Split([(name, kind) for name, kind in games], digest)
 
 
-def game_path(root: Path, task_id: str) -> Path:
-    return root / task_id / GAME_FILE
-
-
 def _scan(root: Path, split: str) -> Split:
     games, digest = [], hashlib.sha256()
     kinds = {type_: kind for kind, type_ in TASK_TYPES.items()}  # the only ones that alfworld's own environment plays

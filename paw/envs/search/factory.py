@@ -10,7 +10,7 @@ from paw.envs.base import Endless, Tasks, shuffled
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import Action, CompactStyle, PaperStyle, Style, title
-from paw.envs.search.retrieval import Hit, Retriever, make_retriever
+from paw.envs.search.retrieval import Hit, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
@@ -57,7 +57,8 @@ class SearchFactory:
         if config.data is None or data.candidates(config.data, config.train_split):
             self._split(config.train_split)  # damaged files are reported before a model is loaded
         self._simulator, self._per_update = None, tasks_per_update
-        self._retriever = functools.cache(self._make_retriever)
+        documents = [one.documents for one in self._worlds] or [None]
+        self._retriever = functools.cache(lambda i: make_retriever(config, documents[i]))
         if config.retriever == "zerosearch":
             self._simulator = plugins.load("retrievers", "zerosearch")(config.simulator, run)
         else:
@@ -104,10 +105,6 @@ class SearchFactory:
             splits = ", ".join(self._generated)
             raise UserError(f"generated questions have no split '{split}', only {splits}; name one, or set env.data")
         return self._generated[split]
-
-    def _make_retriever(self, i: int) -> Retriever:
-        """Of generated world `i`, or of all questions."""
-        return make_retriever(self.config, self._worlds[i].documents if self._worlds else None)
 
     def _search(self, question: Question, query: str) -> list[Hit]:
         if self._simulator:
