@@ -71,7 +71,7 @@ def test_metrics_are_complete_and_finite(quick_run):
     assert sum(key.startswith("success/") for key in last) > 1
 
 
-def test_the_export_is_the_checkpoint(quick_run):
+def test_the_export_is_the_checkpoint(quick_run, quick_model):
     folder = quick_run / "hf"
     named = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     saved = load_file(quick_run / "checkpoints" / "step_000002" / "model.safetensors")
@@ -79,6 +79,13 @@ def test_the_export_is_the_checkpoint(quick_run):
     chat, told = [{"role": "user", "content": "task"}], {"tokenize": False, "add_generation_prompt": True}
     assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, **told).count("task") == 1
     assert "2 updates" in (folder / "README.md").read_text()
+    (sample, *_) = lines(quick_run / "samples.jsonl")
+    for place in (quick_model, folder):  # AutoTokenizer picks classes by model type: the phrase tokens must come back
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        for turn in sample["turns"]:
+            ids = tokenizer.encode(turn["prompt"], add_special_tokens=False)
+            assert tokenizer.decode(ids) == turn["prompt"]
+        assert len(tokenizer.encode("\ninventory", add_special_tokens=False)) == 1
 
 
 def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_run, tmp_path):
@@ -113,7 +120,8 @@ def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"of an earlier checkpoint")
     os.utime(tmp_path / "hf" / "config.json", (0, 0))
     text = paw_here("eval", tmp_path, {"eval.games": 5}).stdout
-    assert "of 5 games" in text and "95 % interval" in text and digests(tmp_path / "hf") == digests(quick_run / "hf")
+    assert "of 5 games" in text and "95 % interval" in text and "generated tiny" in text
+    assert digests(tmp_path / "hf") == digests(quick_run / "hf")
     out = paw_here("export", tmp_path, "--checkpoint", "step_000002", "--out", tmp_path / "other").stdout
     assert out.strip() == str(tmp_path / "other") and digests(tmp_path / "other") == digests(quick_run / "hf")
     assert paw_here("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")
@@ -132,13 +140,14 @@ def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_pa
     assert ours != theirs  # of the first update, before anything is learnt
 
 
-def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tmp_path):
+@pytest.mark.parametrize(("kind", "think"), [("llama", "false"), ("qwen3", "true")])
+def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tmp_path, kind, think):
     """The paper's prompt on a model that is no quickstart; KL without a reference is in no log, line, page or plot,
     and appears once there is one."""
-    model, run = tiny_llm(tmp_path / "model", "qwen3"), tmp_path / "byte"
+    model, run = tiny_llm(tmp_path / "model", kind), tmp_path / "byte"
     settings = {
         "run.dir": tmp_path, "run.name": "byte", "run.updates": 1, "run.threads": 1, "model.path": model,
-        "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": "true",
+        "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": think,
         "env.max_turns": 3, "rollout.tasks": 2, "rollout.group_size": 3, "rollout.max_prompt_tokens": 1024,
         "rollout.max_response_tokens": 12, "wm.loss": "ce", "wm.max_tokens": 40, "policy.kl_coef": 0,
         "policy.entropy_coef": 0.01, "policy.old_logp": "trainer", "optim.lr": 1e-2, "optim.epochs": 2,
@@ -165,7 +174,8 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
     assert moved == list(before), "every weight gets a gradient"
     paw_here("rollout", run, "--tasks", 1, "--out", tmp_path / "out.jsonl", {"rollout.group_size": 2})
     turns = lines(tmp_path / "out.jsonl")
-    assert max(len(turn["response_ids"]) for turn in turns) == 12 and "<think>" in turns[0]["prompt"]
+    assert max(len(turn["response_ids"]) for turn in turns) == 12
+    assert ("<think>" in turns[0]["prompt"]) == (think == "true")
     assert all(len(t["sampled_logp"]) == len(t["entropy"]) == len(t["response_ids"]) for t in turns)
     names = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
     assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
