@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 from paw import __version__
@@ -155,11 +154,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         from paw.envs import make_factory
 
         make_factory(config)  # says what is missing and how to get it
-    path = Path(config.model.path).expanduser()
-    own = ":" in config.env.name  # its own mistakes come first, and it is made once
-    if path.is_dir() and not own and not (path / "config.json").is_file():
-        raise UserError(f"model.path = '{config.model.path}': there is no config.json in it")
-    if config.model.path != "quickstart" and not own:
+    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
         from paw.hub import check_hub
 
         check_hub(config.model.path)

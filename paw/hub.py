@@ -10,13 +10,16 @@ from paw.errors import UserError
 PATIENCE_S = 3.0
 
 
-def check_hub(name: str, key: str = "model.path") -> None:
-    """UserError where `name` is no folder, not in the hub's cache, and the hub cannot be reached; `key` is its key."""
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
-        raise UserError(f"{key} = '{name}': there is no such folder")
+def check_hub(name: str) -> None:
+    """UserError where `name` is no model's folder, not in the hub's cache, and the hub cannot be reached."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"model.path = '{name}': there is no config.json in it")
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        raise UserError(f"model.path = '{name}': there is no such folder")
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     proxy = any(os.environ.get(variable) for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if Path(name).expanduser().exists() or (proxy and not offline):
+    if path.exists() or (proxy and not offline):
         return
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     why = "HF_HUB_OFFLINE is set"
@@ -35,4 +38,4 @@ def check_hub(name: str, key: str = "model.path") -> None:
     except HFValidationError:
         cached = None
     if not isinstance(cached, str):
-        raise UserError(f"{key} = '{name}': there is no such folder, it is not in the hub's cache, and {why}")
+        raise UserError(f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}")
