@@ -122,27 +122,16 @@ class Endpoint:
         except Exception:
             return
 
-    async def complete(
-        self,
-        prompt: Context,
-        *,
-        start: str = "",
-        stop: Sequence[str] = (),
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-    ) -> Reply:
-        """The answer to `prompt`; with `start`, the rest of one that begins so.
+    async def complete(self, prompt: Context, *, start: str = "", stop: Sequence[str] = (), **sampling: Any) -> Reply:
+        """The answer to `prompt` at a temperature, max_tokens and seed; with `start`, the rest of one that begins so.
 
         Raises ContextFull where prompt and `start` leave no room for an answer, UserError where the key or the model's
         name is wrong, EndpointError without an answer after all retries.
         """
         self._client = self._client or self._make_client()
-        expected = len(shown(prompt) + start) // 4 + max_tokens
-        options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": list(stop)}
-        failures = 0
+        expected, failures = len(shown(prompt) + start) // 4 + sampling["max_tokens"], 0
         while True:
-            request = self._request(prompt, start, options)
+            request = self._request(prompt, start, {**sampling, "stop": list(stop)})
             await self._limiter.admit(expected)
             pause = 0.0
             try:
@@ -166,8 +155,8 @@ class Endpoint:
             failures += 1
             if failures > self.config.retries:
                 raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
-            growing = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * random.Random(f"{seed}/{failures}").uniform(0.5, 1.0)
-            await sleep(max(growing, pause))
+            draw = random.Random(f"{sampling['seed']}/{failures}").uniform(0.5, 1.0)
+            await sleep(max(min(LONGEST_PAUSE_S, 0.5 * 2**failures) * draw, pause))
 
     async def _models(self, timeout_s: float) -> list[str]:
         async with self._make_client() as client:

@@ -88,8 +88,6 @@ class Episode:
     """Reflexion's plans."""
     context_full: bool = False
     seconds: float = 0.0
-    carried: float = 0.0
-    """Rewards of steps before the model's first turn, which counts them."""
 
 
 class EnvHandle:
@@ -139,8 +137,6 @@ class EnvHandle:
         episode.steps.append((episode.trials, turns[-1].response if turns else response, outcome))
         if turns:
             turns[-1].outcome = replace(outcome, reward=turns[-1].outcome.reward + outcome.reward)
-        else:
-            episode.carried += outcome.reward
         return outcome
 
     async def admissible_actions(self) -> list[str]:
@@ -209,10 +205,10 @@ class Model(ABC):
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
         seed = derive_seed(episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns))
         message, begun = asked(context, continues)
-        outcome = Outcome("", episode.carried, done=False, won=False)
+        unasked = 0.0 if turns else sum((step.reward for _, _, step in episode.steps), 0.0)  # the first turn has them
+        outcome = Outcome("", unasked, done=False, won=False)
         turn = Turn([], [], [], None, shown(message) + begun, "", outcome, self.env.anchor, version=0)
         found = await self._answer(turn, context, continues, stop, seed)
-        episode.carried = 0.0
         turns.append(turn)
         response = Response(turn.response.partition(found)[0] if found else turn.response)
         response.turn, response.stop, response.message, response.answer = turn, found, message, begun + turn.response
