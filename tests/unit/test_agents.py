@@ -43,11 +43,11 @@ def configure(kind="plain", **sections):
     return Config.model_validate({"model": {"path": "-"}, "env": env, "agent": agent, **sections})
 
 
-def play(config, answers, *, place=0, factory=None):
+def play(config, answers):
     """(the episode of one evaluation task, what the model was asked)."""
-    factory = factory or make_factory(config)
-    task, said = eval_tasks(factory, config.env.eval_split, place + 1, 0)[place], []
-    episode = Episode(Trajectory(task, 0), place, 0, "eval", 0.4)
+    factory, said = make_factory(config), []
+    task = eval_tasks(factory, config.env.eval_split, 1, 0)[0]
+    episode = Episode(Trajectory(task, 0), 0, 0, "eval", 0.4)
     rollouts = Rollouts(factory, None, None, config)
     rollouts.run([episode], lambda env: Scripted(env, config, answers, said))
     rollouts.close()
@@ -63,11 +63,11 @@ def valid_of(episode):
     return [outcome.valid for _, _, outcome in episode.steps]
 
 
-def oracle_actions(config, place=0):
+def oracle_actions(config):
     """The oracle's actions for a task, found by playing it."""
     factory, actions, done = make_factory(config), [], False
     environment = factory.make()
-    environment.reset(eval_tasks(factory, config.env.eval_split, place + 1, 0)[place])
+    environment.reset(eval_tasks(factory, config.env.eval_split, 1, 0)[0])
     while not done:
         outcome = environment.step(environment.oracle())
         actions.append(outcome.action)
