@@ -154,8 +154,9 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
         noise.append(noisy(chat.observation_spans(text, limit), rule(turn.prompt, turn.outcome.action, text)))
 
     def rated(batch: Any) -> list[tuple[float, float]]:
-        found, hidden = [], policy.hidden(batch.input_ids, batch.lengths)[batch.position]
-        for x, y in zip(hidden.split(256), batch.target[:, None].split(256), strict=True):  # few rows of V at a time
+        found, target = [], batch.target[batch.observation]
+        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
+        for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):  # few rows of V at a time
             z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
             p = (z / config.rollout.temperature).softmax(-1)
             at_y = p.gather(1, y)
@@ -166,7 +167,7 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
     sizes: Any = {"budget": config.optim.micro_batch_tokens, "quadratic": policy.quadratic, "device": policy.device}
     tokens = []
     with torch.no_grad():
-        for batch in micro_batches(samples, with_action=False, with_observation=True, **sizes):
+        for batch in micro_batches(samples, with_observation=True, **sizes):
             flags = [flag for i in batch.indices for flag in noise[i]]
             tokens += [Token(flag, *of) for flag, of in zip(flags, policy(partial(rated, batch)), strict=True)]
     return tokens

@@ -45,9 +45,8 @@ def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
     `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its name, "step_000100".
-    `numbered` takes run.name as a stem: a new run is
-    NAME-2 where there is a NAME, and so on, and `resume` means the one of the highest number. Raises UserError for
-    a mistake of the user; checkpoints stay.
+    `numbered` takes run.name as a stem: a new run is NAME-2 where there is a NAME, and so on, and `resume` means the
+    one of the highest number. Raises UserError for a mistake of the user; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered) as run:
         rollouts = Rollouts(run.factory, run.engine, run.chat, config, run.ranks)

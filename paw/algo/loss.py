@@ -153,14 +153,14 @@ def token_batch(
     for i in batch.indices:
         sample = minibatch[i]
         m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
-        n = len(sample.response_ids) if batch.with_action else 0
+        n = len(sample.response_ids)
         columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
         values = {"advantage": sample.advantages, "old_logp": sample.old_logp, "sampled_logp": sample.sampled_logp}
         if reference:
             assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
             values["ref_logp"] = sample.ref_logp
         for name, of_response in values.items():
-            columns[name] += of_response[:n] + [0.0] * m
+            columns[name] += of_response + [0.0] * m
     device = batch.target.device
     tensors = {name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in columns.items()}
     return TokenBatch(observation=batch.observation, **tensors)

@@ -128,29 +128,20 @@ class Batch:
     """[N] bool: a token of an observation, else of a response."""
     indices: list[int]
     """Of the samples, in the sequence the batch was cut from."""
-    with_action: bool = True
     with_observation: bool = True
 
 
 def collate(
-    samples: Sequence[Sample],
-    chosen: Sequence[Sequence[int]],
-    *,
-    with_observation: bool,
-    with_action: bool = True,
-    device: torch.device,
+    samples: Sequence[Sample], chosen: Sequence[Sequence[int]], *, with_observation: bool, device: torch.device
 ) -> Batch:
-    """Pack the chosen `sequences`; observations only of samples with a world-model weight. None: one token, no target.
-
-    Without `with_action` responses are context, no targets.
-    """
+    """Pack the chosen `sequences`; observations only of samples with a world-model weight. None: one token without."""
     input_ids, lengths, position, target, observation = [], [], [], [], []
     for members in chosen:
         start, last = len(input_ids), samples[members[-1]]
         input_ids += last.prompt_ids + last.response_ids + _appended(last, with_observation)
         for sample in (samples[i] for i in members):
             at = start + len(sample.prompt_ids)
-            spans = [(at, sample.response_ids, False)] if with_action else []
+            spans = [(at, sample.response_ids, False)]
             if with_observation and sample.wm_weight > 0.0:
                 at += len(sample.response_ids) + len(sample.separator_ids)
                 spans.append((at, sample.observation_ids, True))
@@ -166,7 +157,6 @@ def collate(
         target=torch.tensor(target, dtype=torch.int64, device=device),
         observation=torch.tensor(observation, dtype=torch.bool, device=device),
         indices=[i for members in chosen for i in members],
-        with_action=with_action,
         with_observation=with_observation,
     )
 
@@ -176,7 +166,6 @@ def micro_batches(
     *,
     budget: int,
     with_observation: bool,
-    with_action: bool = True,
     device: torch.device,
     quadratic: float | None = 0.0,
     skip: Callable[[Sample], bool] | None = None,
@@ -201,5 +190,7 @@ def micro_batches(
         cut = alike_batches(lengths, budget=budget, multiple=world)
     else:
         cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
-    how = {"with_observation": with_observation, "with_action": with_action, "device": device}
-    return [collate(samples, [kept[j] for j in picked], **how) for picked in cut[rank::world]]
+    return [
+        collate(samples, [kept[j] for j in picked], with_observation=with_observation, device=device)
+        for picked in cut[rank::world]
+    ]

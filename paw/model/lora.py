@@ -7,7 +7,6 @@ peft puts its layers into the model in place: `q_proj.weight` becomes `q_proj.ba
 The frozen weights stay in the dtype of the forward pass, the adapters in float32.
 """
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paw.config import LoraConfig
-from paw.errors import UserError
+from paw.errors import UserError, nearest
 from paw.model.ranks import full_tensor
 
 
@@ -35,8 +34,7 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
     known = sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)})
     for target in config.targets:
         if target not in known:
-            near = difflib.get_close_matches(target, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(known) or 'none'}"
+            hint = nearest(target, known) or f"there are: {', '.join(known) or 'none'}"
             raise UserError(f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}")
 
 
