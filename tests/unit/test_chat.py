@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from paw.envs.tags import tagged_action
+from paw.envs.tags import TaggedStyle
 from paw.errors import UserError
 from paw.rollout.chat import Chat
 from paw.state.export import _with_options
@@ -205,7 +205,7 @@ def test_what_the_template_opens_is_part_of_the_answer(flagged):
         chat = Chat(tokenizer, options)
         answer = chat.opened + chat.decode(tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
         assert chat.opened == opened and answer == opened + said
-        assert tagged_action(answer, think=True, unparsed=30)[1]
+        assert TaggedStyle().parse_action(answer, [])[1]
         messages = [{"role": "user", "content": "go"}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
         assert chat.prompt_ids("go") == expected
