@@ -7,7 +7,7 @@ import torch
 import transformers
 from joint import Objective, make_rows, packed, relative
 from test_chat import thinker
-from test_transformers_engine import END, assert_same, make_requests, naive, run
+from test_engines import END, assert_same, make_requests, naive, run
 
 from paw.errors import UserError
 from paw.model.check import check_model, check_path, logp_difference
