@@ -66,13 +66,11 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
     for change in FALLBACKS:
         if not best.reasons():
             break
-        if set(pinned) & change.keys():
+        if set(pinned) & change.keys() or not _saves(best.config, change):
             continue
         more = [*applied, change]
         options = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
         try:
-            if not _saves(*(Plan(changed(config, *changes), shape, **machine) for changes in (applied, more))):
-                continue
             plans = [(attempt(changes), changes) for changes in options]
         except UserError:  # it needs a change to a pinned key
             continue
@@ -92,10 +90,19 @@ def _without(changes: list[Change], one: Change) -> list[Change]:
     return [change for change in changes if change is not one]
 
 
-def _saves(before: Plan, after: Plan) -> bool:
-    """Whether any phase takes less memory of a GPU, or of the host."""
-    taken = [[sum(of.values()) for of in (*plan.phases.values(), *plan.host.values())] for plan in (before, after)]
-    return any(new < old for old, new in zip(*taken, strict=True))
+def _saves(config: Config, change: Change) -> bool:
+    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides."""
+    key, value = next(iter(change.items()))
+    if key == "optim.micro_batch_tokens":
+        return value < config.optim.micro_batch_tokens
+    useless = {
+        "model.checkpointing": config.model.checkpointing == "full",
+        "rollout.sleep_level": config.rollout.engine != "vllm",
+        "policy.offload_reference": not config.policy.kl_coef,
+        "policy.kl_coef": config.lora.rank > 0,
+        "lora.rank": config.lora.rank > 0,
+    }
+    return get(config, key) != value and not useless.get(key, False)
 
 
 def get(config: Config, key: str) -> Any:
