@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paw.config import EndpointConfig
-from paw.envs import http
 from paw.envs.search.retrieval import Hit, remote
 from paw.envs.search.retrieval import server as retriever_server
 from paw.envs.search.retrieval.remote import RemoteRetriever
@@ -221,8 +220,3 @@ def test_every_head_has_a_clock(serving):
     time.sleep(0.75)  # kept open while nothing is asked
     connection.sendall(b"GET /health HTTP/1.1\r\n")
     assert 0.25 < closes_after(connection, b"") < 1.5
-
-
-def test_the_clients_limit_is_the_servers_answer():
-    """A whole answer of our server fits: the most documents that a search of an environment asks for."""
-    assert http.MAX_BYTES > 100 * 100_000
