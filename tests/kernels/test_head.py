@@ -159,8 +159,9 @@ def test_rows_with_nan_stay_alone(backend, D, softcap):
     hidden, weight, target, _, _ = problem(40, 70, D)
     hidden[21, 0] = torch.nan  # the first that a row read beyond its end would meet
     odd, rest = torch.arange(40) % 2, torch.arange(40) != 21
-    pull = lambda logp, _: (logp * odd).sum()  # noqa: E731
-    (logp, entropy), (d_hidden, d_weight) = backend.stats(hidden, weight, target, pull, softcap=softcap)
+    (logp, entropy), (d_hidden, d_weight) = backend.stats(
+        hidden, weight, target, lambda logp, _: (logp * odd).sum(), softcap=softcap
+    )
     assert logp.isnan().nonzero().tolist() == entropy.isnan().nonzero().tolist() == [[21]]
     assert d_hidden[21].isnan().all() and d_hidden[rest].isfinite().all() and d_weight.isnan().all()
 

@@ -110,16 +110,6 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
         assert roofline.chunk_rows(T, D, V, backward=backward) == step
 
 
-def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
-    for machine in (roofline.BEST, roofline.CAUTIOUS):
-        times = [roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)]
-        bounds = [roofline.matmul_bound(*roofline.REFERENCE, f) for f in (0, 0.1, 0.4, 1)]
-        assert times == sorted(times)
-        assert all(time > bound for time, bound in zip(times, bounds, strict=True))
-    for row in roofline.predictions():
-        assert float(row["ms_cautious"]) >= float(row["ms"])
-
-
 def test_the_committed_predictions_are_those_of_the_model(tmp_path):
     roofline.write(tmp_path / "predicted.csv")
     assert (tmp_path / "predicted.csv").read_text() == roofline.PREDICTED.read_text()
