@@ -154,7 +154,7 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
         known |= {key: value for key, value in settings.items() if value}
         if kind == "qwen3_moe":
             known["intermediate_size"] = settings["moe_intermediate_size"]
-        sizes = {name: known[key] for name, key in KEYS.items()} | {"experts": experts}
+        sizes: dict[str, Any] = {name: known[key] for name, key in KEYS.items()} | {"experts": experts}
         sizes |= {"active": settings["num_experts_per_tok"]} if experts else {}
         return Shape(**sizes, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
     except KeyError as error:

@@ -74,8 +74,8 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
         title, paper = "Sparse reward", {"WebShop, Llama-3.2-3B": PAPER["webshop"]["Llama-3.2-3B"]}  # Figure 4
         if name == "compare":
             title, paper = "Comparison", results.paper_columns(load(recipe, overrides))
-    seeds = dict.fromkeys(variants, options.seeds)
-    seeds |= dict.fromkeys(list(variants)[:2], sorted({*options.seeds, *pair_seeds}))
+    seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
+    seeds |= {variant: sorted({*options.seeds, *pair_seeds}) for variant in list(variants)[:2]}
     found = runs.conduct(options, variants, seeds, overrides)
     from paw.tools.experiment import figures
 
