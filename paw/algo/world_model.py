@@ -56,12 +56,10 @@ def select(
     returns: dict[int, dict[int, float]] = {}
     for sample in samples:
         returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
-    lambdas = {
-        group: 1.0 - sum(of.values()) / len(of) / reward_max if weight == "adaptive" else float(weight)
-        for group, of in returns.items()
-    }
-    if weight == "adaptive":
-        lambdas = {group: min(1.0, max(0.0, value)) for group, value in lambdas.items()}
+    if weight == "adaptive":  # PaW Eq. (10)
+        lambdas = {g: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max)) for g, of in returns.items()}
+    else:
+        lambdas = dict.fromkeys(returns, float(weight))
     if n_groups < len(lambdas):
         raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples")
 

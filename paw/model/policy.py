@@ -108,14 +108,11 @@ class Policy(nn.Module):
         packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device, padded=self._padded)
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
-        with self._saved_tensors():
+        with save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext():
             out = self.lm.get_decoder()(
                 input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
             )
         return out.last_hidden_state[0].to(self.dtype)
-
-    def _saved_tensors(self) -> Any:
-        return save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """What is trained by name (Hugging Face's, or of LoRA adapters), a tied head under its embedding alone."""
