@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,9 +72,14 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
         json_type = {"Content-Type": "application/json"}
         for body, reason in {
             "[" * 100_000: "Invalid JSON",
+            "[]": "an object, not []",
             "{}": 'give either "queries", a list, or "query", one text',
+            '{"query": "a", "queries": ["b"]}': "give either",
+            '{"queries": []}': "queries: List should have at least 1",
             json.dumps({"queries": ["a"] * (server.MAX_QUERIES + 1)}): f"at most {server.MAX_QUERIES}",
             '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
+            '{"query": "a", "topk": 0}': "topk: Input should be greater",
+            '{"query": "a", "topk": 101}': "topk: Input should be less",
             '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
         }.items():
             answer = http.post("/retrieve", content=body.encode("latin-1"), headers=json_type)
@@ -156,7 +162,9 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
 
 
 def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"id": 0, "contents": "x"}\n{"id": 1}\n')
     for words, reason in (
+        (["--corpus", "bad.jsonl"], "bad.jsonl, line 2: contents: Field required"),
         (["--corpus", "missing.jsonl"], "env.corpus = 'missing.jsonl': cannot be read (No such file or directory)"),
         (["--retriever", "zerosearch"], "'zerosearch' is no index"),
         (["--port", "70000"], "--port 70000"),
@@ -173,15 +181,21 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
         client = make_retriever(SearchConfig(retriever=f"{state.url}/retrieve"))
         assert len(state.requests) == 3 and client.search(["q"], 1) == [[("", "y", 0.0)]]
         assert state.requests[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
+        assert client.search([], 3) == [] and len(state.requests) == 4
         for status, body, reason, tries in (
             (500, b"internal\nerror", "status 500: internal error; `paw serve", 3),
             (404, b"not here", "status 404: not here", 1),
             (200, b"<html>", "does not answer as a retriever .*<html>", 1),
             (200, {"result": []}, "0 lists of hits for 1 queries", 1),
+            (200, {"result": [[{"document": {"id": 1}}]]}, "result: 0: 0: contents: Field required", 1),
         ):
             state.default, state.requests = (status, body, {}), []
             with pytest.raises(UserError, match=f"{state.url}/retrieve.*{reason}") as error:
                 RemoteRetriever(state.url, timeout_s=5)
             assert len(state.requests) == tries and "\n" not in str(error.value)
+        state.default, state.requests = lambda handler: time.sleep(TIGHT_S), []
+        with pytest.raises(UserError, match=f"no answer within env.timeout_s = {TIGHT_S / 2:g}"):
+            RemoteRetriever(state.url, timeout_s=TIGHT_S / 2)
+        assert len(state.requests) == 1
     with pytest.raises(UserError, match=r"99999/retrieve': .*; `paw serve retriever`"):
         make_retriever(SearchConfig(retriever="http://127.0.0.1:99999"))

@@ -8,7 +8,7 @@ import pytest
 
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.factory import AlfworldFactory
-from paw.envs.alfworld.prompt import CompactStyle, PaperStyle
+from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, task_text
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def test_fingerprints_tell_games_apart(folder: Path):
     tiny = factory(difficulty="tiny").fingerprint()
     assert tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"  # whatever the hash seed
+    assert factory(difficulty="full").fingerprint() == "generated full pick,look,clean,heat,cool,two 5fd1b4c7fce13577"
     assert tiny == factory(difficulty="tiny", max_turns=3, style="compact").fingerprint()
     small, heat = (factory(difficulty="small", **kinds).fingerprint() for kinds in ({}, {"kinds": ["heat"]}))
     files = factory(data=folder).fingerprint()
@@ -67,7 +68,9 @@ def test_kinds_and_splits_that_are_not_generated():
 # ---- episodes
 
 
-@pytest.mark.parametrize("settings", [{"style": "paper", "think": False}, {"style": "compact", "history": 3}])
+@pytest.mark.parametrize(
+    "settings", [{"style": "paper"}, {"style": "paper", "think": False}, {"style": "compact", "history": 3}]
+)
 def test_the_expert_wins_in_the_style_asked_for(settings: dict):
     games = factory(difficulty="tiny", reward=5.0, **settings)
     environment = games.make()
@@ -102,10 +105,13 @@ def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
     ids = [t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)]  # 21 tasks: three epochs of 7
     assert len(set(ids[:7])) == len(set(ids[7:14])) == len(set(ids[14:])) == 7 and ids[:7] != ids[7:14]
     assert ids == [t.id for t in train_tasks(again, 0, 21, seed=0)]
+    assert train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
     whole = [t.id for t in eval_tasks(games, "valid_unseen", 0, seed=9)]
     assert len(whole) == len(set(whole)) == 5 and whole == sorted(whole)
     drawn = Counter(t.id for t in eval_tasks(games, "valid_unseen", 40, seed=9))
     assert drawn.keys() <= {*whole} and max(drawn.values()) > 1
+    assert drawn == Counter(t.id for t in eval_tasks(again, "valid_unseen", 40, seed=9))
+    assert drawn != Counter(t.id for t in eval_tasks(games, "valid_unseen", 40, seed=8))
     some = sorted({t.kind for t in train_tasks(games, 0, 7, seed=0)})[0]
     only = factory(data=folder, kinds=[some], eval_split="train")
     assert {t.kind for t in train_tasks(only, 0, 7, seed=0)} == {some}
@@ -120,6 +126,11 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
     monkeypatch.setenv("PAW_CACHE", "/dev/null/nowhere")  # a cache that cannot be written costs another scan
     assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 7
+    games = factory(data=folder, eval_split="train")
+    for path in folder.glob("json_2.1.1/train/*/*/game.tw-pddl"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"game\.tw-pddl: cannot be read: No such file"):
+        eval_tasks(games, "train", 0, seed=1)
 
 
 def test_bad_data_is_one_line(folder: Path):
@@ -132,11 +143,15 @@ def test_bad_data_is_one_line(folder: Path):
     refused(r"unknown ALFWorld split '\.\./train'", split="../train")
     refused(r"holds no game of env\.kinds = \['two'\]", kinds=["two"])
     games = list(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
-    for content, message in (("{", r"game file .*game\.tw-pddl: Invalid JSON"), ('{"solvable": false}', "no games")):
+    none = r"/valid_unseen holds no games .*paw data alfworld --download"
+    for content, message in (("{", r"game file .*game\.tw-pddl: Invalid JSON"), ('{"solvable": false}', none)):
         for path in games:
             path.write_text(content)
             path.parent.parent.touch()  # as a folder whose games changed
         refused(message)
+    for path in games:
+        path.unlink()
+    refused(none)
     for place, message in (
         (folder / "json_2.1.1" / "valid_unseen", r"no split 'valid_unseen' \(it has: train\)"),
         (folder / "json_2.1.1", r"env\.data: .*/data holds no ALFWorld games"),
@@ -196,6 +211,14 @@ def test_paper_later_turn():
         "You should choose an admissible action for current step and present it within <action> </action> tags.\n"
     )
 
+    past = [(f"see {i}", f"do {i}") for i in range(1, 5)]
+    prompt = PaperStyle().prompt("{task} {0}", past, "{z}", ["look"])  # braces in game text are left alone
+    shown = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
+    assert shown in prompt and "{task} {0}" in prompt and "{z}" in prompt
+    assert "already taken 4 step(s). Below are the most recent 2 observations" in prompt
+    without = PaperStyle(history=0).prompt(*THIRD)
+    assert "Your task is to: put a mug in shelf." in without and "[Observation" not in without
+
 
 def test_compact_prompts():
     style = CompactStyle(history=1)
@@ -224,18 +247,23 @@ def test_paper_projection():
         ("<THINK>a</THINK><action>look</action>", "look", False),
         ("<think>a</think><action>look 看</action>", "look 看", False),
         ("<think>\u3042 \ua000</think><action>look</action>", "look", True),
+        ("<think>a</think><action>look", "<think>a</think><action>look"[-30:], False),
+        ("", "", False),
         ("<think>a</think></action><action>look", "", True),  # closed before it opens: nothing between, as there
         ("I would rather GO TO the shelf 1 now, please", "er go to the shelf 1 now, please"[-30:], False),
     ):
         assert PaperStyle().parse_action(response, ADMISSIBLE) == (action, valid)
         well_formed = valid or response.lower().endswith("<action>look</action>")
         assert PaperStyle(think=False).parse_action(response, []) == (action, well_formed)
+    assert PaperStyle().parse_action("<think>\u9fff</think><action>look</action>", []) == ("look", False)
 
 
 def test_compact_projection_and_own_answers():
     style = CompactStyle()
     assert style.parse_action("  Go To Shelf 1\n", ADMISSIBLE) == ("go to shelf 1", True)
-    for response in ("go to shelf 2", "<action>look</action>", ""):
+    for response in ("help", "go to shelf 2", "<action>look</action>", ""):
         assert style.parse_action(response, ADMISSIBLE) == (response, False)
     for style in (PaperStyle(), PaperStyle(think=False), CompactStyle()):
         assert style.parse_action(style.format_action("go to shelf 1"), ADMISSIBLE) == ("go to shelf 1", True)
+    with pytest.raises(ValueError, match="no 'Your task is to:'"):
+        task_text("You are nowhere.")

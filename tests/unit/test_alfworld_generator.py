@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from paw.envs.alfworld.generator import _DATA, SPLITS, games, generate, write
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.problem import KINDS, TASK_TYPES, Game
 from paw.envs.alfworld.tables import ABILITIES, DIFFICULTIES, GOALS, HOLDS, SENTENCES
+from paw.errors import UserError
 
 SEEDS = st.integers(0, 2**48)
 LEVELS = st.sampled_from(sorted(DIFFICULTIES))
@@ -37,6 +39,11 @@ def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
 def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
     whole = [game.scene for game in games("train", 0, 12, seed=3, difficulty="tiny")]
     assert [game.scene for game in games("train", 7, 5, seed=3, difficulty="tiny")] == whole[7:]
+    assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != whole
+    scene = whole[0]
+    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
+    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
+    assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
     contents = [
         {game.scene.content() for seed in (0, 1) for game in games(split, 0, 100, seed=seed, difficulty="tiny")}
         for split in SPLITS
@@ -47,11 +54,16 @@ def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
 
 @pytest.mark.parametrize(
     ("level", "kinds", "receptacles", "objects"),
-    [("tiny", KINDS[:5], (4, 5), (3, 6)), ("medium", KINDS, (9, 14), (10, 17)), ("full", KINDS, (8, 46), (5, 90))],
+    [
+        ("tiny", KINDS[:5], (4, 5), (3, 6)),
+        ("small", KINDS, (5, 8), (5, 9)),
+        ("medium", KINDS, (9, 14), (10, 17)),
+        ("full", KINDS, (8, 46), (5, 90)),
+    ],
 )
 def test_presets_keep_their_promises(level, kinds, receptacles, objects):
-    made = [generate(seed, difficulty=level) for seed in range(60)]
-    assert {game.kind for game in made} == set(kinds)
+    made = [generate(seed, difficulty=level) for seed in range(100)]
+    assert {game.kind for game in made} == set(kinds) and DIFFICULTIES[level].kinds == kinds
     for game in made:
         # a bathroom has no more receptacles than its table allows, whatever the preset would like
         assert min(receptacles[0], 8) <= len(game.scene.receptacles) <= receptacles[1]
@@ -79,10 +91,22 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
     parameters = trajectory["pddl_params"]
     assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"]["scene_num"] == int(scene)
-    assert parameters["object_target"] == object_ and parent in (
-        parameters["parent_target"],
-        parameters["toggle_target"],
-    )
+    target = "toggle_target" if game.kind == "look" else "parent_target"
+    assert (parameters["object_target"], parameters[target]) == (object_, parent)
+    data = json.loads(path.read_text())
+    assert data["solvable"] is True
+    assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
+
+
+def test_an_unknown_difficulty_is_named():
+    with pytest.raises(UserError, match='difficulty "huge" is not known; choose one of tiny, small, medium, full'):
+        generate(0, difficulty="huge")
+
+
+def test_every_object_of_a_room_has_a_place_in_it():
+    for room in (room for difficulty in DIFFICULTIES.values() for room in difficulty.rooms):
+        for type_ in room.objects:
+            assert any(type_ in HOLDS[receptacle] for receptacle in room.receptacles), type_
 
 
 def test_tables_and_data_are_alfworlds():

@@ -55,6 +55,7 @@ def test_an_environment_alone_is_enough(given):
     assert factory.invalid_penalty == 0.3 and factory.fingerprint() == factory.name and factory.distinct_eval
     held_out = eval_tasks(factory, "valid_unseen", 0, 0)
     assert [task.id for task in held_out] == ["11", "21", "31"]
+    assert [task.id for task in eval_tasks(factory, "valid_unseen", 2, 5)] == ["31", "21"]
     epoch = train_tasks(factory, 0, 35, 0)
     assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"11", "21", "31"}
     assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
@@ -91,6 +92,11 @@ class Broken(Count):
 def test_what_is_missing_is_named_in_one_line():
     for given, message in (
         (Old, r"Old needs tasks\(split, seed\), which serves every split, in place of train_tasks and its like"),
+        (
+            type("Game", (), dict.fromkeys(("tasks", "prompt", "expert", "choices", "reset", "step"), 1)),
+            r"Game needs context\(\) in place of prompt\(\); Game needs oracle\(\) in place of expert\(\); Game",
+        ),
+        (type("Game", (Count,), {"tasks": property()}), "Game lacks tasks"),
         (type("Game", (), {"tasks": [], "context": 1}), "Game lacks reset; Game lacks step; see docs/environments.md"),
         (Broken, "it cannot be made: KeyError: 'mine'"),
         (5, "int lacks tasks; int lacks reset"),

@@ -28,12 +28,13 @@ def paw_data(capsys, *words, code=0):
 def test_a_shop_is_generated_and_played(tmp_path, capsys):
     folder = tmp_path / "shop"
     lines = paw_data(capsys, "webshop", "--generate", 40, "--out", folder, "--seed", 1)
-    assert [line[:28] for line in lines[:2]] == ["small  synthetic  40 product", "small  human      40 product"]
+    assert [line[:31] for line in lines[:2]] == ["small  synthetic  40 products, ", "small  human      40 products, "]
     assert lines[2] == f"use them with --env.data {folder}"
     env = WebshopConfig(data=folder, eval_split="test", goals="human")
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     assert lines[1].endswith(f" sha256 {factory.fingerprint().rpartition(' ')[2]}")
     assert f" {len(eval_tasks(factory, 'test', 0, 0))} goals to test" in lines[1]
+    assert paw_data(capsys, "webshop", "--dir", folder) == lines
     for name in ("shuffle", "ins_v2"):
         (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
     lines = paw_data(capsys, "webshop", "--dir", folder)
@@ -47,8 +48,13 @@ def test_a_world_is_generated_and_played(tmp_path, capsys):
     assert lines[2] == f"corpus 200 documents in {folder / 'corpus.jsonl'}"
     assert lines[3] == f"use them with --env.data {folder} --env.corpus {folder / 'corpus.jsonl'}"
     env = SearchConfig(data=folder, eval_split="test", max_turns=4, corpus=folder / "corpus.jsonl")
-    tasks = eval_tasks(make_factory(Config(model=ModelConfig(path="-"), env=env)), "test", 0, 0)
+    factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
+    tasks = eval_tasks(factory, "test", 0, 0)
     assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
+    environment = factory.make()
+    environment.reset(tasks[0])
+    found = environment.step(environment.format_action(f"search[{tasks[0].payload.text.split()[-1]}]"))
+    assert "Doc 1: " in found.observation
     (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
     assert paw_data(capsys, "search", "--dir", folder)[-1].startswith("no documents: ")
     assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[2].startswith("corpus 200")
@@ -86,6 +92,9 @@ def test_mistakes(tmp_path, capsys):
     for words, message in (
         ("webshop --download", "--download is for alfworld"),
         ("search --generate 30", "and --out DIR to write to"),
+        ("alfworld --out x", "--generate takes a number from 1 on"),
+        ("alfworld --generate 0 --out x", "from 1 on"),
+        ("alfworld --dir /nonexistent", "is no folder"),
         ("webshop --generate 3 --out x", "from 20 on"),
         ("search --generate 30 --out /dev/null/x", "--out /dev/null/x: cannot be written: Not a directory"),
         (f"search --dir {tmp_path}", f"{tmp_path}/train.jsonl, line 1: "),

@@ -11,6 +11,7 @@ import pytest
 from paw import cli
 from paw.config import EnvConfig
 from paw.envs.load import OwnFactory
+from paw.errors import UserError
 from paw.plugins import import_file
 from paw.tools.env_check import RULES, check
 from paw.tools.env_replay import Subject
@@ -38,8 +39,11 @@ def on_reset(change):
 
 def tasks(make):
     """The example with other tasks: those whose ids make(split, i) says."""
-    listed = staticmethod(lambda split, seed: [Task(make(split, i), payload=i) for i in range(9)])
-    return broken(tasks=listed)
+    return listed(lambda split, seed: [Task(make(split, i), payload=i) for i in range(9)])
+
+
+def listed(tasks):
+    return broken(tasks=staticmethod(tasks))
 
 
 def count(owner):
@@ -79,11 +83,11 @@ FAULTS = {
         on_step(lambda self, o: replace(o, observation=f"{random.random()}")),
         "draw from random.Random(",
     ),
-    "starts afresh": (on_reset(count), "' and then 'I think of a number"),
+    "starts afresh": (on_reset(count), " 1' and then 'I think of a number. 2'; in an"),
     "group shares a task": (Payload, "Task.payload is read-only"),
     "no shared state": (Shared, "keep state in self, not in the"),
     "looking changes nothing": (broken(context=lambda self: f"{count(self)}"), "looked at twice in turn 0: ('1"),
-    "observations": (on_step(lambda self, o: replace(o, observation=self.context())), "holds the next prompt"),
+    "observations": (on_step(lambda self, o: replace(o, observation=self.context())), "turn 0: the observation holds"),
     "rewards": (broken(reward_max=0.5), "sum to 1, reward_max is 0.5; raise it"),
     "garbage": (on_step(lambda self, o: replace(o, valid=True)), "the response '' is valid"),
     "well formed answers": (
@@ -92,12 +96,26 @@ FAULTS = {
     ),
     "closes": (broken(close=lambda self: delattr(self, "secret")), "raised AttributeError"),
 }
+OTHERS = [
+    ("members", broken(fingerprint=lambda self: f"{random.random()}"), "it must be one text for the same tasks"),
+    ("tasks", tasks(lambda split, i: {}["mine"]), "raised KeyError: 'mine' (test_env_check.py, line"),
+    ("tasks", listed(lambda split, seed: ["a"]), "'a'; it must be a paw.Task"),
+    ("tasks", listed(lambda split, seed: []), "is empty"),
+    ("outcomes", on_step(lambda self, o: replace(o, observation=None)), "Outcome.observation is None; it must be text"),
+    ("outcomes", broken(context=lambda self: ""), "context() is empty"),
+    ("task ids", tasks(lambda split, i: f"{split}/{i % 5}"), "two tasks of 'valid_unseen'"),
+    ("task ids", tasks(lambda split, i: f"{split != 'train'}/{i}"), "in 'valid_unseen' and in the warm-up; keep"),
+    ("rewards", on_step(lambda self, o: replace(o, won=True)), "won and not done"),
+]
 
 
-@pytest.mark.parametrize("rule", FAULTS)
-def test_each_rule_can_fail(rule):
-    given, seen = FAULTS[rule]
-    assert seen in failed(given).get(rule, "")
+@pytest.mark.parametrize(("rule", "given", "seen"), [*((rule, *fault) for rule, fault in FAULTS.items()), *OTHERS])
+def test_each_rule_can_fail(rule, given, seen):
+    try:
+        found = failed(given)
+    except UserError as error:  # what a run would not begin with either
+        found = {rule: str(error)}
+    assert seen in found.get(rule, ""), found
 
 
 def test_the_example_keeps_them(capsys):
@@ -108,10 +126,11 @@ def test_the_example_keeps_them(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", ["alfworld --env.difficulty tiny", "search --env.entities 200", "webshop --env.products 100"]
+    "words",
+    ["alfworld --env.difficulty tiny --env.max_turns 8", "search --env.entities 200", "webshop --env.products 100"],
 )
 def test_what_is_built_in_keeps_them(words, capsys):
-    assert cli.main(["env", "check", *words.split(), "--env.max_turns", "4", "--json"]) == 0
+    assert cli.main(["env", "check", *words.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and words.startswith(found["env"]) and found["steps_per_second"] > 100
     assert [rule["rule"] for rule in found["rules"]] == list(FAULTS)  # none is left out
@@ -124,3 +143,5 @@ def test_a_broken_one_is_reported(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "\nFAIL  rewards                  the rewards of an episode sum to 1" in out
     assert f"\n1 of {len(RULES)} rules failed; " in out
+    assert cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0  # nobody wins
+    assert json.loads(capsys.readouterr().out)["ok"]

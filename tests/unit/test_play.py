@@ -49,6 +49,13 @@ def test_json_wins_with_the_walkthrough_and_stops_there():
         assert before["admissible"] == sorted(before["admissible"])
 
 
+def test_json_nonsense_does_nothing_and_ends_with_the_input():
+    said = messages("</action>\n\nfly away\n{}", "--difficulty", "tiny")
+    assert [m["feedback"] for m in said[1:]] == ["Nothing happens."] * 4
+    assert not said[-1]["done"]
+    assert len(messages("", "--difficulty", "tiny")) == 1
+
+
 def test_json_answers_each_line_before_the_next_is_written(tmp_path: Path):
     path = write(generate(7, difficulty="tiny"), tmp_path)
     command = [sys.executable, "-m", "paw", "play", "alfworld", "--json", "--game", str(path)]
@@ -68,6 +75,7 @@ def test_a_person_sees_numbered_actions_and_the_prompt():
     out = talk("1\nprompt\nquit\nlook\n", "--seed", "3", "--difficulty", "tiny")
     assert "   1  go to cabinet 1\n" in out
     assert "\n> go to cabinet 1\n\nYou arrive at cabinet 1." in out and "Action 1: 'go to cabinet 1']" in out
+    assert "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: look at" in out
     assert out.count("\n> ") == 3  # nothing is read after quit
     assert "> task: look at" in talk("prompt\n", "--seed", "3", "--difficulty", "tiny", "--style", "compact")
 
@@ -79,6 +87,8 @@ def test_a_shop():
         "'Back to Search' [SEP] 'Page 2 "
     )
     assert list(said[-1]) == [*KEYS, "score"]
+    out = talk("search[shoes]\n2\nquit", "--seed", "3", env="webshop", env__products="50")
+    assert out.startswith("Find me ") and "   2  click[next >]\n" in out and "'Page 2 " in out
 
 
 def test_an_environment_of_ones_own_gets_what_is_typed():
@@ -86,3 +96,5 @@ def test_an_environment_of_ones_own_gets_what_is_typed():
     assert "I think of a number from 1 to 99. Your guess?" in out and "than 50." in out and "Won in " in out
     with pytest.raises(UserError, match="--game takes alfworld alone"):
         talk("", "--game", "x", env=EXAMPLE)
+    with pytest.raises(UserError, match="cannot be read"):
+        talk("", "--game", "/nowhere/game.tw-pddl")

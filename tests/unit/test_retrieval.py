@@ -24,7 +24,13 @@ NEWS = [
     ("d", '"Kitchen"\nShe baked bread with flour and yeast.'),
     ("e", '"Station"\nThe train to Berlin departs at noon.'),
 ]
-PARAPHRASES = {"cats resting upon couches": "a", "stocks losing value": "b", "doctor looking at someone sick": "c"}
+PARAPHRASES = {
+    "cats resting upon couches": "a",
+    "stocks losing value": "b",
+    "doctor looking at someone sick": "c",
+    "making a loaf": "d",
+    "railway towards Germany": "e",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +69,7 @@ def test_bm25_splits_words_as_lucene():
     assert found == [[0], [1], [], [0], [1], []]
     (hits,) = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top(["red"], 5)
     assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
-    assert Bm25(["the", ""]).top(["the red"], 3) == [[]]
+    assert Bm25(["the", ""]).top(["the red"], 3) == [[]] and Bm25(["red"]).top([], 3) == []
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
@@ -93,8 +99,13 @@ def test_a_corpus_gives_its_documents(tmp_path):
 def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     path = tmp_path / "bad.jsonl"
     for line, reason in (
+        ('{"id": 1}', "contents: Field required"),
+        ('["x"]', "Input should be an object"),
+        ('{"id": 1, "contents": "\xff"}', "Invalid JSON: invalid unicode"),
         ('{"id": 1, "contents": " "}', "contents: String should match pattern"),
+        ('{"id": true, "contents": "x"}', "id: str: Input should be a valid string"),
         ("[" * 100_000, "Invalid JSON: recursion limit exceeded"),
+        ('{"id": 1, "contents": "\\ud800"}', "Invalid JSON: "),
     ):
         path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1"))
         with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
@@ -105,9 +116,9 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     path.write_text("\n")
     with pytest.raises(UserError, match="there is no document in it"):
         Corpus(path)
-    path.unlink()
-    with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .No such file"):
-        Corpus(path)
+    for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .{reason}"):
+            Corpus(path)
     with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())
 

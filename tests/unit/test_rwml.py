@@ -90,18 +90,23 @@ def test_splits_hold_whole_games_apart(tmp_path):
 def test_what_is_asked_and_what_an_answer_predicts():
     asked = ask(triplet(), PAPER)
     assert asked.index("[Action]\nlook\n") > asked.index(triplet().prompt) and "<think>" in asked
+    assert asked.endswith("<next_state> </next_state> tags.")
     quiet = PAPER.model_copy(update={"think": False})
     assert "<think>" not in ask(triplet(), quiet) and "<next_state> </next_state> tags." in ask(triplet(), quiet)
     assert ask(triplet(), ENV) == triplet().prompt + "\ndid:\nlook"
     for response, think, plain in (
         ("<think>it opens</think><next_state> It is\nopen. </next_state>", "It is\nopen.", "It is\nopen."),
         ("<think>say <next_state>?</think>\n<next_state>Yes.</next_state>\n", "Yes.", "Yes."),
+        ("<next_state>It is\nopen.</next_state>", None, "It is\nopen."),
         ("</think><next_state>It is open.</next_state>", None, "It is open."),
         ("<think>a</think><next_state>one</next_state><next_state>two</next_state>", None, None),
+        ("<think>a</think>so <next_state>one</next_state>", None, None),
         ("<think>a</think><next_state>  </next_state>", None, None),
+        ("It is open.", None, None),
     ):
         assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
     assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN  # what is imitated
+    assert predicted(" \n", ENV) is None
 
 
 def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp_path):
@@ -180,6 +185,19 @@ def test_fine_tuning_steps_by_the_mean_cross_entropy_of_the_answers(tmp_path):
         rwml.fine_tune(Policy(model), chat, tasks, config)
 
 
+def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
+    """The same rollouts as any episode: an environment, a prompt, an answer, a reward."""
+    config = make_config(tmp_path, games(30), sft_epochs=3)
+    factory, chat, model = NextStateFactory(config.env, same), make_chat(), make_model()
+    rollouts = Rollouts(factory, make_engine(model), chat, config)
+    options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
+    before, _ = rollouts.play(factory.held_out[:2], **options)
+    rwml.fine_tune(Policy(model), chat, factory.training, config)
+    after, _ = rollouts.play(factory.held_out[:2], **options)
+    assert not any(e.won for group in before for e in group.trajectories)
+    assert all(e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories)
+
+
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
     path = tmp_path / "t.jsonl"
     with pytest.raises(UserError, match=r"t.jsonl': No such file"):
@@ -187,7 +205,10 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
     good = asdict(triplet())
     for text, message in (
         ("", "it holds no triplet"),
+        ("{", "line 1: Invalid JSON"),
         (json.dumps(good) + "\n\n[1]", "line 3: Input should be an object"),
+        (json.dumps({**good, "more": 1}), "line 1: more: "),
+        (json.dumps({**good, "step": "0"}), "line 1: step: Input should be a valid integer, not '0'"),
         (json.dumps({**good, "next_state": " "}), "line 1: next_state: String should match"),
     ):
         path.write_text(text)
@@ -205,6 +226,7 @@ def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
 
     held = next(t for t in games(100) if t.held_out)
     assert "none of its 1 games is one to train on" in fault([held])
+    assert "none of its 1 games is one to evaluate on" in fault([next(t for t in games(9) if not t.held_out)])
     assert "env.eval_split = 'valid_unseen'" in fault(games(30), eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env\.triplets is not set"):
         NextStateFactory(ENV, same)

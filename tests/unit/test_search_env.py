@@ -50,9 +50,10 @@ def episode(question=None, search=None, **changes):
 
 
 def test_a_world_follows_from_its_seed_and_has_every_kind():
-    small = World(20)
-    assert len(small.entities) == len(small.documents) == 20 and all(split([small]).values())
-    assert {entity.kind for entity in small.entities} == set(RELATIONS)
+    for entities in (20, 41, 59):
+        small = World(entities, numbered=entities == 41)
+        assert len(small.entities) == len(small.documents) == entities and all(split([small]).values())
+        assert {entity.kind for entity in small.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
@@ -123,10 +124,15 @@ def test_projections():
     for response, action, valid in (
         ("<think>a</think><search> red  shoes </search>", "search[red  shoes]", True),
         ("<ANSWER>Paris\nFrance</Answer>", "answer[Paris\nFrance]", True),
+        ("<answer></answer>", "answer[]", True),
         ("<search>a</search> text <answer>b</answer>", "search[a]", False),
+        ("<answer>b</answer><search>a</search>", "search[a]", False),
         ("<answer>b</answer><search>a", "answer[b]", False),
+        ("<search>a</search><search>b</search>", "search[a]", False),
         ("<search>a <search>b</search>", "search[a <search>b]", False),
         ("a</search><search>b</search>", "", False),  # cut after the first closing tag
+        ("<search>a", "", False),
+        ("search[a]", "", False),
     ):
         played, well_formed = PaperStyle().parse_action(response)
         assert (str(played), well_formed) == (action, valid)
@@ -150,14 +156,25 @@ def test_what_is_found_is_told_as_the_search_tool_tells_it():
 def test_exact_match():
     for answer, golden, right in (
         ("the Beatles", "Beatles", True),
+        ("Beatles, The!", "the beatles", True),
+        ("An apple a day", "apple day", True),
+        ("1,000", "1000", True),
+        ("São Paulo", "são paulo", True),
+        ("the café’s", "café’s", True),  # a typographic apostrophe is no ASCII punctuation
         ("U.S.A.", "USA", True),
+        ("  two   words\n", "two words", True),
         ("The The", "the the", True),
         ("theatre", "atre", False),  # articles are whole words
         ("well-known", "well known", False),  # punctuation goes without a blank
         ("STRASSE", "straße", False),  # lower(), not casefold()
+        ("Sao Paulo", "São Paulo", False),
+        ("Nile", "River Nile", False),
+        ("", "Nile", False),
         ("", "The The", False),
+        ("?", "A", False),
     ):
         assert exact_match(answer, ["x", golden]) == right, answer
+    assert not exact_match("", [])
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
@@ -171,8 +188,11 @@ def test_an_episode_of_a_search_and_an_answer():
     assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
     answered = environment.step("<answer>in africa</answer>")
     assert (answered.done, answered.won, answered.reward, answered.observation) == (True, True, 1.0, "")
-    environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=2)
+    with pytest.raises(AssertionError):
+        environment.step("<answer>again</answer>")
+    environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
     environment.step("<search>Nile</search>")
+    assert environment.step("nothing").observation == ""
     last = environment.step("<search>Nile</search>")  # finds nothing any more, and words found are no answer
     assert (last.done, last.won, last.observation, last.action, last.valid) == (True, False, "", "search[Nile]", True)
 
@@ -184,8 +204,9 @@ def test_a_failing_search_fails_its_episode_alone():
     environment = episode(search=broken)
     empty = environment.step("<search> </search>")  # is not asked for: an agent cannot break its episode so
     assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
+    assert environment.step("<answer>Africa</answer>").won
     with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
-        environment.step("<search>Nile</search>")
+        episode(search=broken).step("<search>Nile</search>")
 
 
 @pytest.mark.parametrize(("style", "topk", "entities"), [("paper", 3, 60), ("compact", 1, 20)])
@@ -193,10 +214,11 @@ def test_the_expert_answers_every_generated_question(style, topk, entities):
     played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
     for part in ("train", "warmup", "test"):
-        for task in eval_tasks(played, part, 150, 0):
+        for task in eval_tasks(played, part, 300, 0):
             environment.reset(task)
             responses = admissible_responses(environment)
             assert len({*responses}) == len(responses) == (40 if style == "compact" else 0)
+            assert all(environment.style.parse_action(response)[1] for response in responses)
             assert style == "paper" or environment.oracle() in responses
             outcome = environment.step(environment.oracle())
             while not outcome.done:
@@ -302,19 +324,24 @@ def test_damaged_files_are_named(tmp_path):
     for content, words in (
         (GOOD + b"\n" + GOOD[:40], ", line 2: Invalid JSON: EOF while"),
         (b'\n\n{"question": "\xff"}', ", line 3: Invalid JSON: invalid unicode"),
+        (GOOD + b"\n[1]", ", line 2: Input should be an object, not [1]"),
+        (b'{"golden_answers": ["a"]}', ", line 1: question: Field required"),
         (b'{"question": " ", "golden_answers": ["a"]}', ", line 1: question: String should match pattern"),
+        (b'{"question": "a", "golden_answers": []}', ", line 1: golden_answers: List should have at least 1 item"),
+        (b'{"question": "a", "golden_answers": [7]}', ", line 1: golden_answers: 0: Input should be a valid string"),
         (b"\n\n", "holds no question"),
     ):
         path.write_bytes(content)
         assert words in refused(path)
     path = tmp_path / "test.parquet"
     whole = parquet(path, ROWS).read_bytes()
-    for content in (whole[:-20], b"", whole[:4] + b"\xff" * 36 + whole[40:]):
+    for content in (whole[:-20], GOOD, b"", whole[:4] + b"\xff" * 36 + whole[40:]):
         path.write_bytes(content)
         assert "no whole parquet" in refused(path)
     assert "no column 'question'; it has golden_answers" in refused(parquet(path, [{"golden_answers": ["a"]}]))
     missing = {"question": "Why?", "golden_answers": None, "data_source": "nq"}
     assert ", row 3: golden_answers: Input should be a valid list" in refused(parquet(path, [*ROWS, missing]))
+    assert "row 1: question: Input should be" in refused(parquet(path, [{"question": 3, "golden_answers": ["a"]}]))
 
 
 def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
@@ -326,6 +353,7 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
             of_files(tmp_path, **settings)
     jsonl(tmp_path / "test.jsonl", ROWS)
     played = of_files(tmp_path)
+    assert contents(eval_tasks(played, "test", 0, 0)) == EXPECTED
     environment = played.make()
     environment.reset(eval_tasks(played, "test", 0, 0)[0])
     with pytest.raises(NoOracleError):
@@ -339,6 +367,7 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
         of_files(tmp_path, corpus=False)
     one = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split
     assert len(eval_tasks(one, "test", 0, 0)) == len(train_tasks(one, 0, 1, 0)) == 1
+    assert one.fingerprint() != played.fingerprint()
     (tmp_path / "train.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"train\.jsonl, line 1"):  # before a model is loaded
         of_files(tmp_path)

@@ -6,12 +6,19 @@ import time
 from pathlib import Path
 
 import pytest
+from toyworld import make_chat
 
 from paw import cli
-from paw.config import Config, ModelConfig
+from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks
+from paw.envs.base import eval_tasks, train_tasks
+from paw.envs.next_state import ask, read_triplets, write_triplets
+from paw.envs.settings import NextStateConfig
 from paw.errors import EnvironmentFailure, UserError
+from paw.rollout.engines.base import Completion
+from paw.rollout.scheduler import Rollouts
+from paw.tools.rwml import cut
+from paw.types import Task
 
 STAND_IN = Path(__file__).with_name("tau2_stand_in")
 THOUGHT = "<think>Let me see.</think>"
@@ -28,7 +35,8 @@ def path(monkeypatch):
 
 def config_of(**changes):
     env = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes}
-    return Config.model_validate({"model": ModelConfig(path="-"), "env": env})
+    rollout = RolloutConfig(max_prompt_tokens=4096)
+    return Config.model_validate({"model": ModelConfig(path="-"), "env": env, "rollout": rollout})
 
 
 def start(**changes):
@@ -40,6 +48,14 @@ def start(**changes):
 
 def call(name, **arguments):
     return f"{THOUGHT}<action>{json.dumps({'name': name, 'arguments': arguments})}</action>"
+
+
+def test_splits_are_apart():
+    factory = make_factory(config_of())
+    train = [task.id for step in range(2) for task in train_tasks(factory, step, 4, seed=1)]
+    assert sorted(train) == [f"retail/{i}" for i in range(8)]  # each once an epoch
+    assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
+    assert factory.may_block and factory.reward_max == 10.0 and factory.fingerprint().startswith("tau2 1.0.1 retail ")
 
 
 def test_a_conversation_is_won():
@@ -75,8 +91,10 @@ def test_a_malformed_action_reaches_nobody():
     environment = start(max_turns=20)
     gym = environment._gym
     for response, problem in (
+        ("<action>Hello", "within <action>"),
         (f"{THOUGHT}<action> </action>", "within <action>"),
         ("<action>Hello</action>", "within <think>"),
+        (f'{THOUGHT}<action>{{"name": "find"</action>', "in JSON"),
         (f"{THOUGHT}<action>{{{'[' * 100_000}</action>", "in JSON"),
         (f'{THOUGHT}<action>{{"name": "find"}}</action>', '"arguments"'),
         (call("drop_tables", order="8"), "no tool 'drop_tables'"),
@@ -93,6 +111,7 @@ def test_what_breaks_is_a_failure():
     for user, message in (
         ("raises", "RuntimeError: It is not the agent's turn"),
         ("crashes", "the simulation of tau2 broke: error"),
+        ("unreachable", "broke: infrastructure_error"),
         ("slow", r"no answer within 0\.05 s"),
     ):
         environment = start(user_model=user, step_timeout_s=0.05)
@@ -101,6 +120,8 @@ def test_what_breaks_is_a_failure():
         environment.close()
     with pytest.raises(EnvironmentFailure, match=r"retail/8 ended before it began; its log says why"):
         start(user_model="down")
+    with pytest.raises(EnvironmentFailure, match="not enough values to unpack"):
+        make_factory(config_of()).make().reset(Task("retail/99", payload="99"))
 
 
 def test_a_domain_or_split_that_is_not_there():
@@ -118,12 +139,19 @@ def test_a_domain_or_split_that_is_not_there():
 def test_no_tau2_or_another(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [folder for folder in sys.path if folder != str(STAND_IN)])
-        with pytest.raises(UserError, match=r"needs tau2-bench of Sierra Research.*git clone .* && pip install -e"):
+        with pytest.raises(
+            UserError, match=r"needs tau2-bench of Sierra Research.*git clone .* && pip install -e"
+        ) as error:
             make_factory(config_of())
+    assert ("this is 3.11" in str(error.value)) == (sys.version_info < (3, 12))
     (tmp_path / "tau2").mkdir()
-    (tmp_path / "tau2" / "__init__.py").touch()
+    (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('never to be imported')")
     path(tmp_path)
     with pytest.raises(UserError, match=r"unrelated chemistry program\. pip uninstall tau2, then git clone"):
+        make_factory(config_of())
+    (tmp_path / "tau2" / "gym").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("import gymnasium_that_is_missing")
+    with pytest.raises(UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"):
         make_factory(config_of())
 
 
@@ -131,3 +159,49 @@ def test_it_keeps_the_rules(capsys):
     assert cli.main(["env", "check", "tau2", "--env.max_turns", "6"]) == 0
     out = capsys.readouterr().out
     assert "'train': 8, 'test': 4\n" in out and "all 14 rules hold" in out
+
+
+class Script:
+    """An engine whose model looks an order up, cancels it and says so; without <action> in the very first turn."""
+
+    version, continuous = 0, True
+
+    def __init__(self, chat):
+        self.chat, self.queue = chat, []
+
+    def submit(self, request):
+        self.queue.append(request)
+
+    @property
+    def pending(self):
+        return len(self.queue)
+
+    def step(self):
+        done, self.queue = self.queue, []
+        return [Completion(r.key, ids, [-1.0] * len(ids), None) for r in done for ids in [self._answer(r)]]
+
+    def _answer(self, request):
+        prompt = self.chat.decode(request.prompt_ids)
+        order = prompt.partition("cancel order ")[2].partition(".")[0]
+        answers = [THOUGHT, call("find", order=order), call("cancel", order=order), f"{THOUGHT}<action>Done.</action>"]
+        return self.chat.response_ids(answers[prompt.count("\nassistant: ")])
+
+
+def test_rollouts_become_triplets_of_next_states(tmp_path):
+    def play(**changes):
+        config, chat = config_of(**changes), make_chat()
+        factory = make_factory(config)
+        rollouts = Rollouts(factory, Script(chat), chat, config)
+        return rollouts.play(train_tasks(factory, 0, 2, 0), group_size=2, temperature=1.0, seed=0, stream="t")
+
+    groups, stats = play()
+    assert not stats.failures and [len(group.trajectories) for group in groups] == [2, 2]
+    assert all(e.won and e.episode_return == 10.0 and len(e.turns) == 4 for g in groups for e in g.trajectories)
+    triplets = cut(groups, dedup=True)
+    assert len(triplets) == 2 * 3  # without the malformed one, each conversation once
+    assert [t.next_state for t in triplets[1:3]] == [triplets[0].next_state, "user: Thank you. ###STOP###"]
+    write_triplets(tmp_path / "triplets.jsonl", triplets)
+    assert read_triplets(tmp_path / "triplets.jsonl") == triplets
+    assert triplets[2].action == "Done." and "Done." in ask(triplets[2], NextStateConfig(eval_split="held_out"))
+    groups, stats = play(user_model="unreachable")  # costs its episodes alone
+    assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]

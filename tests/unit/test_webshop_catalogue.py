@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paw.envs import make_factory
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue, generator
@@ -16,6 +17,7 @@ from paw.envs.webshop.catalogue import ENTRIES, HUMAN, ITEMS, generated, load
 from paw.envs.webshop.factory import WebshopFactory
 from paw.envs.webshop.reward import base_colour, reward
 from paw.errors import UserError
+from paw.recipe import load as load_recipe
 
 RULES = WebshopConfig(nouns="rules")
 PEOPLE = WebshopConfig(goals="human", nouns="rules")
@@ -67,7 +69,7 @@ def shop(folder: Path, **changed) -> Path:
         content = changed.get(name.split(".")[0], content)
         text = content if isinstance(content, str) else json.dumps(content, indent=1)
         if content is not None:
-            (folder / name).write_text(text, "utf-8")
+            (folder / name).write_text(text, "utf-8", errors="surrogateescape")
     return folder
 
 
@@ -113,7 +115,7 @@ def test_products_goals_and_search(tmp_path: Path):
 
 
 def second_item(**changes) -> dict:
-    return {"items_shuffle_1000": [SHOP[0], SHOP[1] | changes]}
+    return {"items_shuffle_1000": [SHOP[0], {k: v for k, v in {**SHOP[1], **changes}.items() if v is not Ellipsis}]}
 
 
 SECOND = f"{ITEMS}, product 2 (B000000002): "
@@ -124,13 +126,21 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
     [
         ({"items_shuffle_1000": '{"a": 1}'}, f"{ITEMS}: broken or cut short in product 1 (no array)"),
         ({"items_shuffle_1000": '[{"asin": "' + "B" * 10_000}, "cut short in product 1 (Unterminated string"),
+        (second_item(query=...), f"{SECOND}query: Field required"),
+        (second_item(name=5), f"{SECOND}name: Input should be a valid string, not 5"),
         (second_item(customization_options=["S"]), f"{SECOND}customization_options: should be like {{name: [{{'value"),
         (second_item(pricing="free"), f"{SECOND}pricing: should be like '$12.99', not 'free'"),
         ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
         ({"items_ins_v2_1000": '{\n"B1": '}, f"{ENTRIES}, line 2: broken or cut short (Expecting value)"),
         ({"items_ins_v2_1000": {}}, f"{ENTRIES} has no 'B000000001': it belongs to another products file"),
+        ({"items_ins_v2_1000": {"B000000001": entry("x")}}, "B000000001: an instruction without 'instruction_attrib"),
         ({"items_human_ins": {"B000000001": [{"instruction": "x"}]}}, "1: instruction_attributes: Field required"),
+        ({"items_human_ins": {}}, "4 products make 0 goals with env.goals = 'human'"),
         ({"items_human_ins": None}, f"{HUMAN} is missing (env.data with env.catalogue = 'small'"),
+        ({"items_shuffle_1000": None}, f"{ITEMS} is missing (env.data with env.catalogue = 'small'"),
+        ({"items_ins_v2_1000": None}, f"{ENTRIES} is missing (env.data with env.catalogue = 'small'"),
+        ({"items_shuffle_1000": '[{"asin": "fr\udcff"}]'}, f"{ITEMS}: no UTF-8"),
+        ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: no UTF-8"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict, message: str):
@@ -196,7 +206,8 @@ def episode(environment, task, respond=lambda environment: environment.oracle())
     return outcomes
 
 
-@pytest.mark.parametrize(("style", "goals"), [("paper", "human"), ("compact", "synthetic")])
+@pytest.mark.parametrize("style", ["paper", "compact"])
+@pytest.mark.parametrize("goals", ["synthetic", "human"])
 def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
     shop, rng = factory(style=style, goals=goals), random.Random(0)
 
@@ -209,6 +220,19 @@ def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
     assert all((last := episode(environment, task)[-1]).won and last.score == 1 for task in tasks)
     ends = [episode(environment, task, at_random)[-1] for task in tasks]
     assert sum(end.won for end in ends) <= 3 and sum(end.score for end in ends) < 18
+
+
+def test_tasks_are_pure_and_splits_share_no_goal():
+    shop = factory()
+    assert train_tasks(shop, 3, 4, seed=1) == train_tasks(factory(), 3, 4, seed=1)
+    n = len(shop.catalogue.goals)
+    train = {task.id for task in train_tasks(shop, 0, n, 0)}
+    held_out = eval_tasks(shop, "test", 0, 0)
+    assert len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400  # drawn with replacement
+    test = {task.id for task in held_out}
+    assert len(train) + len(test) == n == len(train | test)
+    assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
+    assert {task.kind for task in held_out} == set(generator.SHOP["roots"])
 
 
 def test_the_warm_up_visits_shops_of_its_own():
@@ -234,6 +258,7 @@ def test_outcomes_of_an_episode():
     found = environment.step(environment.oracle())
     assert found.observation.startswith("'Back to Search' [SEP] 'Page 1")
     assert found.valid and found.action == f"search[{task.payload.goal.product.query}]"
+    assert environment.admissible_actions()[:2] == ["click[back to search]", "click[next >]"]
     environment.step(environment.format_action(environment.admissible_actions()[2]))
     partly = environment.step(environment.format_action("click[buy now]"))
     assert 0 < partly.score < 1 and partly.reward == 0 and partly.done and not partly.won
@@ -251,3 +276,16 @@ def test_no_other_splits_and_fingerprints_tell_catalogues_apart(tmp_path):
     changes = [{}, {"goals": "human"}, {"products": 60}, {"data": tmp_path}]
     assert len({factory(**change).fingerprint() for change in changes}) == 4
     assert factory().fingerprint() == factory().fingerprint()
+
+
+def test_the_recipe_is_small_enough_for_its_model():
+    shop = make_factory(load_recipe("webshop-quickstart"))
+    environment, lines, words = shop.make(), set(), 0
+    for task in warmup_tasks(shop, 0, 150, 0):
+        environment.reset(task)
+        done = False
+        while not done:
+            lines.update(admissible_responses(environment))
+            words = max(words, len(environment.context().split()))
+            done = environment.step(environment.oracle()).done
+    assert len(lines) < 300 and words < 200
