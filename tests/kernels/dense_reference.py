@@ -139,8 +139,9 @@ def assert_close(got, want, tolerance=1e-5):
 
 def set_chunk_rows(patch, rows, *, vocabulary):
     """Cut passes into chunks of so many rows; of Triton's, into chunks of one tile."""
-    patch.setitem(_torch.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
-    patch.setitem(_rows.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
+    for device in ("cpu", "cuda"):
+        patch.setitem(_torch.CHUNK_BYTES, device, rows * vocabulary * 4)
+        patch.setitem(_rows.CHUNK_BYTES, device, rows * vocabulary * 4)
     patch.setattr(_rows, "CHUNK_ROWS", 1)
     if triton := sys.modules.get("paw_kernels._triton"):
         patch.setattr(triton, "CHUNK_BYTES", 1)

@@ -1,5 +1,6 @@
 """The CUDA build: nvcc accepts the kernels for every architecture, without spills, and the library loads anywhere."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -15,8 +16,8 @@ KERNELS = ("statistics", "gradient", "segment", "top_alpha", "pack")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
-def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "setup.py", "build_ext", "-b", folder / "lib", "-t", folder / "temp"]
+def build(folder: Path, *python: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *python, "setup.py", "build_ext", "-b", folder / "lib", "-t", folder / "temp"]
     env = {**os.environ, "PAW_BUILD_CUDA": "1", **env}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
@@ -55,8 +56,8 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
         (tools / "nvcc").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {release}, V{release}.1"\n')
         (tools / "nvcc").chmod(0o755)
 
-    def last_line(path: str) -> str:
-        done = build(tmp_path, CUDA_HOME="", CUDA_PATH="", PATH=path)
+    def last_line(path: str, *python: str, **env: str) -> str:
+        done = build(tmp_path, *python, CUDA_HOME="", CUDA_PATH="", PATH=path, **env)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         return done.stderr.splitlines()[-1]
 
@@ -67,3 +68,11 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
     assert last_line(path) == f"PAW_BUILD_CUDA: {tools}/nvcc is 11.8; 12.0 or later is needed"
     nvcc("13.0")
     assert last_line(path) == "PAW_BUILD_CUDA: nvcc failed, see above"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for package in ("setuptools", "_distutils_hack"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        (bare / package).symlink_to(Path(spec.origin).parent)
+    got = last_line(path, "-S", PYTHONPATH=str(bare))
+    assert got == "PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation ."

@@ -10,7 +10,7 @@ import torch
 pytestmark = pytest.mark.slow
 
 OPS = torch.ops.paw_on_cpu
-ORDERS = range(8)
+ORDERS = range(12)
 
 
 def random(*shape, seed=0):

@@ -12,9 +12,10 @@ from paw_kernels import _head, _rows
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def test_huge_logits_over_a_tiny_temperature_keep_every_digit(backend):
+@pytest.mark.parametrize("exponent", [-10, -20])
+def test_huge_logits_over_a_tiny_temperature_keep_every_digit(backend, exponent):
     """The difference to the largest logit is taken before it is scaled: z rounded to float32 is off by 2^-24 |z|."""
-    step = 2.0**-20
+    step = 2.0**exponent
     weight = 1000 * step * 2**10 + step * torch.randint(12, (300, 1), generator=torch.Generator().manual_seed(0))
     inputs = torch.ones(3, 1), weight.float(), torch.tensor([0, 7, 299]), leaning
     got, want = (of(*inputs, temperature=0.7 * step) for of in (backend.stats, dense_pulled))
@@ -30,6 +31,8 @@ FLOAT16 = {  # size of the hidden states, row weight, advantage, temperature, up
     "large hidden states": (100.0, 1.0, 1.0, 100.0, 1.0),
     "weights below the smallest number": (1.0, 1e-9, 1.0, 1.0, 1e8),
     "a large advantage": (1.0, 1.0, 1e6, 1.0, 1e-6),
+    "a small advantage": (1.0, 1.0, 1e-7, 1.0, 1e4),
+    "a loss scale": (1.0, 1e-5, 1.0, 1.0, 65536.0),
     "a tiny temperature": (1e-3, 1e-4, 1.0, 1e-4, 1.0),
     "a huge temperature": (1.0, 1.0, 1.0, 1e4, 1e3),
 }
@@ -62,8 +65,9 @@ def matmuls(request, backend, monkeypatch):
     monkeypatch.setattr(_rows, "logits", lambda x, head, out: product(x.float(), head.t().float(), out[: len(x)]))
 
 
+@pytest.mark.parametrize("chunks", [False, True], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("case", FLOAT16)
-def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, monkeypatch):
+def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks, monkeypatch):
     """To some steps of float16, in each row of hidden by itself; from 6e-8 on, its smallest number."""
     size, row_weight, advantage, temperature, factor = FLOAT16[case]
     T, V, D, of = 24, 40, 16, {"temperature": temperature}
@@ -74,7 +78,8 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, monkeyp
         advantage=advantage * rows.advantage,
         old_logp=dense_stats(hidden.double(), weight.double(), target, bias.double(), **of)[0].float(),
     )
-    set_chunk_rows(monkeypatch, 10, vocabulary=V)
+    if chunks:
+        set_chunk_rows(monkeypatch, 10, vocabulary=V)
 
     def pull(logp, entropy):
         return factor * ((logp * rows.advantage + 0.3 * entropy) * rows.weight).sum()
@@ -101,15 +106,9 @@ def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
         torch.testing.assert_close(g.double(), w, rtol=2e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("mask", "bias_of_masked"),
-    [
-        ([3, 40, 69], -math.inf),
-        (range(32, 64), torch.finfo(torch.float32).min),  # a whole tile
-        (range(2100), -math.inf),  # the first block of a row operation
-    ],
-    ids=["a few", "a tile", "a block"],
-)
+# A few, a whole tile, the first block of a row operation.
+@pytest.mark.parametrize("mask", [[3, 40, 69], range(32, 64), range(2100)], ids=["a few", "a tile", "a block"])
+@pytest.mark.parametrize("bias_of_masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
     """Bias of -inf: statistics and gradients of the others; a masked target has log p = -inf and a finite gradient."""
     mask = torch.tensor(mask)
@@ -185,7 +184,8 @@ def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
         assert_close(g, w)
 
 
-@pytest.mark.parametrize(("peak", "dtype"), [(3, torch.float32), (20, torch.bfloat16), (69, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("peak", [3, 20, 40, 69])
 def test_a_logit_far_above_the_others_anywhere_in_the_row(backend, dtype, peak):
     """Neither half of a tile, nor one tile for another, may overflow or vanish."""
     hidden, weight, target, _, _ = problem(20, 70, 16, scale=0.5)

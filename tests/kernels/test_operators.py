@@ -1,5 +1,6 @@
 """The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast; which backend runs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from dense_reference import fused_loss, problem
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
 from paw_kernels import Loss, _native, token_loss, token_stats
@@ -51,8 +54,10 @@ def test_compiles_into_one_graph_with_the_body():
         )
 
     parameters = [*body.parameters(), weight]
+    compiled = torch.compile(loss, fullgraph=True)  # code of inductor's
+    assert_equal(gradients(compiled(inputs, 1.0, None), *parameters), gradients(loss(inputs, 1.0, None), *parameters))
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for how in ((0.7, None), (1.3, None), (0.9, 3.0)):
+    for how in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
         assert_equal(gradients(compiled(inputs, *how), *parameters), gradients(loss(inputs, *how), *parameters))
 
 
@@ -61,6 +66,23 @@ def test_cuda_graphs_leave_the_operators_out():
     for name in ("token_loss", "token_stats", "token_stats_backward"):
         operator = getattr(torch.ops.paw_kernels, name).default
         assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_around_the_head_change_nothing():
+    body, inputs, weight, target, rows = body_and_rows()
+    body, inputs, target, weight = body.cuda(), inputs.cuda(), target.cuda(), torch.nn.Parameter(weight.detach().cuda())
+    rows = Fixed(replace(rows.batch, **{name: value.cuda() for name, value in vars(rows.batch).items()}), rows.loss)
+
+    def loss(inputs):
+        return fused_loss(body(inputs), weight, target, rows).loss
+
+    compiled, parameters = torch.compile(loss, mode="reduce-overhead"), [*body.parameters(), weight]
+    for _ in range(3):
+        got = gradients(compiled(inputs), *parameters)
+        for a, b in zip(got, gradients(loss(inputs), *parameters), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
@@ -83,10 +105,12 @@ def test_derivatives_that_do_not_exist_are_refused(name):
         of(hidden, weight)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
-def test_autocast_casts_several_dtypes_to_its_own(name):
+def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
     """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
+    rows = Fixed(rows.batch, rows.loss)
 
     def of(hidden, weight, bias):
         if name == "token_loss":
@@ -97,10 +121,13 @@ def test_autocast_casts_several_dtypes_to_its_own(name):
     same = [t.detach().bfloat16().requires_grad_() for t in mixed]
     with pytest.raises(ValueError, match=r"weight must be torch.bfloat16, got torch.float32"):
         of(*mixed)
+    call = torch.compile(of, fullgraph=True, backend="aot_eager") if compiled else of
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = gradients(of(*mixed), *mixed)
+        got = gradients(call(*mixed), *mixed)
     assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.float32]
     assert all(torch.equal(g.bfloat16(), w) for g, w in zip(got, gradients(of(*same), *same), strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch.bfloat16"):
+        of(mixed[0], weight.double(), bias)
 
 
 def test_inside_torch_compile_a_loss_is_made_before():
@@ -109,6 +136,41 @@ def test_inside_torch_compile_a_loss_is_made_before():
     compiled = torch.compile(lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss)
     with pytest.raises(Exception, match=r"must be a paw_kernels\.Loss"):
         torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    body, inputs, weight, target, rows = body_and_rows()
+    inputs.requires_grad_()
+    parameters = [*body.parameters(), weight]
+
+    def run(checkpointed):
+        hidden = checkpoint(body, inputs, use_reentrant=reentrant) if checkpointed else body(inputs)
+        for p in parameters:
+            p.grad = None
+        fused_loss(hidden, weight, target, rows).loss.backward()
+        return [p.grad for p in parameters]
+
+    assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
+    _, inputs, weight, target, rows = body_and_rows()
+    real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
+    grad = device == "cpu"  # autograd of fake tensors of a device that this torch was not built for ends the process
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        number, labels = torch.empty(60, device=device), torch.empty(60, dtype=torch.int64, device=device)
+        columns = {name: number.to(value.dtype) for name, value in vars(rows.batch).items()}
+        hidden, head = (torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (60, 37))
+        out = token_loss(hidden, head, labels, rows.loss, replace(rows.batch, **columns), backend="torch")
+        stats = token_stats(hidden, head, labels, backend="torch")
+        if grad:
+            (out.loss + stats.logp.sum() + stats.entropy.sum()).backward()
+            assert hidden.grad.shape == hidden.shape and head.grad.dtype == torch.bfloat16
+    for got, want, name in zip(out, real, out._fields, strict=True):
+        assert (got.shape, got.dtype, got.device.type) == (want.shape, want.dtype, device), name
+    assert stats.logp.shape == stats.entropy.shape == (60,) and stats.logp.dtype == torch.float32
 
 
 def test_operators_pass_the_checks_of_torch_library():
@@ -135,7 +197,8 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
     monkeypatch.setattr(_rows, "cpu_library", lambda: None)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
     assert fused_loss(hidden, weight, target, rows).loss.isfinite()
-    with pytest.raises(ValueError, match=r"backend='cpu' cannot run here: csrc/rows.cpp was not built"):
+    reason = r"csrc/rows.cpp was not built, or has changed since; install a C\+\+"
+    with pytest.raises(ValueError, match=rf"backend='cpu' cannot run here: {reason}"):
         fused_loss(hidden, weight, target, rows, backend="cpu")
 
 

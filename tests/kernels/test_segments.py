@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paw.algo.world_model import select
+from paw.types import Sample
 from paw_kernels import segments
 
 OPS = torch.ops.paw_kernels
@@ -57,21 +60,35 @@ def test_top_alpha_is_the_highest_scores_ties_to_the_lower_index(machine, rows, 
     assert got.dtype == torch.bool and got.tolist() == chosen(score, valid, alpha)
 
 
-@pytest.mark.parametrize("kind", ["few values", "neighbours"])
+@pytest.mark.parametrize("kind", ["random", "few values", "all equal", "neighbours"])
 def test_top_alpha_of_thousands(machine, kind):
     g = torch.Generator().manual_seed(0)
     score = {
+        "random": torch.randn(4000, generator=g),
+        "all equal": torch.full((4000,), -0.5),
         "few values": torch.randint(-2, 3, (4000,), generator=g).float(),
         "neighbours": 1 + torch.randint(3000, (4000,), generator=g) * 2.0**-23,
     }[kind]
     valid = torch.rand(4000, generator=g) < 0.8
     score[(~valid).nonzero()[0]] = torch.nan  # which is never read
     operators, device = machine
-    for alpha in (0.1, 0.999):
+    for alpha in (0.0, 0.1, 0.25, 0.999, 1.0):
         got = operators.top_alpha(score.to(device), valid.to(device), alpha).tolist()
         order = sorted(valid.nonzero().squeeze(1).tolist(), key=lambda i: -score[i].item())
         best = set(order[: math.ceil(alpha * len(order) - 1e-9)])
         assert got == [i in best for i in range(4000)]
+
+
+def test_top_alpha_selects_as_the_trainer_does():
+    g = torch.Generator().manual_seed(0)
+    entropy = torch.rand(200, generator=g).mul(20).round().div(20)
+    valid = torch.rand(200, generator=g) < 0.7
+    rows = [
+        Sample(0, i, 0, [], [], observation_ids=[1] * v, entropy=h)
+        for i, (h, v) in enumerate(zip(entropy.tolist(), valid.tolist(), strict=True))
+    ]
+    want = select(rows, alpha=0.3, weight=1.0, reward_max=1.0, n_groups=1).selected
+    assert segments.top_alpha(entropy, valid, 0.3).tolist() == want
 
 
 @cases
@@ -93,13 +110,19 @@ VALUES, OFFSETS = torch.ones(5), torch.tensor([0, 2, 5])
 
 ERRORS = {
     "values must be one-dimensional torch.float32": lambda: segments.segment_sum(VALUES.double(), OFFSETS),
+    "values must be one-dimensional torch.float32, got shape [5, 1]": lambda: segments.segment_sum(
+        VALUES[:, None], OFFSETS
+    ),
     "offsets must be one-dimensional torch.int64": lambda: segments.segment_mean(VALUES, OFFSETS.int()),
     "offsets must have at least one element": lambda: segments.segment_mean(VALUES, OFFSETS[:0]),
+    "on cpu as values has; got shape [3] on meta": lambda: segments.segment_mean(VALUES, OFFSETS.to("meta")),
     "offsets must go from 0 to 5": lambda: segments.segment_sum(VALUES, OFFSETS[:-1]),
+    "offsets must go from 0 to 5, the number of values": lambda: segments.segment_sum(VALUES, OFFSETS + 1),
     "offsets must not fall": lambda: segments.segment_sum(VALUES, torch.tensor([0, 4, 3, 5])),
     "score must be one-dimensional torch.float32": lambda: segments.top_alpha(VALUES.half(), VALUES > 0, 0.5),
     "valid must be one-dimensional torch.bool": lambda: segments.top_alpha(VALUES, VALUES, 0.5),
     "valid must have the shape and device of score": lambda: segments.top_alpha(VALUES, VALUES[1:] > 0, 0.5),
+    "alpha must be in [0, 1], got 1.5": lambda: segments.top_alpha(VALUES, VALUES > 0, 1.5),
     "alpha must be in [0, 1], got nan": lambda: segments.top_alpha(VALUES, VALUES > 0, math.nan),
     "score must not be NaN on valid rows": lambda: segments.top_alpha(VALUES * math.nan, VALUES > 0, 0.5),
 }
@@ -110,6 +133,28 @@ def test_bad_input_is_named(message):
     with pytest.raises(ValueError) as error:
         ERRORS[message]()
     assert message in str(error.value)
+
+
+def test_inputs_need_not_be_contiguous():
+    values, offsets = torch.arange(10.0)[::2], torch.tensor([0, 9, 2, 9, 5])[::2]
+    assert segments.segment_sum(values, offsets).tolist() == [2.0, 18.0]
+    assert segments.top_alpha(values, (values > 2).repeat_interleave(2)[::2], 0.5).tolist() == [False] * 3 + [True] * 2
+    assert segments.pack(torch.tensor([False, True, True, True])[::2])[0].tolist() == [1, -1]
+
+
+def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values, offsets = torch.empty(5, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")
+        valid = torch.empty(5, dtype=torch.bool, device="cuda")
+        results = [OPS.segment_reduce(values, offsets, True), OPS.top_alpha(values, valid, 0.5), *OPS.pack(valid)]
+        x, n = torch.empty(4, 7, device="cuda"), torch.empty(4, device="cuda")
+        target = torch.empty(4, dtype=torch.int64, device="cuda")
+        statistics = OPS.row_statistics(x, None, target, 1.0)
+        assert OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
+    assert [tuple(r.shape) for r in results] == [(2,), (5,), (5,), (1,)]
+    assert [r.dtype for r in results] == [torch.float32, torch.bool, torch.int64, torch.int64]
+    assert all(r.shape == (4,) and r.dtype == torch.float32 for r in statistics)
+    assert all(r.device.type == "cuda" for r in (*results, *statistics))
 
 
 def test_operators_pass_the_checks_of_torch_library():
