@@ -81,7 +81,7 @@ def check(kind, checkpointing, ranks):
 
 def main():
     ranks = join_ranks(CPU, tasks=2)
-    for kind, checkpointing in (("tied", "selective"), ("untied", "none"), ("lora", "full")):
+    for kind, checkpointing in (("tied", "none"), ("tied", "selective"), ("untied", "full"), ("lora", "full")):
         found = check(kind, checkpointing, ranks)
         if ranks.first:
             print(kind, checkpointing, *(f"{value:.1e}" for value in found), flush=True)

@@ -47,18 +47,36 @@ def same(a, b):
     )
 
 
-def refused(_):
-    """24 bits are not loaded from 32."""
-    model, optimizer = make()
-    step(model, optimizer, 0)
-    tensors = train_state.optimizer_tensors(optimizer, model.named_parameters())
+def resume(folder):
+    """From files, and offloaded or not the same; 24 bits are not loaded from 32."""
+    ends = []
+    for offloaded in (False, True):
+        straight, optimizer = make(offload=offloaded)
+        for i in range(2):
+            step(straight, optimizer, i)
+        model = {name: p.detach() for name, p in straight.named_parameters()}
+        tensors = {"optimizer": train_state.optimizer_tensors(optimizer, straight.named_parameters()), "model": model}
+        path = checkpoint.save(folder, int(offloaded), tensors, {})
+        assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
+        files = restore.load(path)[0]
+        again, fresh = make(offload=offloaded)
+        with torch.no_grad():
+            for name, p in again.named_parameters():
+                p.copy_(files["model"][name])
+        restore.load_optimizer(fresh, again.named_parameters(), files["optimizer"])
+        for i in range(2, 4):
+            step(straight, optimizer, i)
+            step(again, fresh, i)
+        assert same(again, straight) and not same(again, make()[0])
+        ends.append(again)
+    assert same(*ends)
     other, fewer = make(bits=24)
     try:
-        restore.load_optimizer(fewer, other.named_parameters(), dict(tensors))
+        restore.load_optimizer(fewer, other.named_parameters(), files["optimizer"])
     except checkpoint.CheckpointError as error:
         assert "optim.master_bits" in str(error)
     else:
-        raise AssertionError("loaded")
+        raise AssertionError("24 bits loaded from 32")
 
 
 def bits(_):

@@ -108,6 +108,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
             row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
         if row.observation_ids and rng.random() < 0.75:
             row.wm_weight = rng.random() / n
+        row.token_weight = 1 / groups / sum(len(other.response_ids) for other in rows if other.group == row.group)
     return rows
 
 

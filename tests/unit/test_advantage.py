@@ -64,6 +64,33 @@ def played(*trajectories):
     ]
 
 
+def test_a_long_win_and_a_short_failure_by_hand():
+    """Three steps that return 1, one step that returns 0."""
+    rows = played([("a", 0.0), ("b", 0.0), ("c", 1.0)], [("a", 0.0)])
+    # Over steps 1, 1, 1, 0: mean 3/4, var (3/16 + 9/16) / 3 = 1/4. Over trajectories 1, 0: mean 1/2, var 1/2.
+    assert grpo(rows, eps=0.0) == pytest.approx([0.5, 0.5, 0.5, -1.5])
+    assert grpo(rows, eps=0.0, stat="trajectories") == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)])
+    assert grpo(rows, eps=0.5) == pytest.approx([0.25, 0.25, 0.25, -0.75])  # added to the std of 1/2
+    assert grpo(rows, norm_std=False) == pytest.approx([0.25, 0.25, 0.25, -0.75])
+    # The score less the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1; of two trajectories 1 - 0 and 0 - 1.
+    assert rloo(rows) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert rloo(rows, stat="trajectories") == pytest.approx([1.0, 1.0, 1.0, -1.0])
+
+
+def test_gigpo_with_exact_anchors_by_hand():
+    """A trajectory that passes s1 twice and wins 8, one that gives up there; gamma 1/2."""
+    rows = played([("s0", 0.0), ("s1", 0.0), ("s1", 8.0)], [("s0", 0.0), ("s1", 0.0)])
+    assert step_returns(rows, gamma=0.5) == [2.0, 4.0, 8.0, 0.0, 0.0]
+    # Episode: scores 8, 8, 8, 0, 0, mean 4.8: +3.2, -4.8; var (3 3.2^2 + 2 4.8^2) / 4 = 19.2.
+    # Steps: at s0 2, 0, mean 1, var 2; at s1 4, 8, 0, mean 4, var 16.
+    mean = [3.2 + 1, 3.2 + 0, 3.2 + 4, -4.8 - 1, -4.8 - 4]
+    assert gigpo(rows, gamma=0.5, norm_std=False) == pytest.approx(mean)
+    half = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
+    assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half)
+    win, loss, root = 3.2 / 19.2**0.5, -4.8 / 19.2**0.5, 0.5**0.5
+    assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx([win + root, win + 0, win + 1, loss - root, loss - 1])
+
+
 def test_gigpo_with_similar_anchors_by_hand():
     """One-step episodes. b is like a (9 of 10 letters: 0.9) and like c, but a and c are not (0.8).
 

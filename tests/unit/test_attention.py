@@ -16,6 +16,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [7, 1, 12, 12, 3]
 
 
+def test_bounds_as_documented():
+    packed = pack_rows([3, 2], kernel="sdpa", device=CPU)
+    assert (packed.cu_seqlens.tolist(), packed.cu_seqlens.dtype) == ([0, 3, 5], torch.int32)
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1] and packed.slot.tolist() == [0, 1, 2, 3, 4]
+    assert pack_rows([2, 3], kernel="sdpa", device=CPU).slot.tolist() == [0, 1, 3, 4, 5]
+    assert pack_rows([2, 2], kernel="sdpa", device=CPU).slot is None
+    assert pack_rows([2, 3], kernel="varlen", device=CPU).slot is None
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_is_that_of_a_block_diagonal_mask(window):
     torch.manual_seed(0)

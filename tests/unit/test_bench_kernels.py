@@ -15,8 +15,8 @@ from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-NAMES = ("kernels", "kernels_cases", "kernels_must", "kernels_plot", "kernels_problem", "peers", "roofline")
-kernels, cases, must, plot, problem, peers, roofline = (importlib.import_module(f"bench.{name}") for name in NAMES)
+NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + ["peers", "roofline"]
+kernels, cases, measure, must, plot, problem, peers, roofline = (importlib.import_module(f"bench.{n}") for n in NAMES)
 
 CPU = torch.device("cpu")
 WITHOUT_A_COMPILER = [p for p in peers.PEERS if p.why_not(CPU) is None and p.name != "torch_compile"]
@@ -32,6 +32,11 @@ def test_exactly_the_chosen_rows_turn_out_live(live, dtype):
     out = token_loss(p.hidden, p.weight, p.target, problem.paw_loss, p.rows)
     assert out.has_gradient.nonzero().squeeze(1).tolist() == p.live.tolist()
     assert p.live.numel() == round(96 * live)
+
+
+def test_a_head_too_narrow_for_the_construction_is_refused():
+    with pytest.raises(ValueError, match="D=4 is too small"):
+        made(D=4)
 
 
 def test_the_reference_is_float64_autograd():
@@ -58,11 +63,15 @@ def test_a_wrong_gradient_does_not_pass():
     assert found.d_weight < 1e-6
 
 
-@pytest.mark.parametrize("name", ["paw[auto]", *(peer.name for peer in WITHOUT_A_COMPILER)])
+OURS = [("paw[auto]", live, dtype) for live in (1.0, 0.4) for dtype in (torch.float32, torch.bfloat16)]
+PEERS = [(peer.name, 0.4, torch.float32) for peer in WITHOUT_A_COMPILER]
+
+
+@pytest.mark.parametrize(("name", "live", "dtype"), OURS + PEERS)
 @pytest.mark.parametrize("dead", ["found", "known"])
-def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, dead):
-    p = made(V=9000, known=dead == "known")  # more than one vocabulary block
-    run = cases.implementation(cases.Case(cases.Group("tiny", 96, 128, 9000), 0.4, dead, name, cases.BOTH), p)
+def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live, dtype, dead):
+    p = made(V=9000, live=live, known=dead == "known", dtype=dtype)  # more than one vocabulary block
+    run = cases.implementation(cases.Case(cases.Group("tiny", 96, 128, 9000), live, dead, name, cases.BOTH), p)
     h, w = p.hidden.requires_grad_(), p.weight.requires_grad_()
     loss, logp = run.both(h, w)
     wanted = None if run.want is None else (loss.detach(), run.want)
@@ -70,6 +79,20 @@ def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, dead)
     found = problem.errors(p, run.slope, loss=wanted, logp=logp, gradients=gradients)
     assert problem.passes(found, p.plain)
     assert (found.loss or 0) < (1e-6 if name == "paw[auto]" else 1e-4)
+    if any(peer.name == name and peer.is_cross_entropy for peer in WITHOUT_A_COMPILER):
+        torch.testing.assert_close(run.want, -p.logp[p.live if dead == "known" else slice(None)].mean())
+
+
+def test_peak_memory_counts_what_operators_hold():
+    x = torch.ones(1 << 18)
+
+    def call(x):
+        a = x + 1
+        b = a * 2
+        del a
+        return (b + 1).sum()
+
+    assert measure.peak_bytes(call, x) == pytest.approx(2 * x.nbytes, abs=4096)
 
 
 @pytest.mark.slow
@@ -89,7 +112,9 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monk
     rows = measured(resume=True)
     assert rows[: len(first)] == first
     others, broken = ([r for r in rows if (r["implementation"] == "broken") is which] for which in (False, True))
-    assert others and "naive" not in {r["implementation"] for r in rows[len(first) :]}
+    assert "naive" not in {r["implementation"] for r in rows[len(first) :]}
+    assert {r["implementation"] for r in others} >= {"naive", "paw[torch]"}
+    assert rows.index(broken[0]) < rows.index(others[-1])  # the run goes on
     assert {r["error"] for r in broken} == {"RuntimeError: no kernel image"}
     for r in others:
         assert not r["error"] and r["torch"] == torch.__version__
@@ -99,7 +124,33 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monk
     assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
 
 
-@pytest.mark.parametrize(("T", "backward"), [(100, True), (32_768, True), (131_072, False)])
+@pytest.mark.parametrize("only", ["", "quack", "f 1"])
+def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
+    roofline.write(tmp_path / "kernels_predicted.csv")
+    rows = [r for r in plot.read(tmp_path / "kernels_predicted.csv") if only in f"{r['implementation']} f {r['live']}"]
+    with (tmp_path / "k.csv").open("w", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [*rows[0], "device", "cuda"])
+        table.writeheader()
+        table.writerows({**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows)
+    assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
+
+
+def test_the_model_matches_a_case_by_hand():
+    machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=10.0)
+    T, D, V, live = 4096, 1024, 102_400, 0.5
+    gemm = 2 * T * D * V / 500e12
+    # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in bf16.
+    merge = T * 400 * 16 / 2000e9
+    gradient = (T / 2) * (2 * V + 400 * 16 + 2 * V) / 2000e9
+    # Rows gathered, live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
+    copies = (4 * T * D + 2 * 4 * (T / 2) * D + 2 * T * D) / 2000e9
+    waits = 4 * 10e-6  # inputs, rows, live rows of the one chunk, factor
+    by_hand = 1e3 * (gemm * (1 + 2 * live) + merge + gradient + copies + waits)
+    assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
+
+
+@pytest.mark.parametrize("T", [100, 4096, 32_768, 131_072])
+@pytest.mark.parametrize("backward", [True, False])
 def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatch):
     pytest.importorskip("triton")
     backend = importlib.import_module("paw_kernels._triton")
@@ -110,9 +161,40 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
         assert roofline.chunk_rows(T, D, V, backward=backward) == step
 
 
+def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
+    for machine in (roofline.BEST, roofline.CAUTIOUS):
+        times = [roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)]
+        bounds = [roofline.matmul_bound(*roofline.REFERENCE, f) for f in (0, 0.1, 0.4, 1)]
+        assert times == sorted(times)
+        assert all(time > bound for time, bound in zip(times, bounds, strict=True))
+        others = [roofline.total(roofline.peer(name, *roofline.REFERENCE), machine) for name in roofline.PEERS]
+        assert min(others) > bounds[-1]
+    for row in roofline.predictions():
+        assert float(row["ms_cautious"]) >= float(row["ms"])
+        parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
+        assert parts == pytest.approx(float(row["ms"]), abs=0.005)
+
+
 def test_the_committed_predictions_are_those_of_the_model(tmp_path):
     roofline.write(tmp_path / "predicted.csv")
     assert (tmp_path / "predicted.csv").read_text() == roofline.PREDICTED.read_text()
+
+
+def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **more):
+    where = {"head": must.HEAD, "T": str(roofline.REFERENCE[0]), "live": str(live), "dead": dead, "mode": must.BOTH}
+    return {**where, "implementation": name, "ms": str(ms), "share": "0.95", "passes": "yes", **more}
+
+
+def test_the_measured_column_reads_the_tables():
+    gpu = [
+        *(gpu_row(17.0), gpu_row(16.0, passes="no"), gpu_row(20.0, name="paw[cuda]")),
+        *(gpu_row(10.2, 0.4, "found"), gpu_row(7.0, 0.4, "known")),
+        *(gpu_row(17.5, 0.4, "found", "quack"), gpu_row(30.0, 0.4, "found", "naive")),
+    ]
+    found = [row.measured(gpu, []) for row in must.table()[:4]]
+    assert found == pytest.approx([17.0, 10.2 / 17.0, 10.2 / 17.5, 0.95])
+    assert "| 17.00: met |" in must.table()[0].line(gpu, [])
+    assert "open" in must.table()[0].line([], [])
 
 
 def test_the_page_has_the_table_of_today():

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,11 +125,8 @@ def dense(critic, rows):
     return found, gradients(lm), float(total.detach())
 
 
-@pytest.mark.parametrize(
-    ("rows", "budget"),
-    [(None, 10**6), (samples_of(conversation(turns=3)), 20)],
-    ids=["one by one, one micro-batch", "conversations, many"],
-)
+@pytest.mark.parametrize("rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"])
+@pytest.mark.parametrize("budget", [20, 10**6])
 def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget, rows):  # noqa: F811
     """Of samples that share a sequence too."""
     critic = make_critic(start, tmp_path, optim_micro_batch_tokens=budget, optim_grad_clip=1e9)
@@ -146,6 +144,25 @@ def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, b
     critic.compute_values(rows)
     for row, theirs in zip(rows, values, strict=True):
         assert row.values == pytest.approx(theirs, abs=1e-5)
+
+
+def test_the_head_starts_at_zero_and_the_critic_learns_the_returns(critic):
+    rng = random.Random(1)
+    rows = [make_row(rng) for _ in range(16)]
+    metrics = critic.compute_values(rows)
+    assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
+    assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
+    scores = [[row.score] * len(row.response_ids) for row in rows]
+    assert [row.returns for row in rows] == scores and [row.token_advantage for row in rows] == whiten(scores)
+    found = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
+    assert found[-1]["critic/loss"] < 0.2 * found[0]["critic/loss"]
+    assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
+
+
+def test_scores_that_are_all_zero_have_no_advantage(critic):
+    rows = [replace(make_row(random.Random(i)), score=0.0) for i in range(12)]
+    assert critic.compute_values(rows) == {}
+    assert not any(value for row in rows for value in row.token_advantage)
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811

@@ -32,7 +32,7 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["refused,bits,plain,planned"])
+@pytest.mark.parametrize("cases", ["resume,bits,plain,planned"])
 def test_on_interpreted_kernels(cases, tmp_path):
     run(cases, tmp_path, [{}])
 

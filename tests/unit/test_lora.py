@@ -114,6 +114,25 @@ def test_an_update_moves_the_adapters_alone_and_in_float32(dtype):
     assert adapters.keys() == {name for name in start if ".lora_" in name}
 
 
+def test_bfloat16_log_probs_are_close_to_the_exact_ones():
+    exact, policy = lora_policy(), lora_policy(dtype="bfloat16")
+    rows = make_rows(exact)
+    found = sampler_mismatch(logps(policy, rows), logps(exact, rows))
+    assert 0 < found["health/sampler_mismatch"] < 0.2
+
+
+def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
+    one, two = make_lm(), make_lm()
+    states = []
+    for lm in (one, two):
+        states.append(torch.get_rng_state())
+        add_adapters(lm, CONFIG, seed=5)
+        states.append(torch.get_rng_state())
+        torch.rand(1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
 def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     lm = make_lm()
     check_targets(lm, CONFIG)

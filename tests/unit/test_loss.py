@@ -61,6 +61,8 @@ def test_gradcheck_of_every_loss(name):
     settings = {"tis_cap": 2.0} if name == "tis" else {}
     of = getattr(losses, name)
     assert torch.autograd.gradcheck(lambda logp: of(logp, entropy, batch, **settings), logp)
+    joint = losses.joint(lambda *of_tokens: of(*of_tokens, **settings), losses.ce, kl_coef=0.3)
+    assert torch.autograd.gradcheck(lambda logp, entropy: joint(logp, entropy, batch), (logp, entropy.requires_grad_()))
 
 
 def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
@@ -90,7 +92,7 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
     """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""
     objective = replace(FULL, norm=norm, verl_samples=5)
     whole = packed(policy, rows, objective, update_samples=40)
-    cuts = [packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 60)]
+    cuts = [packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)]
     shares = [packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)) for rank in range(3)]
     cuts.append(tuple(map(sum, zip(*shares, strict=True))))
     if norm != "verl":
@@ -101,18 +103,67 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
     plain = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
     assert 0 < sum(map(plain.dead, rows)) < len(rows)
     kept = packed(policy, rows, plain, update_samples=40, budget=100)
+    by_token = packed(policy, rows, replace(plain, norm="token"), update_samples=40)[1]
+    assert norm == "token" or relative(by_token, kept[1]) > 1e-2  # it can tell
     skipped = packed(policy, rows, plain, update_samples=40, budget=100, skip=plain.dead)
     assert skipped[0] == pytest.approx(kept[0], rel=1e-6) and relative(skipped[1], kept[1]) < 1e-6
 
 
-def test_mini_batches_sum_to_the_whole_update(policy, rows):
-    """Each weighted by its samples, a policy term that is a mean over samples."""
-    objective = replace(OBJECTIVES["paper"], norm="sample")
-    loss, gradient = packed(policy, rows, objective, update_samples=len(rows))
-    parts = minibatches(rows, size=5, seed=0)
-    found = [(len(part), packed(policy, part, objective, update_samples=len(rows))) for part in parts]
-    assert sum(n * each for n, (each, _) in found) / len(rows) == pytest.approx(loss, rel=1e-6)
-    assert relative(sum(n * each for n, (_, each) in found) / len(rows), gradient) < 1e-6
+def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows):
+    without = [row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows]
+    assert sum(len(a.observation_ids) - len(b.observation_ids) for a, b in zip(rows, without, strict=True)) > 0
+    a, b = packed(policy, rows, FULL, update_samples=40), packed(policy, without, FULL, update_samples=40)
+    assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
+    """The gradient is the sum of both; without weights it is the policy's, bit for bit."""
+    objective = OBJECTIVES["paper"]
+    joint = packed(policy, rows, objective, update_samples=40)[1]
+    no_weight = [replace(row, wm_weight=0.0) for row in rows]
+    alone = packed(policy, no_weight, objective, update_samples=40)[1]
+    world = packed(policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40)[1]
+    assert world.norm() > 1e-3 * alone.norm() and relative(alone + world, joint) < 1e-6
+    disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)[1]
+    assert torch.equal(disabled, alone)
+
+
+def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
+    """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
+    fresh = [replace(row, wm_weight=0.0) for row in rows]
+    for row, (logp, _) in zip(fresh, log_probs(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True):
+        row.old_logp = row.ref_logp = logp
+    objective, every = Objective(kl_coef=0.1), [[i] for i in range(len(fresh))]
+    batch = collate(fresh, every, with_observation=False, device=CPU)
+    out, tokens = objective.forward(policy, batch, fresh, len(fresh))
+    n = sum(len(row.response_ids) for row in fresh)
+    mean = sum(row.advantage * len(row.response_ids) for row in fresh) / n
+    assert float(out.loss.detach()) == pytest.approx(-mean, abs=1e-5)
+    found = dict(zip(losses.SUMS, losses.tally(out, tokens, *objective.terms), strict=True))
+    assert found["clipped"] == 0 and abs(found["kl"]) < 1e-6
+
+
+@pytest.mark.parametrize("norm", ["token", "sample", "group"])
+def test_mini_batches_sum_to_the_whole_update(rows, norm):
+    """The world term weighted by rows, the policy term too, unless it is a mean over tokens."""
+    objective, policy = replace(OBJECTIVES["paper"], norm=norm), tiny_policy().double()
+
+    def split(part):
+        """Gradients of the policy's and of the world model's term."""
+        acting = packed(policy, part, objective, update_samples=len(rows), with_observation=False)[1]
+        observing = [replace(row, advantage=0.0) for row in part]
+        return acting, packed(policy, observing, objective, update_samples=len(rows))[1]
+
+    acting, world = split(rows)
+    tokens = sum(len(row.response_ids) for row in rows)
+    for size in (1, 3, 8):
+        acting_sum, world_sum = torch.zeros_like(acting), torch.zeros_like(world)
+        for part in minibatches(rows, size=size, seed=0):
+            ours, theirs = split(part)
+            share, length = len(part) / len(rows), sum(len(row.response_ids) for row in part)
+            acting_sum += ours * (length / tokens if norm == "token" else share)
+            world_sum += theirs * share
+        assert relative(acting_sum, acting) < 1e-6 and relative(world_sum, world) < 1e-6
 
 
 def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(policy):

@@ -11,8 +11,10 @@ from joint import FAMILIES, VOCAB, Objective, gradients, make_lm, make_rows, pac
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.policy import Policy, load_policy, load_tokenizer, pick_backend, pick_device
+from paw_kernels import BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,16 @@ def only_pickled(folder):
 
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
+    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
+    "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
+    "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "not fully covered",
+    ),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header too small"),
     "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
     "code of its own": (
         lambda f: rewrite(f, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
@@ -144,6 +156,10 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     ours, theirs, wanted = (packed(p, rows, how, update_samples=len(rows))[1] for p in (policy, plain, exact))
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
     assert 0 < relative(ours, wanted) < 0.02
+    scores = (log_probs(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
+    for (logps, _), (exactly, _) in zip(*scores, strict=True):
+        assert logps == pytest.approx(exactly, abs=0.02) and logps != exactly
+    assert policy.hidden(ids, [5, 6]).dtype == policy.head_weight.dtype == torch.bfloat16
     policy.hidden(ids, [5, 6]).sum().backward()
     assert all(p.dtype == torch.float32 and p.is_leaf for p in policy.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
@@ -169,3 +185,4 @@ def test_devices():
             pick_device("cuda")
         with pytest.raises(UserError, match=r"model.head_backend = 'cuda': it needs tensors.*head_backend auto"):
             pick_backend("cuda", torch.device("cpu"), "float32")
+        assert pick_backend("auto", torch.device("cpu"), "float32") in BACKENDS

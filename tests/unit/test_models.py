@@ -80,7 +80,7 @@ def test_packed_rows_have_the_models_own_log_probs_and_gradients(name):
     assert relative(together, alone) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Qwen3_5", "Mixtral"])
+@pytest.mark.parametrize("name", KNOWN)
 def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     lm = make(name).to(torch.bfloat16)
     before = {key: value.clone() for key, value in lm.named_parameters()}
@@ -136,6 +136,13 @@ def test_an_engine_that_samples_from_something_else_is_refused():
         UserError, match=r"'transformers' cannot sample from model type 'mamba2'.*use --rollout.engine v"
     ):
         check_sampling(lm)
+
+
+def test_rows_stay_apart_when_layers_are_recomputed():
+    plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
+    rows = make_rows(plain, n=6)
+    a, b = (packed(p, rows, Objective(), update_samples=len(rows)) for p in (plain, thrifty))
+    assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
 
 
 @pytest.mark.slow

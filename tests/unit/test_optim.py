@@ -25,6 +25,9 @@ def test_cosine_ends_at_final_lr():
     assert values == pytest.approx(
         [0.2 * (0.1 + 0.45 * (1 + half)), 0.2 * (0.1 + 0.45), 0.2 * (0.1 + 0.45 * (1 - half)), 0.02]
     )
+    assert schedule(schedule="cosine", final_lr=0.0)[-1] == pytest.approx(0.0)
+    falling = schedule(updates=100, schedule="cosine")
+    assert falling == sorted(set(falling), reverse=True)
     plain, both = schedule(schedule="cosine"), schedule(schedule="cosine", warmup_updates=2)
     assert both == pytest.approx([plain[0] / 2, *plain[1:]])
 

@@ -38,7 +38,7 @@ def test_minibatches_are_shuffled_by_the_seed_alone():
     multiple=st.integers(1, 4),
     quadratic=st.sampled_from([0.0, 0.01, 1.0]),
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget, multiple, quadratic):
     batches = balanced_batches(lengths, budget=budget, multiple=multiple, quadratic=quadratic)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
@@ -69,6 +69,15 @@ def test_batches_are_full_and_their_work_is_balanced(multiple):
     assert work == sorted(work, reverse=True)
     for i in range(0, len(work), multiple):
         assert work[i] < 1.02 * work[i + multiple - 1]
+
+
+def test_attention_counts_in_the_balance():
+    """One row of 90 attends as much as nine of 30."""
+    lengths = [90, *[30] * 9]
+    attending = balanced_batches(lengths, budget=300, multiple=2, quadratic=1.0)
+    assert sorted(sum(lengths[i] for i in batch) for batch in attending) == [90, 270]
+    linear = balanced_batches(lengths, budget=300, multiple=2)
+    assert [sum(lengths[i] for i in batch) for batch in linear] == [180, 180]
 
 
 def test_neighbours_in_length_are_padded_together():

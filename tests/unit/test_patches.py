@@ -11,6 +11,7 @@ import torch
 from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import Policy
@@ -20,6 +21,8 @@ needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is Non
 
 def assert_same(fast, plain, *, n):
     rows = make_rows(plain, n)
+    scores = (log_probs(p, rows, temperature=1.0, budget=60).values() for p in (fast, plain))
+    assert all(ours[0] == pytest.approx(theirs[0], abs=1e-5) for ours, theirs in zip(*scores, strict=True))
     ours, theirs = (packed(p, rows, Objective(), update_samples=n, budget=60) for p in (fast, plain))
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
     assert relative(ours[1], theirs[1]) < 1e-5

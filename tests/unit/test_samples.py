@@ -107,7 +107,8 @@ def prepared(policy, groups, *, wm):
     return fill(policy, samples_of(groups, encode=encode), n_groups=len(groups), alpha=0.75)
 
 
-@pytest.mark.parametrize(("wm", "norm"), [(False, "sample"), (True, "token"), (True, "group")])
+@pytest.mark.parametrize("wm", [False, True], ids=["GRPO", "PaW"])
+@pytest.mark.parametrize("norm", ["token", "sample", "group"])
 def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)

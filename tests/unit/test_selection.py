@@ -29,7 +29,7 @@ def updates(draw):
     return rows
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(rows=updates(), alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 1.0]), extra_groups=st.integers(0, 2))
 def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_groups):
     present = list(dict.fromkeys(row.group for row in rows))
@@ -58,6 +58,21 @@ def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constan
     assert out.lambdas == [0.5] and out.weights == pytest.approx([0.05] * 10)
     out = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
     assert out.lambdas == [0.3] and out.weights == pytest.approx([0.015] * 10)
+
+
+def test_ties_go_to_the_lower_index_and_rounding_adds_no_row():
+    rows = [make_row(0, 0, 1.0) for _ in range(30)]
+    out = select(rows, alpha=0.1, weight=1.0, reward_max=1.0, n_groups=1)
+    assert out.selected == [True] * 3 + [False] * 27
+
+
+def test_a_group_without_failures_has_no_weight_and_rows_without_a_target_take_no_place():
+    rows = [make_row(0, 0, 1.0, episode_return=10.0), make_row(1, 1, 0.5)]
+    out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
+    assert (out.lambdas, out.weights, out.selected) == ([0.0, 1.0], [0.0, 0.5], [True, True])
+    rows = [make_row(0, 0, 9.0, target=False), make_row(0, 0, 1.0), make_row(0, 0, 2.0)]
+    out = select(rows, alpha=0.5, weight=1.0, reward_max=1.0, n_groups=1)
+    assert out.selected == [False, False, True] and out.weights == [0.0, 0.0, 1.0]
 
 
 def test_with_dedup_of_equal_rows_only_the_first_takes_part():

@@ -1,6 +1,7 @@
 """Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for bit."""
 
 import copy
+import math
 import random
 import statistics
 from functools import partial
@@ -22,7 +23,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
-from paw.train import update
+from paw.train import optimize, prepare, update
 from paw.types import Sample
 from paw_kernels import token_loss, token_stats
 
@@ -151,9 +152,27 @@ def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_wei
     assert metrics[-1]["wm/loss"] > 0 and 0.7 < metrics[-1]["wm/selected_frac"] <= 0.8
 
 
-def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path):
+def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_path):
+    _, _, metrics = run_updates(make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_samples=1000), 2)
+    assert metrics[0]["policy/kl"] < 1e-9
+    assert metrics[1]["policy/kl"] > 1e-4
+
+
+def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_path):
+    config = make_config(start, tmp_path, optim_minibatch_samples=1000)
+    with open_run(config) as run:
+        push_weights(run.policy.lm, run.engine, version=0)
+        groups, _ = Rollouts(run.factory, run.engine, run.chat, config).training(0, 4)
+        rows = prepare(run, groups)
+        next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
+        metrics = optimize(run, rows)
+    assert metrics["optim/skipped"] == 1 and "optim/grad_norm" not in metrics
+
+
+@pytest.mark.parametrize("wm_enabled", [True, False])
+def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabled):
     """An engine with weights of its own, whose sync does nothing: no optimizer step is made from what it samples."""
-    config = make_config(start, tmp_path, policy_old_logp="engine", wm_enabled=False)
+    config = make_config(start, tmp_path, policy_old_logp="engine", wm_enabled=wm_enabled)
     with open_run(config) as run:
         rollouts = Rollouts(run.factory, run.engine, run.chat, config)
         run.engine.sync([], version=0)
@@ -171,10 +190,11 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path):
         assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
 
 
-def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_path):
+@pytest.mark.parametrize("old_logp", ["trainer", "engine"])
+def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_path, old_logp):
     """The sampler has the trainer's weights: every ratio of the first optimizer step is 1."""
     plain, _, _ = run_updates(make_config(start, tmp_path / "plain", optim_minibatch_samples=1000), 1)
-    options = {"optim_minibatch_samples": 1000, "policy_old_logp": "engine", "policy_tis_cap": 2.0}
+    options = {"optim_minibatch_samples": 1000, "policy_old_logp": old_logp, "policy_tis_cap": 2.0}
     truncated, _, metrics = run_updates(make_config(start, tmp_path / "tis", **options), 1)
     initial = load_policy(start).named_parameters_once()
     for name, ours in truncated[-1].items():
@@ -213,6 +233,7 @@ def test_an_update_is_the_same_however_it_is_computed(start, tmp_path):
     expected = step()
     for changes in (
         {"optim_micro_batch_tokens": 300},
+        {"optim_micro_batch_tokens": 10**6},
         {"model_head_backend": "torch"},
         {"model_checkpointing": "full"},
         {"rollouts": Shuffled},
