@@ -16,10 +16,11 @@ with a `TokenBatch`, weights left out. A function of one's own plugs in by name 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class TokenBatch:
     """Under the sampler, as the engine reported it."""
     ref_logp: Tensor | None = None
     """log pi_ref, when kl_coef > 0."""
+    sampler_gap: Tensor | None = None
+    """Mean of log pi_old - log pi_sampler over the response, with policy.is_level = "response"."""
+    sample: Tensor | None = None
+    """int64: the index of the token's sample in the batch, ..."""
+    response_gap: Tensor | None = None
+    """... and the mean of log pi - log pi_old over its response, detached: for a loss that has `of_response`."""
 
 
 TokenLossFunction = Callable[[Tensor, Tensor, TokenBatch], Tensor]
@@ -73,6 +80,37 @@ def ppo(
     plain, clipped = -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.maximum(plain, clipped)
     return torch.where(batch.advantage < 0, torch.minimum(surrogate, -batch.advantage * dual_clip), surrogate)
+
+
+def cispo(
+    logp: Tensor, entropy: Tensor, batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 0.28
+) -> Tensor:
+    """-A r log p with r the clipped ratio, detached: no token loses its gradient (CISPO, arXiv 2506.13585, Eq. (4)).
+
+    clip_low: Ratios count as 1 - clip_low at least.
+    clip_high: Ratios count as 1 + clip_high at most.
+    """
+    ratio = (logp.detach() - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
+    return -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high) * logp
+
+
+def gspo(
+    logp: Tensor, entropy: Tensor, batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Tensor:
+    """The clipped surrogate of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, Eq. (5)).
+
+    By token: its value is the response's, its gradient the share of the token. `policy.loss_norm = "sample"` makes the
+    mean over responses that the paper has.
+
+    clip_low: Ratios of responses below 1 - clip_low are clipped.
+    clip_high: Ratios of responses above 1 + clip_high are clipped.
+    """
+    assert batch.response_gap is not None
+    ratio = (batch.response_gap + logp - logp.detach()).clamp(max=LOG_RATIO_MAX).exp()
+    return torch.maximum(-batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+
+
+gspo.of_response = True  # type: ignore[attr-defined]
 
 
 def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> Tensor:
@@ -115,23 +153,53 @@ def joint(
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
     tis_cap: float | None = None,
+    is_mask: tuple[float, float] | None = None,
 ) -> Loss:
     """The objective: of response tokens `policy` + kl_coef KL - entropy_coef H, of observation tokens `wm`, weighed.
 
-    `tis_cap` weighs each token's policy loss by min(pi_old / pi_sampler, tis_cap).
+    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio is not within `is_mask`
+    (IcePop, arXiv 2510.18855; by response: masked importance sampling).
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
         acting = policy(logp, entropy, batch)
         if tis_cap is not None:
-            acting = acting * (batch.old_logp - batch.sampled_logp).clamp(max=math.log(tis_cap)).exp()
+            acting = acting * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
+        if is_mask is not None:
+            acting = torch.where(outside(batch, is_mask), 0.0, acting)
         if kl_coef:
             acting = acting + kl_coef * k3(logp, batch)
         if entropy_coef:
             acting = acting - entropy_coef * entropy
         return batch.weight * torch.where(batch.observation, wm(logp, entropy, batch), acting)
 
+    loss.of_response = of_response(policy)  # type: ignore[attr-defined]
     return Loss(loss)
+
+
+def sampler_gap(batch: TokenBatch) -> Tensor:
+    """log pi_old - log pi_sampler of each token, or the mean over its response."""
+    return batch.old_logp - batch.sampled_logp if batch.sampler_gap is None else batch.sampler_gap
+
+
+def outside(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
+    """Whether pi_old / pi_sampler is not within the bounds."""
+    ratio = sampler_gap(batch).clamp(max=LOG_RATIO_MAX).exp()
+    return (ratio < bounds[0]) | (ratio > bounds[1])
+
+
+def of_response(loss: Any) -> bool:
+    """Whether a token's loss, or that of a partial of it, needs `TokenBatch.response_gap`."""
+    return getattr(getattr(loss, "func", loss), "of_response", False)
+
+
+def with_response_gap(tokens: TokenBatch, logp: Tensor) -> TokenBatch:
+    """The batch with the gap of each response, for tokens of these log-probs [N]."""
+    assert tokens.sample is not None
+    action = (~tokens.observation).float()
+    gap = ((logp - tokens.old_logp) * action).nan_to_num(0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    sums, counts = (torch.zeros_like(logp).index_add(0, tokens.sample, values) for values in (gap, action))
+    return replace(tokens, response_gap=(sums / counts.clamp(min=1.0))[tokens.sample])
 
 
 def token_batch(
@@ -143,19 +211,24 @@ def token_batch(
     verl_samples: int = 32,
     wm_scale: float = 1.0,
     reference: bool = False,
+    is_level: str = "token",
 ) -> TokenBatch:
     """What the loss reads of a batch cut from `minibatch`; the update had `update_samples`."""
     per_token = _token_weights(minibatch, norm, verl_samples, update_samples=update_samples)
     wm_scale *= update_samples / len(minibatch)
-    columns: dict[str, list[float]] = {name: [] for name in ("weight", "advantage", "old_logp", "sampled_logp")}
-    if reference:
-        columns["ref_logp"] = []
-    for i in batch.indices:
+    names = ["weight", "advantage", "old_logp", "sampled_logp"]
+    names += ["ref_logp"] * reference + ["sampler_gap"] * (is_level == "response")
+    columns: dict[str, list[float]] = {name: [] for name in names}
+    index: list[int] = []
+    for place, i in enumerate(batch.indices):
         sample = minibatch[i]
         m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
         n = len(sample.response_ids)
         columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
+        index += [place] * (n + m)
         values = {"advantage": sample.advantages, "old_logp": sample.old_logp, "sampled_logp": sample.sampled_logp}
+        if is_level == "response":
+            values["sampler_gap"] = [fmean(sample.old_logp) - fmean(sample.sampled_logp)] * n
         if reference:
             assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
             values["ref_logp"] = sample.ref_logp
@@ -163,7 +236,8 @@ def token_batch(
             columns[name] += of_response + [0.0] * m
     device = batch.target.device
     tensors = {name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in columns.items()}
-    return TokenBatch(observation=batch.observation, **tensors)
+    sample_index = torch.tensor(index, dtype=torch.int64, device=device)
+    return TokenBatch(observation=batch.observation, sample=sample_index, **tensors)
 
 
 def _token_weights(minibatch: Sequence[Sample], norm: str, verl_samples: int, *, update_samples: int) -> list[float]:
@@ -183,7 +257,11 @@ def joint_loss(model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *,
 
     def forward() -> TokenLoss:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
-        return token_loss(hidden, model.head_weight, batch.target, loss, tokens, **model.head_options(temperature))
+        head, options, read = model.head_weight, model.head_options(temperature), tokens
+        if of_response(loss.function):
+            with torch.no_grad():
+                read = with_response_gap(tokens, token_stats(hidden, head, batch.target, **options).logp)
+        return token_loss(hidden, head, batch.target, loss, read, **options)
 
     return model(forward)
 
@@ -215,13 +293,22 @@ def log_probs(
 
 
 SUMS = ("actions", "observations", "with_gradient", "masked", "clipped", "policy_loss", "wm_loss", "wm_token_loss",
-        "entropy", "kl")  # fmt: skip
+        "entropy", "kl", "is_masked")  # fmt: skip
 """What `tally` counts and adds up over the tokens of an update's micro-batches."""
 
 
-def tally(out: TokenLoss, tokens: TokenBatch, policy: TokenLossFunction, wm: TokenLossFunction) -> list[float]:
+def tally(
+    out: TokenLoss,
+    tokens: TokenBatch,
+    policy: TokenLossFunction,
+    wm: TokenLossFunction,
+    is_mask: tuple[float, float] | None = None,
+) -> list[float]:
     """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no gradient; masked:
     observation tokens of which `wm` has none."""
+
+    if of_response(policy):
+        tokens = with_response_gap(tokens, out.logp)
 
     def of(loss: TokenLossFunction) -> tuple[Tensor, Tensor]:
         """The loss of each token, and its derivative by log p."""
@@ -244,11 +331,14 @@ def tally(out: TokenLoss, tokens: TokenBatch, policy: TokenLossFunction, wm: Tok
         watching[observation].sum(),
         out.entropy[action].sum(),
         kl.sum(),
+        (action & outside(tokens, is_mask or (0.0, math.inf))).sum(),
     ]
     return torch.stack([value.double() for value in sums]).tolist()  # one transfer
 
 
-def metrics(sums: Sequence[float], *, steps: int, reference: bool, masks: bool) -> dict[str, float]:
+def metrics(
+    sums: Sequence[float], *, steps: int, reference: bool, masks: bool, is_mask: bool = False
+) -> dict[str, float]:
     """Losses are means over the optimizer `steps`, fractions and means are over tokens.
 
     What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
@@ -263,6 +353,8 @@ def metrics(sums: Sequence[float], *, steps: int, reference: bool, masks: bool) 
             "policy/entropy": of["entropy"] / of["actions"],
             "optim/gradient_frac": of["with_gradient"] / (of["actions"] + of["observations"]),
         }
+        if is_mask:
+            found["policy/is_masked_frac"] = of["is_masked"] / of["actions"]
         if reference:
             found["policy/kl"] = of["kl"] / of["actions"]
     if of["observations"]:

@@ -54,6 +54,7 @@ def to_samples(
                         observation_ids=target,
                         sampled_logp=turn.sampled_logp,
                         sampled_entropy=turn.entropy,
+                        versions=turn.versions or [turn.version] * len(turn.response_ids),
                         score=episode_return - penalty,
                         episode_return=episode_return,
                         reward=turn.outcome.reward,

@@ -35,7 +35,10 @@ class Objective:
     dual_clip: float = 3.0
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    policy: str = "ppo"
     tis_cap: float | None = None
+    is_mask: tuple[float, float] | None = None
+    is_level: str = "token"
     norm: str = "token"
     verl_samples: int = 32
     rho: float = 0.2
@@ -47,17 +50,23 @@ class Objective:
     @property
     def terms(self):
         """The losses of response and of observation tokens."""
-        clips = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
+        names = ("clip_low", "clip_high", "dual_clip") if self.policy == "ppo" else ("clip_low", "clip_high")
+        clips = {name: getattr(self, name) for name in names}
         own = {"cmae": {"rho": self.rho}, "gce": {"q": self.q}}.get(self.wm, {})
-        return partial(losses.ppo, **clips), partial(getattr(losses, self.wm), **own)
+        return partial(getattr(losses, self.policy), **clips), partial(getattr(losses, self.wm), **own)
 
     @property
     def loss(self):
         how = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef, "tis_cap": self.tis_cap}
-        return losses.joint(*self.terms, **how)
+        return losses.joint(*self.terms, is_mask=self.is_mask, **how)
 
     def tokens(self, batch, minibatch, update_samples):
-        how = {"norm": self.norm, "verl_samples": self.verl_samples, "wm_scale": self.wm_scale}
+        how = {
+            "norm": self.norm,
+            "verl_samples": self.verl_samples,
+            "wm_scale": self.wm_scale,
+            "is_level": self.is_level,
+        }
         return token_batch(batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how)
 
     def forward(self, policy, batch, minibatch, update_samples):
@@ -171,16 +180,23 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
         logps = token_logps(lm, row, temperature=objective.temperature)
         start = len(row.prompt_ids)
         surrogate = torch.zeros((), dtype=torch.float64)
+        gaps = [logps[start + t - 1, token] - row.old_logp[t] for t, token in enumerate(row.response_ids)]
+        drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]
+        drift = [sum(drift) / len(drift)] * len(drift) if objective.is_level == "response" else drift
         for t, token in enumerate(row.response_ids):
             at = logps[start + t - 1]
-            ratio = (at[token] - row.old_logp[t]).exp()
+            ratio = (sum(gaps) / len(gaps) if objective.policy == "gspo" else gaps[t]).exp()
             clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
             advantage = row.advantage if row.token_advantage is None else row.token_advantage[t]
             term = torch.maximum(-advantage * ratio, -advantage * clamped)
-            if advantage < 0:
+            if objective.policy == "cispo":
+                term = -advantage * clamped.detach() * at[token]
+            if advantage < 0 and objective.policy == "ppo":
                 term = torch.minimum(term, torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64))
             if objective.tis_cap is not None:
-                term = term * min(math.exp(row.old_logp[t] - row.sampled_logp[t]), objective.tis_cap)
+                term = term * min(math.exp(drift[t]), objective.tis_cap)
+            if objective.is_mask and not objective.is_mask[0] <= math.exp(drift[t]) <= objective.is_mask[1]:
+                term = 0.0 * term
             if objective.kl_coef:
                 gap = row.ref_logp[t] - at[token]
                 term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)

@@ -20,6 +20,11 @@ OBJECTIVES = {
     "verl's mean": Objective(rho=0.05, norm="verl", verl_samples=7),
     "mae, scaled": Objective(wm="mae", wm_scale=3.0),
     "gce, truncated importance": Objective(wm="gce", q=0.4, tis_cap=2.0),
+    "gspo": Objective(rho=0.05, policy="gspo", norm="sample", clip_low=0.1, clip_high=0.1),
+    "gspo, several tokens' mean": Objective(rho=0.05, policy="gspo", clip_low=0.1, clip_high=0.1, kl_coef=0.1),
+    "cispo": Objective(rho=0.05, policy="cispo", clip_low=1.0, clip_high=0.1),
+    "masked tokens": Objective(rho=0.05, tis_cap=2.0, is_mask=(0.4, 2.5)),
+    "masked responses": Objective(rho=0.05, tis_cap=1.2, is_mask=(0.5, 1.6), is_level="response"),
     "ce, at a temperature": Objective(wm="ce", temperature=0.7, dual_clip=1.5),
 }
 FULL = OBJECTIVES["kl and entropy"]
