@@ -18,13 +18,14 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
+from paw.errors import UserError
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
 from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine
+from paw.rollout.engines import make_engine, wants_entropy
 from paw.rollout.engines.base import Engine
 from paw.rollout.episode import find_agent
 from paw.state.export import start_model
@@ -87,6 +88,8 @@ def check_extras(config: Config, device: torch.device) -> None:
         from paw.model.patches import import_liger
 
         import_liger(device)
+    if config.engine.type == "server" and not (config.engine.urls or config.engine.servers):
+        raise UserError("engine.type = 'server' needs engine.urls = [\"http://...\"] or engine.servers = 1")
 
 
 def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
@@ -122,6 +125,13 @@ def build(
     began = time.monotonic()
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
+    servers = None
+    if config.engine.servers and not config.engine.urls and ranks.first:
+        from paw.rollout.engines.servers import start_servers
+
+        folder = config.run.dir / config.run.name / "servers"
+        servers = start_servers(config, path, folder, device=device, ranks=ranks, entropy=wants_entropy(config))
+        stack.callback(servers.close)
     tokenizer = load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
 
@@ -158,7 +168,7 @@ def build(
         for model in models:
             apply_liger(model.lm)
     apart = {"own_weights": not alone, "check": ranks.first}
-    engine = make_engine(config, policy=policy, chat=chat, model_path=path, **apart)
+    engine = make_engine(config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart)
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
         from paw.model.lora import add_adapters

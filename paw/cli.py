@@ -119,7 +119,13 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
             sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
             sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
-            sub.add_argument("--gpus", type=int, default=1, metavar="N", help="processes, one a GPU (CPUs too)")
+            sub.add_argument(
+                "--gpus",
+                type=int,
+                default=1,
+                metavar="N",
+                help="GPUs, or CPUs: a process each",
+            )
             sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration, and stop")
             sub.set_defaults(command=_train)
         else:
@@ -166,7 +172,9 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         from paw.model.launcher import launch
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-        return launch(options.gpus, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
+        if (count := options.gpus - config.engine.gpus) < 1:
+            raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
+        return launch(count, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
     from paw.train import train
 
     report = train(config, resume=resume, numbered=numbered)

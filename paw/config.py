@@ -13,10 +13,24 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from paw.errors import UserError
 from paw.keys import flatten, keys_of, section_type
 from paw.tool_config import EndpointConfig, RwmlConfig, WarmupConfig
-from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
+from paw.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    PluginSection,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Url,
+)
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
-VLLM, FLASH = Only("rollout.engine", ("vllm",)), Only("optim.name", ("flash-adamw",))
+FLASH = Only("optim.name", ("flash-adamw",))
+SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
 
 
 class RunConfig(Section):
@@ -131,24 +145,54 @@ class RewardConfig(PluginSection):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples responses."""
     tasks: Count = 16
     """Tasks (groups) of one update."""
     group_size: Count = 8
     """Episodes of each task."""
     temperature: Positive = 1.0
     """Sampling temperature."""
+    ahead: Annotated[Natural, Only("engine.type", ("server",))] = 0
+    """Updates whose episodes are played ahead, while the trainer works; no token is of weights older than that."""
     max_prompt_tokens: Count = 2048
     """Longer prompts lose their beginning."""
     max_response_tokens: Count = 512
     """Tokens of a response at most."""
-    max_batch_tokens: Annotated[Count, Only("rollout.engine", ("transformers",))] = 65536
+
+
+class EngineConfig(Section):
+    """What samples responses."""
+
+    type: Literal["transformers", "vllm", "server"] = "transformers"
+    """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer. server: servers of
+    vLLM, on devices or machines of their own (docs/scale.md)."""
+    max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
     """Padded prompt tokens of one forward pass."""
-    gpu_memory_utilization: Annotated[Share, VLLM] = 0.5
-    """Share of the device's memory for vLLM's weights and KV cache."""
-    sleep_level: Annotated[Literal[1, 2], VLLM] = 2
+    gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None
+    """Share of the device's memory for vLLM's weights and KV cache; unset: 0.5 beside the trainer, 0.9 for a server."""
+    sleep_level: Annotated[Literal[1, 2], Only("engine.type", ("vllm",))] = 2
     """vLLM while training: 2 drops its weights (every update sends new ones anyway), 1 keeps them in host memory."""
+    urls: Annotated[list[Url], SERVER] = []
+    """Servers that run already, of this model and for this run alone."""
+    servers: Annotated[Natural, SERVER] = 0
+    """Servers to start here and end with the run, where there are no `urls`."""
+    tensor_parallel: Annotated[Count, SERVER, STARTED] = 1
+    """GPUs of each. `paw train --gpus N` leaves servers * tensor_parallel of the N to them."""
+    transfer: Annotated[Literal["auto", "nccl", "files"], SERVER] = "auto"
+    """How weights reach servers: nccl between GPUs, files through a folder that both see; auto: nccl on a GPU."""
+    weights_dir: Annotated[Path | None, SERVER] = None
+    """The folder for files; unset: in memory, for servers on this machine."""
+    timeout_s: Annotated[Seconds, SERVER] = 600.0
+    """Seconds for a whole response, and for new weights, before a server is left out."""
+
+    @property
+    def memory_share(self) -> float:
+        """gpu_memory_utilization, or its default."""
+        return self.gpu_memory_utilization or (0.9 if self.type == "server" else 0.5)
+
+    @property
+    def gpus(self) -> int:
+        """Devices of the servers that the run starts."""
+        return self.servers * self.tensor_parallel if self.type == "server" else 0
 
 
 class AdvantageConfig(PluginSection):
@@ -174,12 +218,12 @@ class CriticConfig(Section):
 class PolicyConfig(PluginSection):
     KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
     loss: str = "ppo"
-    """Token loss of responses: ppo, or one of your own, "module:name" or "FILE.py:name" (docs/algorithm.md)."""
+    """Loss of responses: ppo, cispo, gspo, or one of your own, "module:name" or "FILE.py:name" (docs/algorithm.md)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
+    dual_clip: Annotated[float, Field(gt=1.0), Only("policy.loss", ("ppo",))] = 3.0
     """With a negative advantage the loss is at most this times its size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""
@@ -194,6 +238,10 @@ class PolicyConfig(PluginSection):
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap); with old_logp = "engine"
     min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
+    is_mask: tuple[Positive, Positive] | None = None
+    """Tokens whose pi_old / pi_sampler is not within [low, high] have no policy loss."""
+    is_level: Literal["token", "response"] = "token"
+    """For tis_cap and is_mask: the ratio of each token, or the geometric mean over its response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory but for its log-prob pass."""
 
@@ -282,6 +330,7 @@ class Config(Section):
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
     critic: CriticConfig = CriticConfig()
     policy: SerializeAsAny[PolicyConfig] = _DEFAULT

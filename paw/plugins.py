@@ -51,7 +51,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
     "advantages": {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
     | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
-    "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cmae", "mae", "ce", "gce")},
+    "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cispo", "gspo", "cmae", "mae", "ce", "gce")},
     "agents": {
         "plain": "paw.rollout.episode:plain",
         "react": "paw.agents.react:React",

@@ -10,6 +10,7 @@ finished episodes, denominators of the whole mini-batch instead of means of micr
 import math
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,12 +50,11 @@ def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
     one of the highest number. Raises UserError for a mistake of the user; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered) as run:
-        rollouts = Rollouts(run.factory, run.engine, run.chat, config, run.ranks)
-        push_weights(run.policy.lm, run.engine, version=run.step)
-        run.catch_up(rollouts)
-        while run.step < config.run.updates and not run.stop_requested():
-            update(run, rollouts)
-        rollouts.close()
+        with closing(run.make_rollouts()) as rollouts:
+            push_weights(run.policy.lm, run.engine, version=run.step)
+            run.catch_up(rollouts)
+            while run.step < config.run.updates and not run.stop_requested():
+                update(run, rollouts)
         return run.finish()
 
 
@@ -105,6 +105,8 @@ def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
             if run.stop_requested():
                 return [], stats
             time.sleep(1)
+        if any(run.ranks.gather(bool(run.engine.faults))):  # a server that is back needs the weights
+            push_weights(run.policy.lm, run.engine, version=run.step)
     return groups, RolloutStats.sum(tries)
 
 
@@ -117,6 +119,9 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
         encode_observation=run.encode_observation if config.wm.enabled else None,
         invalid_penalty=run.factory.invalid_penalty,
     )
+    if config.rollout.ahead:
+        ages = [run.step - version for sample in samples for version in sample.versions]
+        run.metrics |= {"staleness/mean": fmean(ages), "staleness/max": max(ages)}
     compute_advantages(run, samples)
     compute_log_probs(run, samples)
     if config.wm.enabled:
@@ -169,7 +174,9 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
             "resume an earlier checkpoint with a lower optim.lr"
         )
     if pass_needed:
-        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], [sample.sampled_logp for sample in samples]))
+        current = [[version == run.step for version in sample.versions] for sample in samples]
+        sampled = [sample.sampled_logp for sample in samples]
+        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], sampled, current))
     for sample, (logp, entropy) in zip(samples, scored, strict=True):
         sample.old_logp = sample.sampled_logp if from_engine else logp
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
@@ -198,15 +205,16 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     config, ranks, policy = run.config, run.ranks, run.policy
     options = config.policy
     acting, watching = token_losses(config)
-    tis_cap = options.tis_cap if options.old_logp == "trainer" else None
-    loss = losses.joint(acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, tis_cap=tis_cap)
+    weighing: Any = {"tis_cap": options.tis_cap if options.old_logp == "trainer" else None, "is_mask": options.is_mask}
+    loss = losses.joint(acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, **weighing)
+    tally = partial(losses.tally, policy=acting, wm=watching, is_mask=options.is_mask)
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
     found = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
     unscored = "health/sampler_mismatch" not in run.metrics
     of_update: Any = {
         "update_samples": len(samples), "norm": options.loss_norm, "verl_samples": options.verl_samples,
-        "wm_scale": config.wm.scale, "reference": options.kl_coef > 0.0,
+        "wm_scale": config.wm.scale, "reference": options.kl_coef > 0.0, "is_level": options.is_level,
     }  # fmt: skip
     sums, norms, steps = [0.0] * len(losses.SUMS), list[float](), 0
     for minibatch in run.minibatches(samples):
@@ -228,10 +236,11 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
             out.loss.backward()
             if unscored:
-                unscored, found = False, found | compare_sampler(run, out, tokens)
+                versions = [version for i in batch.indices for version in minibatch[i].versions]
+                unscored, found = False, found | compare_sampler(run, out, tokens, versions)
             total += float(out.loss.detach()) / ranks.world_size
             out = out._replace(token_loss=out.token_loss / ranks.world_size)
-            sums = [a + b for a, b in zip(sums, losses.tally(out, tokens, acting, watching), strict=True)]
+            sums = [a + b for a, b in zip(sums, tally(out, tokens), strict=True)]
         steps += 1
         norm = float(full_tensor(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
         if run.guard.allows(loss=sum(ranks.gather(total)), grad_norm=norm):
@@ -239,8 +248,9 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             norms.append(norm)
         run.optimizer.zero_grad(set_to_none=True)
     sums = [sum(parts) for parts in zip(*ranks.gather(sums, list[float]), strict=True)]
+    masks: Any = {"masks": config.wm.loss == "cmae", "is_mask": options.is_mask is not None}
     return {
-        **losses.metrics(sums, steps=steps, reference=options.kl_coef > 0.0, masks=config.wm.loss == "cmae"),
+        **losses.metrics(sums, steps=steps, reference=options.kl_coef > 0.0, **masks),
         **found,
         "optim/lr": lr,
         **({"optim/grad_norm": fmean(norms)} if norms else {}),
@@ -251,17 +261,18 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
 def zero_gradient(config: Config, sample: Sample) -> bool:
     """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
     options = config.policy
-    learns = any(sample.advantages) or options.kl_coef > 0.0 or options.entropy_coef > 0.0 or options.loss != "ppo"
+    others = options.kl_coef > 0.0 or options.entropy_coef > 0.0 or options.loss not in ("ppo", "cispo", "gspo")
+    learns = others or any(sample.advantages)
     return not learns and sample.wm_weight == 0.0
 
 
-def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch) -> dict[str, float]:
+def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, versions: list[int]) -> dict[str, float]:
     """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step."""
-    action = ~tokens.observation
-    pair = out.logp[action].tolist(), tokens.sampled_logp[action].tolist()
-    ours, theirs = zip(*run.ranks.gather(pair, tuple[list[float], list[float]]), strict=True)
-    if any(ours) and all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
-        return sampler_mismatch(ours, theirs)
+    action, current = ~tokens.observation, [version == run.step for version in versions]
+    rows = out.logp[action].tolist(), tokens.sampled_logp[action].tolist(), current
+    ours, theirs, of = zip(*run.ranks.gather(rows, tuple[list[float], list[float], list[bool]]), strict=True)
+    if all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
+        return sampler_mismatch(ours, theirs, of)
     return {}
 
 

@@ -55,7 +55,9 @@ class Turn:
     anchor: str
     """Text of the observation the action answered; equal anchors of a group form GiGPO's clusters."""
     version: int
-    """Weight version the response was sampled from: the number of updates done."""
+    """Weight version the response was sampled from: the number of updates done. The oldest, where it changed."""
+    versions: list[int] | None = None
+    """Of each response token, where it changed."""
 
 
 @dataclass
@@ -106,6 +108,8 @@ class Sample:
     observation_ids: list[int] = field(default_factory=list)
     sampled_logp: list[float] = field(default_factory=list)
     sampled_entropy: list[float] | None = None
+    versions: list[int] = field(default_factory=list)
+    """Weight version that each response token was sampled from."""
     score: float = 0.0
     """Episode return less this sample's own invalid penalty."""
     episode_return: float = 0.0

@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, object]] = {
     "lora": {"lora.rank": 4},
     "ranks": {"--gpus": 2, "model.device": "cpu"},
     "resume": {},
-    "vllm": {"rollout.engine": "vllm"},
+    "vllm": {"engine.type": "vllm"},
 }
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 

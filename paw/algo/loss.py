@@ -157,7 +157,7 @@ def joint(
 ) -> Loss:
     """The objective: of response tokens `policy` + kl_coef KL - entropy_coef H, of observation tokens `wm`, weighed.
 
-    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio is not within `is_mask`
+    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio is not in `is_mask`
     (IcePop, arXiv 2510.18855; by response: masked importance sampling).
     """
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from paw.errors import UserError
+
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Of an answer, decompressed."""
@@ -16,6 +18,15 @@ PLAIN = ("", "identity", "gzip", "deflate")
 
 class BadAnswer(Exception):
     """An answer that is not read to its end. One line says why."""
+
+
+def import_httpx(what: str) -> Any:
+    """httpx. Raises UserError where it is not installed, beginning with `what` needs it."""
+    try:
+        import httpx
+    except ImportError:
+        raise UserError(f"{what}: asking a server needs httpx: pip install 'paw-trainer[search]'") from None
+    return httpx
 
 
 def bounded(client: type[Any]) -> type[Any]:

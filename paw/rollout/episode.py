@@ -249,7 +249,9 @@ class EngineModel(Model):
         n, found = ends.first(sampled.token_ids) if ends else (len(sampled.token_ids), "")
         turn.response_ids, turn.sampled_logp = sampled.token_ids[:n], sampled.logp[:n]
         turn.entropy = sampled.entropy and sampled.entropy[:n]
-        turn.version = self.player.engine.version
+        versions = sampled.versions and sampled.versions[:n]
+        turn.version = min(versions) if versions else self.player.engine.version
+        turn.versions = versions if versions and len(set(versions)) > 1 else None
         turn.response = opened + chat.decode(turn.response_ids)
         if not isinstance(context, str):
             self.said = [*(message["content"] for message in context), turn.response]

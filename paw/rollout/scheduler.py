@@ -17,7 +17,7 @@ from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.threads import Threads
-from paw.errors import OURS, UserError, describe, shown, to_stderr
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
@@ -66,10 +66,16 @@ class Rollouts:
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
         """Play the first `count` tasks of update `step` in groups, as `play` does."""
-        config, seed = self.config.rollout, self.config.run.seed
-        tasks = train_tasks(self.factory, step, count, seed, split=self.config.env.train_split)
-        options = {"group_size": config.group_size, "temperature": config.temperature}
-        return self.play(tasks, **options, seed=seed, stream=f"train/{step}", progress=progress)
+        return self.play(self.tasks(step, count), **self.options(step), progress=progress)
+
+    def tasks(self, step: int, count: int) -> list[Task]:
+        """The first `count` of update `step`."""
+        return train_tasks(self.factory, step, count, self.config.run.seed, split=self.config.env.train_split)
+
+    def options(self, step: int) -> dict[str, Any]:
+        """How `play` plays the tasks of update `step`."""
+        own = {"group_size": self.config.rollout.group_size, "temperature": self.config.rollout.temperature}
+        return own | {"seed": self.config.run.seed, "stream": f"train/{step}"}
 
     def evaluation(self, progress: Progress | None = None) -> Played:
         """Play the evaluation games once each, as `play` does."""
@@ -78,7 +84,27 @@ class Rollouts:
         options = {"group_size": 1, "temperature": config.temperature}
         return self.play(tasks, **options, seed=config.seed, stream="eval", progress=progress)
 
-    def play(
+    def play(self, tasks: list[Task], **options: Any) -> Played:
+        """Play each task `group_size` times with the engine's current weights, each rank its share of them.
+
+        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left
+        out; a group left with fewer than min(2, group_size) members is dropped. Returns the groups of all ranks, in the
+        order of tasks.
+        """
+        return self.share(self.play_own(tasks, **options), tasks)
+
+    def share(self, own: Played, tasks: list[Task]) -> Played:
+        """What all ranks have played of the tasks, in their order; takes all ranks."""
+        if self.ranks is None:
+            return own
+        _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
+        played = self.ranks.gather(own, Played)
+        for part in played:
+            _set_tasks(part, {task.id: task for task in tasks})
+        groups = [group for part, _ in played for group in part]
+        return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
+
+    def play_own(
         self,
         tasks: list[Task],
         *,
@@ -88,12 +114,7 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> Played:
-        """Play each task `group_size` times with the engine's current weights, each rank its share of them.
-
-        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left
-        out; a group left with fewer than min(2, group_size) members is dropped. Returns the groups of all ranks, in the
-        order of tasks.
-        """
+        """This rank's share of the tasks, for `share`."""
         for task in tasks:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
                 name = type(self.factory).__name__
@@ -117,14 +138,7 @@ class Rollouts:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
         stats.groups_dropped = len(groups) - len(kept)
-        if self.ranks is None:
-            return kept, stats
-        _set_tasks((kept, stats), {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-        played = self.ranks.gather((kept, stats), Played)
-        for part in played:
-            _set_tasks(part, {task.id: task for task in tasks})
-        groups = [group for part, _ in played for group in part]
-        return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
+        return kept, stats
 
     def run(
         self,
@@ -220,7 +234,9 @@ class Rollouts:
         completions = self.engine.step()
         for completion in completions:
             future = self._in_flight.pop(completion.key, None)
-            if future and not future.done():
+            if future and not future.done() and completion.failure:
+                future.set_exception(EnvironmentFailure(completion.failure))
+            elif future and not future.done():
                 future.set_result(completion)
         return bool(completions)
 

@@ -1,9 +1,10 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from paw.errors import UserError
 from paw.model.policy import full_parameters
@@ -18,20 +19,49 @@ class StaleWeightsError(UserError):
     """The sampler's log-probabilities are not those of the trainer's weights."""
 
 
-def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
-    """Hand every parameter of a Hugging Face causal LM to `engine`; on FSDP2 a collective call of all ranks."""
-    named = full_parameters(model)
-    if engine.checkpoint_names:
+class Weights:
+    """Every parameter of a Hugging Face causal LM as an engine takes them: each pass is a collective call of all
+    ranks where the model is sharded."""
+
+    def __init__(self, model: nn.Module, checkpoint_names: bool) -> None:
+        self._model, self._checkpoint_names = model, checkpoint_names
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), one gathered at a time."""
+        return self._named(full_parameters(self._model))
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and full shape of each, without gathering."""
+        every = self._model.named_parameters(remove_duplicate=False)
+        empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in every if ".lora_" not in name)
+        named = self._named((name.replace(".base_layer.", "."), tensor) for name, tensor in empty)
+        return [(name, tuple(tensor.shape)) for name, tensor in named]
+
+    def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        if not self._checkpoint_names:
+            return named
         from paw.rollout.engines.vllm import checkpoint_parameters
 
-        named = checkpoint_parameters(model, named)
-    engine.sync(named, version)
+        return checkpoint_parameters(self._model, named)
 
 
-def sampler_mismatch(trainer: Sequence[list[float]], sampled: Sequence[list[float]]) -> dict[str, float]:
+def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
+    """Hand every parameter of a Hugging Face causal LM to `engine`; on FSDP2 a collective call of all ranks."""
+    engine.sync(Weights(model, engine.checkpoint_names), version)
+
+
+def sampler_mismatch(
+    trainer: Sequence[list[float]], sampled: Sequence[list[float]], current: Sequence[list[bool]] | None = None
+) -> dict[str, float]:
     """health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's log-probs of some
-    responses are from the sampler's. StaleWeightsError when more than `TOLERATED` are beyond `LIMIT`, or not finite."""
-    distances = [abs(a - b) for a, b in zip(chain(*trainer), chain(*sampled), strict=True)]
+    responses are from the sampler's. Of the tokens that are `current`, sampled from these weights; {} for none.
+
+    StaleWeightsError when more than `TOLERATED` are beyond `LIMIT`, or not finite.
+    """
+    pairs = zip(chain(*trainer), chain(*sampled), strict=True)
+    distances = [abs(a - b) for a, b in (compress(pairs, chain(*current)) if current is not None else pairs)]
+    if not distances:
+        return {}
     off = sum(not d <= LIMIT for d in distances) / len(distances)  # a NaN is off as well
     largest, mean = max(distances), sum(distances) / len(distances)
     if off > TOLERATED:

@@ -47,14 +47,14 @@ class UpdateGuard:
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
 
-VLLM = "--rollout.gpu_memory_utilization"
+VLLM = "--engine.gpu_memory_utilization"
 KNOBS = {
     "start": f"--optim.name flash-adamw, --policy.offload_reference true, {VLLM} or more --gpus",
-    "rollout": f"{VLLM} or --rollout.max_batch_tokens",
+    "rollout": f"{VLLM} or --engine.max_batch_tokens",
     "score": "--optim.micro_batch_tokens",
     "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
     "sync": VLLM,
-    "eval": f"{VLLM} or --rollout.max_batch_tokens",
+    "eval": f"{VLLM} or --engine.max_batch_tokens",
 }
 """What to turn when memory runs out, by phase."""
 COLLAPSE_WINDOW = 5

@@ -88,7 +88,7 @@ def about(run: "Run") -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "ranks": run.ranks.world_size,
         "threads": threads,
-        "engine": run.config.rollout.engine,
+        "engine": run.config.engine.type,
         "model": run.config.model.path,
         "parameters": run.policy.lm.num_parameters(),
         "vocabulary": run.policy.head_weight.shape[0],

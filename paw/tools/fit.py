@@ -28,7 +28,7 @@ Change = dict[str, Any]  # values by dotted key
 FALLBACKS: tuple[Change, ...] = (
     {"model.checkpointing": "selective"},
     {"model.checkpointing": "full"},
-    {"rollout.sleep_level": 2},
+    {"engine.sleep_level": 2},
     {"policy.offload_reference": True},
     {"optim.name": "flash-adamw"},
     {"optim.micro_batch_tokens": 8192},
@@ -42,7 +42,7 @@ FALLBACKS: tuple[Change, ...] = (
 learnt: no reference model, and adapters instead of all weights."""
 OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
 """Those that take host memory: each fallback is tried without one of them as well."""
-SHARE = "rollout.gpu_memory_utilization"
+SHARE = "engine.gpu_memory_utilization"
 SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
 
 
@@ -55,7 +55,7 @@ def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine
     def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
         first = Plan(changed(config, *changes), shape, **machine)
-        if first.config.rollout.engine != "vllm" or SHARE in pinned or not first.reasons():
+        if first.config.engine.type != "vllm" or SHARE in pinned or not first.reasons():
             return first
         usable, need = USABLE * first.gpu_gib, first.kv_needed()
         plans = (Plan(changed(config, *changes, {SHARE: share}), shape, **machine) for share in SHARES)
@@ -97,7 +97,7 @@ def _saves(config: Config, change: Change) -> bool:
         return value < config.optim.micro_batch_tokens
     useless = {
         "model.checkpointing": config.model.checkpointing == "full",
-        "rollout.sleep_level": config.rollout.engine != "vllm",
+        "engine.sleep_level": config.engine.type != "vllm",
         "policy.offload_reference": not config.policy.kl_coef,
         "policy.kl_coef": config.lora.rank > 0,
         "lora.rank": config.lora.rank > 0,
@@ -208,7 +208,8 @@ def summary(found: Plan) -> dict[str, Any]:
         "host": rounded(found.host),
         "step_s": round(found.step_s, 1),
         "seconds": rounded(found.seconds),
-        "settings": {key: get(found.config, key) for key in sorted({SHARE}.union(*FALLBACKS))},
+        "settings": {key: get(found.config, key) for key in sorted(set().union(*FALLBACKS))}
+        | {SHARE: found.config.engine.memory_share},
         "reasons": found.reasons(),
     }
 

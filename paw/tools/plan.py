@@ -50,7 +50,7 @@ class Plan:
         self.gpus = self.N = gpus
         self.on_host = -(-gpus // hosts)
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
-        self.vllm, flash = config.rollout.engine == "vllm", config.optim.name == "flash-adamw"
+        self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
         self.c = 2 if config.model.dtype == "bfloat16" else 4
         # flash-adamw and LoRA store weights as the forward pass reads them, adamw in float32.
         self.w = self.c if flash or self.lora.rank else 4
@@ -176,10 +176,10 @@ class Plan:
         rollout, s = self.config.rollout, self.shape
         if self.vllm:
             taken = self.c * s.parameters + ENGINE_WORK
-            share = rollout.gpu_memory_utilization * self.gpu_gib * GIB
+            share = self.config.engine.memory_share * self.gpu_gib * GIB
             return {"engine": taken, "KV cache": max(0.0, share - taken)}
         longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
-        cache = s.kv_bytes * self.c / 2 * rollout.max_batch_tokens * longer
+        cache = s.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * longer
         return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
 
     def _phases(self) -> dict[str, dict[str, float]]:
@@ -210,7 +210,7 @@ class Plan:
         """Of rank 0's host, its n ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
         config, s, n, several = self.config, self.shape, self.on_host, self.N > 1
         offloads = config.policy.offload_reference
-        sleeping = self.vllm and config.rollout.sleep_level == 1
+        sleeping = self.vllm and config.engine.sleep_level == 1
         activations = PINNED * self._kept() * n if config.model.offload_activations else 0
         processes = {"processes": HOST_PROCESS * n}
         resident = processes | {

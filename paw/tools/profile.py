@@ -65,7 +65,7 @@ def profile(
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")
     if synthetic or rollouts:
-        overrides = {"env.data": "none", "rollout.engine": "transformers", **overrides}
+        overrides = {"env.data": "none", "engine.type": "transformers", **overrides}
     out, config = out.absolute(), load(recipe, overrides)  # an environment may change the current folder
     if not config.wm.enabled:
         raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")

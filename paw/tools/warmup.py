@@ -134,7 +134,7 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
     policy = Policy(lm)
     report(f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.rollout.max_batch_tokens)
+    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.engine.max_batch_tokens)
     rollouts = Rollouts(factory, engine, chat, config, agent=plain)
     batches = _batches(factory, chat, config)
     step, loss, success = 0, 0.0, 0.0

@@ -21,7 +21,7 @@ def settings(tiny_llm, tmp_path):
     return {
         "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.updates": 2,
         "run.threads": 1, "run.save_every": 0, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2,
-        "rollout.engine": "transformers", "rollout.max_response_tokens": 4, "policy.kl_coef": 0, "eval.every": 0,
+        "engine.type": "transformers", "rollout.max_response_tokens": 4, "policy.kl_coef": 0, "eval.every": 0,
         "env.name": f"{FILE}:DownInTraining",
     }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
     settings = {
         "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.name": "run", "run.updates": UPDATES,
         "run.threads": 1, "run.save_every": 1, "run.keep": 3, "rollout.tasks": 4, "rollout.group_size": 2,
-        "eval.games": 4, "eval.every": 3, "rollout.engine": "transformers", "rollout.max_prompt_tokens": 512,
+        "eval.games": 4, "eval.every": 3, "engine.type": "transformers", "rollout.max_prompt_tokens": 512,
         "rollout.max_response_tokens": 8, "optim.lr": 1e-3, "env.name": f"{ENVIRONMENTS}:Crashing",
     }  # fmt: skip
     calm, other = (tmp_path / name / "run" for name in ("calm", "other"))

@@ -8,7 +8,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = {
-    "run.threads": 1, "model.dtype": "float32", "rollout.engine": "transformers", "rollout.tasks": 2,
+    "run.threads": 1, "model.dtype": "float32", "engine.type": "transformers", "rollout.tasks": 2,
     "rollout.group_size": 3, "rollout.max_response_tokens": 24, "rollout.max_prompt_tokens": 3000, "eval.games": 2,
     "env.max_turns": 3, "policy.kl_coef": 0,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.rollout.engines.base import Request
-from paw.rollout.engines.vllm import VllmEngine, _global_state_kept, _import_vllm
+from paw.rollout.engines.vllm import VllmEngine, _global_state_kept, import_vllm
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
 
@@ -42,7 +42,7 @@ def test_what_vllm_cannot_serve_is_a_users_error(tmp_path):
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
     """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
-    _import_vllm()
+    import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

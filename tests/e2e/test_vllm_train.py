@@ -42,7 +42,7 @@ def trained(paw, quick, tiny_llm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     model = tiny_llm(folder / "model", "qwen3_moe")
     small = {"rollout.tasks": 2, "eval.games": 2, "rollout.max_response_tokens": 16, "env.max_turns": 3}
-    engine = {"rollout.engine": "vllm", "model.dtype": "float32", "policy.old_logp": "trainer", "optim.lr": 1e-2}
+    engine = {"engine.type": "vllm", "model.dtype": "float32", "policy.old_logp": "trainer", "optim.lr": 1e-2}
     where = {"model.path": model, "run.dir": folder, "run.name": "run", "env.backend": BACKEND}
     paw("train", "quickstart", quick | small, engine, where, env=QUIET)
     return model, folder / "run"

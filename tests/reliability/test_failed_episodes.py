@@ -53,7 +53,7 @@ def train(paw_here, tiny_llm, tmp_path):
     settings = {
         "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.name": "run",
         "run.updates": 1, "run.threads": 1, "env.max_turns": 1, "rollout.tasks": 2, "rollout.group_size": 2,
-        "rollout.engine": "transformers", "rollout.max_response_tokens": 4, "eval.games": 8, "policy.kl_coef": 0,
+        "engine.type": "transformers", "rollout.max_response_tokens": 4, "eval.games": 8, "policy.kl_coef": 0,
     }  # fmt: skip
     return lambda *words, **options: paw_here("train", tmp_path / "guess.toml", settings, *words, **options)
 

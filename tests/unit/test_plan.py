@@ -169,7 +169,7 @@ def test_a_refusal_names_numbers_and_settings_that_pass():
     words = str(refusal.value).partition("what fits: ")[2].partition(" (see")[0].split()
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
     check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0)
-    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"rollout.gpu_memory_utilization"}
+    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"engine.gpu_memory_utilization"}
 
 
 def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Rollout engines: `transformers` on the trainer's own weights, or `vllm`."""
+"""Rollout engines: `transformers` on the trainer's own weights, `vllm` beside them, or vLLM's servers."""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,14 @@ from paw.rollout.engines.base import Engine
 if TYPE_CHECKING:
     from paw.config import Config
     from paw.model.policy import Policy
+    from paw.model.ranks import Ranks
     from paw.rollout.chat import Chat
+    from paw.rollout.engines.servers import Servers
+
+
+def wants_entropy(config: "Config") -> bool:
+    """Whether the engine's entropy saves the log-prob pass: selection needs it, and nothing else needs the pass."""
+    return config.wm.enabled and config.wm.entropy == "full" and config.policy.old_logp == "engine"
 
 
 def make_engine(
@@ -18,27 +25,37 @@ def make_engine(
     policy: "Policy",
     chat: "Chat",
     model_path: str | Path,
+    ranks: "Ranks | None" = None,
+    servers: "Servers | None" = None,
     own_weights: bool = False,
     check: bool = True,
 ) -> Engine:
-    """The engine that `config.rollout.engine` names; push the policy's weights before the first request.
+    """The engine that `config.engine.type` names; push the policy's weights before the first request.
 
     `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at any that the model's
     generation config names. `own_weights` keeps the transformers engine apart from the policy, whose weights are about
-    to be sharded; `check` holds what it samples against the model.
+    to be sharded; `check` holds what it samples against the model. `servers`: those that rank 0 has started.
     """
     named, limits = policy.lm.generation_config and policy.lm.generation_config.eos_token_id, config.rollout
+    context = limits.max_prompt_tokens + limits.max_response_tokens
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
-    if limits.engine == "vllm":
+    if config.engine.type == "server":
+        from paw.model.ranks import Ranks
+        from paw.rollout.engines.server import ServerEngine, open_fleet
+
+        fleet = open_fleet(config, end_ids, policy.device, ranks or Ranks(), servers, entropy=wants_entropy(config))
+        return ServerEngine(fleet, context)
+    if config.engine.type == "vllm":
         from paw.rollout.engines.vllm import VllmEngine
 
         return VllmEngine(
             model_path,
             end_ids=end_ids,
-            max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
+            max_model_len=context,
             dtype=config.model.dtype,
-            gpu_memory_utilization=limits.gpu_memory_utilization,
-            sleep_level=limits.sleep_level,
+            gpu_memory_utilization=config.engine.memory_share,
+            sleep_level=config.engine.sleep_level,
+            entropy=wants_entropy(config),
         )
     from paw.model.precision import parameters_as
     from paw.rollout.engines.transformers import TransformersEngine, check_sampling
@@ -52,7 +69,7 @@ def make_engine(
     engine = TransformersEngine(
         model,
         end_ids=end_ids,
-        max_batch_tokens=limits.max_batch_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens,
         in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
         own_weights=own_weights,
     )

@@ -42,6 +42,10 @@ class Completion:
     """Entropy at each token, nats; None when the engine does not know it."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
+    versions: list[int] | None = None
+    """Of the weights that each token was sampled from; None: all from the engine's."""
+    failure: str = ""
+    """Why nothing was sampled, through no fault of the request: it fails its episode."""
 
 
 class Engine(ABC):
@@ -57,6 +61,11 @@ class Engine(ABC):
     def __init__(self, positions: int | None) -> None:
         self.positions = positions
         self._requests: dict[int, Request] = {}
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What is wrong with parts of it that nothing is asked of until the next `sync`, by their names."""
+        return {}
 
     @property
     def pending(self) -> int:
@@ -85,6 +94,10 @@ class Engine(ABC):
     def sleep(self) -> None:
         """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
         self._must_be_idle("sleep")
+
+    def another(self) -> "Engine":
+        """One more engine on the same weights, whose requests are its own."""
+        raise UserError("rollout.ahead: this engine works for the trainer alone; use engine.type = 'server'")
 
     def close(self) -> None:
         self._requests.clear()

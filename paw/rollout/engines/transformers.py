@@ -50,8 +50,8 @@ class TransformersEngine(Engine):
         kinds |= {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
         if kinds:
             raise UserError(
-                f"rollout.engine = 'transformers' samples from full-attention models only; '{config.model_type}' has"
-                f" {', '.join(sorted(kinds))} layers: use --rollout.engine vllm"
+                f"engine.type = 'transformers' samples from full-attention models only; '{config.model_type}' has"
+                f" {', '.join(sorted(kinds))} layers: use --engine.type vllm"
             )
         self._model, self._end_ids, self._max_batch_tokens = model, frozenset(end_ids), max_batch_tokens
         self._transform = LogitTransform.of(model.config)
@@ -247,7 +247,7 @@ def check_sampling(lm: PreTrainedModel) -> float:
     largest = float(difference.max())
     if not typical(difference, lm) <= EXACT:
         raise UserError(
-            f"rollout.engine = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
-            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --rollout.engine vllm"
+            f"engine.type = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
+            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --engine.type vllm"
         )
     return largest

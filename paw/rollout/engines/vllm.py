@@ -44,7 +44,8 @@ class EngineDiedError(UserError):
 
 class VllmEngine(Engine):
     """One vLLM engine; under torchrun one in each rank. `model_dir` needs only the architecture (config.json): weights
-    are random until the first `sync`. Raises UserError when vLLM is missing or cannot serve the model."""
+    are random until the first `sync`. `entropy`: completions have it. Raises UserError when vLLM is missing or cannot
+    serve the model."""
 
     continuous = checkpoint_names = True
     version = -1
@@ -59,9 +60,10 @@ class VllmEngine(Engine):
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.5,
         sleep_level: int = 2,
+        entropy: bool = False,
     ):
         super().__init__(max_model_len)
-        vllm = self._vllm = _import_vllm()
+        vllm = self._vllm = import_vllm()
         self._on_cpu = vllm.platforms.current_platform.is_cpu()
         if self._on_cpu:
             arguments: dict[str, Any] = dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
@@ -84,6 +86,8 @@ class VllmEngine(Engine):
             disable_log_stats=True,
             seed=0,
         )
+        if entropy:
+            arguments |= dict(logits_processors=["paw.rollout.engines.entropy:Entropy"])
         try:
             with _global_state_kept():
                 self._llm: Any = vllm.LLM(str(model_dir), **arguments)
@@ -101,6 +105,11 @@ class VllmEngine(Engine):
                 f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
             ) from error
         self._sleep_level, self._end_ids, self._asleep = sleep_level, sorted(end_ids), False
+        self._entropy: Any = None
+        if entropy:
+            from paw.rollout.engines.entropy import take
+
+            self._entropy = take
 
     def submit(self, request: Request) -> None:
         if self.version < 0 or self._asleep:
@@ -115,6 +124,7 @@ class VllmEngine(Engine):
             logprobs=0,
             detokenize=False,
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
+            extra_args={"paw_entropy": [str(request.key), len(request.prompt_ids)]} if self._entropy else None,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
         self._llm.llm_engine.add_request(str(request.key), prompt, parameters)
@@ -135,7 +145,8 @@ class VllmEngine(Engine):
             del self._requests[key]
             token_ids = list(answer.token_ids)
             logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
-            completions.append(Completion(key, token_ids, logp, None, cached_tokens=output.num_cached_tokens or 0))
+            entropy = self._entropy and self._entropy(str(key), len(token_ids))
+            completions.append(Completion(key, token_ids, logp, entropy, cached_tokens=output.num_cached_tokens or 0))
         if early:
             self._llm.llm_engine.abort_request(early)  # our names, not the engine's own: it ignores those
         return completions
@@ -204,7 +215,8 @@ def _naming(action: str) -> Iterator[None]:
         ) from error
 
 
-def _import_vllm() -> Any:
+def import_vllm(what: str = "engine.type = 'vllm'") -> Any:
+    """vLLM, with the variables that it reads when it is imported. Raises UserError where it is not installed."""
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -215,8 +227,7 @@ def _import_vllm() -> Any:
         import vllm.sampling_params
     except ImportError as error:
         raise UserError(
-            f"rollout.engine = 'vllm' needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use"
-            " --rollout.engine transformers"
+            f"{what} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use --engine.type transformers"
         ) from None
     return vllm
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from paw.envs.checked import problem
-from paw.envs.http import BadAnswer, Loop, bounded
+from paw.envs.http import BadAnswer, Loop, bounded, import_httpx
 from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
@@ -44,12 +44,7 @@ class RemoteRetriever:
     """
 
     def __init__(self, url: str, *, timeout_s: float):
-        try:
-            import httpx
-        except ImportError:
-            raise UserError(
-                f"env.retriever = '{url}': asking a server needs httpx: pip install 'paw-trainer[search]'"
-            ) from None
+        httpx = import_httpx(f"env.retriever = '{url}'")
         self._httpx = httpx
         self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._timeout_s, self._tries = timeout_s, TRIES

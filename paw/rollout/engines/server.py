@@ -1,0 +1,336 @@
+"""vLLM behind HTTP: requests go to servers, finished ones come back through a queue.
+
+Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1: token ids and a seed in; token ids,
+log-probs and the version of the weights of each token out. A server is trusted with little: one that does not answer in
+time, or answers wrongly, is given nothing more until it has taken the next weights, and the requests it held go to
+another one with the same seeds. Where none is left, requests come back as failed.
+"""
+
+import asyncio
+import queue
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+from pydantic import BaseModel, FiniteFloat, ValidationError
+
+from paw.config import Config
+from paw.envs.checked import problem
+from paw.envs.http import bounded, import_httpx
+from paw.errors import UserError, clean, describe, to_stderr
+from paw.model.policy import DTYPES
+from paw.model.ranks import Ranks
+from paw.rollout.engines.base import Completion, Engine, Request
+from paw.rollout.engines.servers import Servers
+from paw.rollout.engines.transfer import FileTransfer, NcclTransfer, Transfer
+
+LOOK_S = 0.02
+"""How long `step` waits for an answer, before agents and environments have their turn."""
+MAX_LINE = 1 << 20
+"""Characters of a line of a stream: of one token, or of a few."""
+ROUNDING = 1e-3
+"""A log-probability is at most this."""
+
+
+class WrongAnswer(Exception):
+    """Not what was asked for. One line says what is wrong."""
+
+
+class Spot(BaseModel):
+    token_id: int
+    logprob: FiniteFloat
+
+
+class Logprobs(BaseModel):
+    content: list[Spot]
+
+
+class Span(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class Choice(BaseModel):
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Details(BaseModel):
+    cached_tokens: int | None = None
+
+
+class Usage(BaseModel):
+    prompt_tokens_details: Details | None = None
+
+
+class Answer(BaseModel):
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class Entropies(BaseModel):
+    results: list[list[list[FiniteFloat] | None]]
+
+
+class Server:
+    """One server as this rank sees it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fault = "it has no weights yet"
+        """Why it is given nothing; "" where it is well."""
+        self.calls: set[asyncio.Future[Completion]] = set()
+
+
+class Fleet:
+    """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
+
+    `timeout_s` is for a whole answer. `started`: those of them that the run has started. `entropy`: completions have
+    it; the servers need this package for that, see `vllm_command`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        transfer: Transfer,
+        *,
+        end_ids: Collection[int],
+        timeout_s: float,
+        ranks: Ranks,
+        started: Servers | None = None,
+        entropy: bool = False,
+    ) -> None:
+        httpx = import_httpx("engine.type = 'server'")
+        first = ranks.rank % len(urls)
+        self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
+        self.version = self.coming = -1
+        """Of the weights that all servers have, and of those on their way."""
+        self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
+        self._end_ids, self._entropy = sorted(end_ids), entropy
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        # As many connections as requests, and no proxy: an address of the cluster is not to be asked of one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        options: Any = {"timeout": timeout_s, "limits": limits, "trust_env": False}
+        self._client, self._streams = bounded(httpx.AsyncClient)(**options), httpx.AsyncClient(**options)
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What is wrong with each server that is given nothing, by its URL."""
+        return {server.url: server.fault for server in self.servers if server.fault}
+
+    def submit(self, request: Request, answer: Callable[[Completion], None]) -> None:
+        """Have the request answered; `answer` is called in another thread."""
+        asyncio.run_coroutine_threadsafe(self._serve(request, answer), self._loop)
+
+    def sync(self, weights: Any, version: int) -> None:
+        """Send every parameter from rank 0 to every server, those that failed before too; takes all ranks."""
+        self.coming = version
+        faults: dict[str, str] = {}
+        if self._ranks.first:
+            if self._started:
+                for line in self._started.revive():
+                    to_stderr(line)
+            faults = self._transfer.send(weights, [server.url for server in self.servers], version)
+        else:
+            for _ in weights:
+                pass  # gathering them takes all ranks
+        faults = self._ranks.broadcast_from_rank0(lambda: faults)
+        for url, fault in faults.items():
+            if self.version < 0:  # nothing has been sampled yet: a mistake
+                raise UserError(f"engine.urls: {url}: {fault}")
+            if self._ranks.first:
+                to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
+        self.version = version
+        for server in self.servers:
+            server.fault = faults.get(server.url, "")
+
+    def close(self) -> None:
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._transfer.close()
+
+    async def _hang_up(self) -> None:
+        await self._client.aclose()
+        await self._streams.aclose()
+
+    async def _serve(self, request: Request, answer: Callable[[Completion], None]) -> None:
+        """Have one server after the other try, until one answers."""
+        while well := [server for server in self.servers if not server.fault]:
+            server = min(well, key=lambda server: len(server.calls))
+            call = asyncio.ensure_future(self._ask(server, request))
+            server.calls.add(call)
+            try:
+                return answer(await asyncio.wait_for(call, self._timeout_s))
+            except TimeoutError:
+                self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
+            except asyncio.CancelledError:  # another request has found out what is wrong with it
+                if not server.fault:
+                    raise
+            except ValidationError as error:
+                self._lose(server, f"not vLLM's answer: {problem(error)}")
+            except Exception as error:
+                self._lose(server, describe(error))
+            finally:
+                server.calls.discard(call)
+        faults = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
+        answer(Completion(request.key, [], [], None, failure=f"no server is left ({faults})"))
+
+    def _lose(self, server: Server, fault: str) -> None:
+        if not server.fault:
+            server.fault = fault
+            to_stderr(f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}")
+            for call in server.calls:
+                call.cancel()
+
+    async def _ask(self, server: Server, request: Request) -> Completion:
+        since = self.version
+        parameters: dict[str, Any] = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed & (2**63 - 1),
+            "stop_token_ids": self._end_ids,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        name = uuid4().hex
+        if self._entropy:
+            parameters["extra_args"] = {"paw_entropy": [name, len(request.prompt_ids)]}
+        body = {"token_ids": request.prompt_ids, "sampling_params": parameters}
+        url = f"{server.url}/inference/v1/generate"
+        if request.stopped:
+            choice, cached = await self._stream(url, body, request), 0
+        else:
+            reply = await self._client.post(url, json=body)
+            if reply.status_code != 200:
+                raise WrongAnswer(f"status {reply.status_code}: {clean(reply.text, 200)}")
+            answer = Answer.model_validate_json(reply.content)
+            details = answer.usage and answer.usage.prompt_tokens_details
+            choice, cached = answer.choices[0], (details and details.cached_tokens) or 0
+        ids, spots = choice.token_ids, choice.logprobs.content if choice.logprobs else []
+        spans = choice.weight_versions or []
+        versions = [
+            int(span.version) for span in spans if span.version.isdecimal() for _ in range(span.start, span.end)
+        ]
+        if ids != [spot.token_id for spot in spots] or not 1 <= len(ids) <= request.max_tokens:
+            raise WrongAnswer(f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}")
+        if any(spot.logprob > ROUNDING for spot in spots):
+            raise WrongAnswer("a log-probability above 0: the server needs --logprobs-mode processed_logprobs")
+        if len(versions) != len(ids) or not all(since <= version <= self.coming for version in versions):
+            named = ", ".join(span.version for span in spans) or "without a version"
+            raise WrongAnswer(f"weights {named} in place of {self.version}")
+        entropy = None
+        if self._entropy:
+            call = {"method": "paw_entropy", "args": [[[name, len(ids)]]]}
+            reply = await self._client.post(f"{server.url}/collective_rpc", json=call)
+            entropy = Entropies.model_validate_json(reply.content).results[0][0]
+            if entropy is not None and len(entropy) != len(ids):
+                raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
+        logp = [spot.logprob for spot in spots]
+        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions)
+
+    async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
+        """The response up to where `request.stopped` says that it is complete; the server hears it from the connection,
+        which is closed."""
+        ids, spots, stopped, since = list[int](), list[Spot](), request.stopped, self.version
+        async with self._streams.stream("POST", url, json=body | {"stream": True}) as reply:
+            if reply.status_code != 200:
+                raise WrongAnswer(f"status {reply.status_code}")
+            async for line in reply.aiter_lines():
+                if len(line) > MAX_LINE or len(ids) > request.max_tokens:
+                    raise WrongAnswer("a stream without end")
+                if not line.startswith("data: {"):
+                    continue
+                choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
+                ids += choice.token_ids
+                spots += choice.logprobs.content if choice.logprobs else []
+                if choice.finish_reason or (stopped and stopped(ids)):
+                    break
+        spans = [Span(version=str(since), start=0, end=len(ids))]  # told at the end of whole ones alone
+        return Choice(token_ids=ids, logprobs=Logprobs(content=spots), weight_versions=spans)
+
+
+class ServerEngine(Engine):
+    """The servers of a fleet as an engine; several may share them."""
+
+    continuous = checkpoint_names = True
+
+    def __init__(self, fleet: Fleet, max_model_len: int) -> None:
+        super().__init__(max_model_len)
+        self.fleet = fleet
+        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """-1 until the first `sync`."""
+        return self.fleet.version
+
+    @property
+    def faults(self) -> dict[str, str]:
+        return self.fleet.faults
+
+    def submit(self, request: Request) -> None:
+        if self.version < 0:
+            raise RuntimeError("the engine has no weights: call sync first")
+        super().submit(request)
+        self.fleet.submit(request, self._done.put)
+
+    def step(self) -> list[Completion]:
+        """The requests that have finished; waits a moment for the first."""
+        found: list[Completion] = []
+        with suppress(queue.Empty):
+            found.append(self._done.get(timeout=LOOK_S))
+            while True:
+                found.append(self._done.get_nowait())
+        return [completion for completion in found if self._requests.pop(completion.key, None)]
+
+    def sync(self, parameters: Any, version: int) -> None:
+        """Requests may be pending: what they go on with is sampled from the new weights."""
+        self.fleet.sync(parameters, version)
+
+    def another(self) -> "ServerEngine":
+        assert self.positions
+        return ServerEngine(self.fleet, self.positions)
+
+    def sleep(self) -> None:
+        """Nothing: the servers have devices of their own."""
+
+    def close(self) -> None:
+        super().close()
+        self.fleet.close()
+
+
+def open_fleet(
+    config: Config, end_ids: Collection[int], device: torch.device, ranks: Ranks, servers: Servers | None, entropy: bool
+) -> Fleet:
+    """The servers of engine.urls, or those that rank 0 has started, once they answer; a call of all ranks.
+
+    Raises UserError for one that does not come up.
+    """
+    options = config.engine
+
+    def urls() -> list[str]:
+        if servers:
+            servers.wait()
+        return servers.urls if servers else options.urls
+
+    found = ranks.broadcast_from_rank0(urls)
+    dtype = DTYPES[config.model.dtype]
+    if options.transfer == "nccl" or (options.transfer == "auto" and device.type == "cuda"):
+        here = all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in found)
+        address = "127.0.0.1" if here else socket.gethostbyname(socket.gethostname())
+        transfer: Transfer = NcclTransfer(dtype, options.timeout_s, address)
+    else:
+        transfer = FileTransfer(dtype, options.timeout_s, options.weights_dir)
+    return Fleet(
+        found, transfer, end_ids=end_ids, timeout_s=options.timeout_s, ranks=ranks, started=servers, entropy=entropy
+    )

@@ -1,0 +1,209 @@
+"""vLLM servers that a run starts on its own machine: watched, restarted once, and ended with the run, however it ends.
+
+Each is a child of a small process (this module's `main`) that holds the other end of a pipe to the trainer: once that
+is gone, kill -9 included, the server's whole process group is ended.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from paw.config import Config
+from paw.envs.http import import_httpx
+from paw.errors import UserError, clean
+from paw.files import text_of
+from paw.model.ranks import Ranks
+
+START_S = 1800.0
+"""Seconds for a server to come up: large models take long to load, and to compile."""
+GRACE_S = 10.0
+"""Seconds for a server to end after SIGTERM, before SIGKILL."""
+
+
+def vllm_command(
+    model: str | Path,
+    *,
+    max_model_len: int,
+    dtype: str,
+    on_cpu: bool,
+    gpu_memory_utilization: float = 0.9,
+    tensor_parallel: int = 1,
+    nccl: bool = False,
+    entropy: bool = False,
+) -> list[str]:
+    """What serves `model`, a folder or Hugging Face name, but for the port. The options are those of `VllmEngine`."""
+    options: dict[str, Any] = {
+        "host": "127.0.0.1", "model": model, "dtype": dtype, "max-model-len": max_model_len, "max-num-seqs": 256,
+        "max-num-batched-tokens": max(8192, max_model_len), "generation-config": "vllm",
+        "logprobs-mode": "processed_logprobs",
+    }  # fmt: skip
+    flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+    if on_cpu:
+        flags += ["enforce-eager", "no-enable-chunked-prefill"]
+        options["block-size"] = 32
+    else:
+        options |= {"gpu-memory-utilization": gpu_memory_utilization, "tensor-parallel-size": tensor_parallel}
+    if nccl:
+        options["weight-transfer-config"] = '{"backend": "nccl"}'
+    if entropy:
+        module = "paw.rollout.engines.entropy"
+        options |= {"logits-processors": f"{module}:Entropy", "worker-extension-cls": f"{module}.Extension"}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *(f"--{flag}" for flag in flags)]
+
+
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_RANKS += ("VLLM_ENABLE_V1_MULTIPROCESSING",)
+"""Variables that a server must not inherit."""
+
+
+def start_servers(
+    config: Config, model: str, folder: Path, *, device: torch.device, ranks: Ranks, entropy: bool
+) -> "Servers":
+    """Start engine.servers on the GPUs after the ranks' own. Raises UserError where there are too few."""
+    options, limits = config.engine, config.rollout
+    if ranks.on_host != ranks.world_size:
+        raise UserError("engine.servers: a run on several machines does not start servers; start them, set engine.urls")
+    gpus: list[list[str]] = [[]] * options.servers
+    if device.type == "cuda":
+        every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        every = every if every != [""] else list(map(str, range(torch.cuda.device_count())))
+        if len(every) < ranks.world_size + options.gpus:
+            need = f"engine.servers = {options.servers} x engine.tensor_parallel = {options.tensor_parallel}"
+            raise UserError(f"{need} and training need {ranks.world_size + options.gpus} GPUs; there are {len(every)}")
+        size = options.tensor_parallel
+        gpus = [every[ranks.world_size + size * i :][:size] for i in range(options.servers)]
+    command = vllm_command(
+        model,
+        max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
+        dtype=config.model.dtype,
+        on_cpu=device.type == "cpu",
+        gpu_memory_utilization=options.memory_share,
+        tensor_parallel=options.tensor_parallel,
+        nccl=options.transfer == "nccl" or (options.transfer == "auto" and device.type == "cuda"),
+        entropy=entropy,
+    )
+    return Servers(command, gpus, folder)
+
+
+class Servers:
+    """A server on each of `gpus`, the devices of one; `command` is what starts it, but for the port.
+
+    `urls` are known at once; `wait` until they answer. `folder` is for what they write.
+    """
+
+    def __init__(self, command: Sequence[str], gpus: Sequence[Sequence[str]], folder: Path) -> None:
+        self._command, self._gpus, self._folder = list(command), gpus, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ports = [_free_port() for _ in gpus]
+        self._restarted: set[int] = set()
+        self._running = [self._start(index) for index in range(len(gpus))]
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def wait(self) -> None:
+        """Until every server answers. Raises UserError for one that ends, with its last words, or takes too long."""
+        httpx = import_httpx("engine.servers")
+        began, left = time.monotonic(), set(range(len(self._running)))
+        while left:
+            for index in sorted(left):
+                if self._running[index].poll() is not None:
+                    raise UserError(f"vLLM server {index} ended while it started: {self._last_words(index)}")
+                with suppress(httpx.HTTPError):
+                    answer = httpx.get(f"{self.urls[index]}/health", timeout=2, trust_env=False)
+                    left -= {index} if answer.status_code == 200 else set()
+            if left and time.monotonic() - began > START_S:
+                raise UserError(f"vLLM server {min(left)} does not answer after {START_S:g} s: {self._log(min(left))}")
+            time.sleep(0.5 if left else 0)
+
+    def revive(self) -> list[str]:
+        """Start the servers that have ended once more, each once in a run; returns a line about each. Does not wait:
+        the next weights go to those that answer by then."""
+        lines = []
+        for index, process in enumerate(self._running):
+            if process.poll() is not None and index not in self._restarted:
+                self._restarted.add(index)
+                lines.append(f"vLLM server {index} has ended ({self._last_words(index)}): starting it once more")
+                self._running[index] = self._start(index)
+        return lines
+
+    def close(self) -> None:
+        for process in self._running:
+            if process.stdin:
+                process.stdin.close()  # which ends it
+        for process in self._running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=GRACE_S + 5)
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        variables = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        variables = DEFAULTS | variables | VARIABLES
+        if self._gpus[index]:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
+        command = [
+            sys.executable,
+            "-m",
+            "paw.rollout.engines.servers",
+            *self._command,
+            "--port",
+            str(self._ports[index]),
+        ]
+        with self._log(index).open("ab") as log:
+            return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def _log(self, index: int) -> Path:
+        return self._folder / f"server-{index}.log"
+
+    def _last_words(self, index: int) -> str:
+        lines = [line for line in text_of(self._log(index)).splitlines() if "Error" in line] or ["no error in its log"]
+        return f"{clean(lines[-1], 300)}; {self._log(index)}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def main(command: Sequence[str], parent: IO[bytes]) -> int:
+    """Run `command` until it ends or `parent` is closed; then nothing of it is left."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher: the trainer saves first
+        signal.signal(number, signal.SIG_IGN)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again)
+    ended = threading.Event()
+
+    def end() -> None:
+        parent.read()
+        for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 0.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+            ended.wait(grace)
+
+    threading.Thread(target=end, daemon=True).start()
+    code = child.wait()
+    ended.set()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what it started
+    return code if code >= 0 else 128 - code
+
+
+def _listen_again() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], sys.stdin.buffer))

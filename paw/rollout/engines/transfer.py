@@ -1,0 +1,230 @@
+"""Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
+
+Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or `reload_weights`. `send` goes
+on when a server fails, and tells which.
+"""
+
+import importlib
+import shutil
+import socket
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paw.envs.http import import_httpx
+from paw.errors import clean, describe
+from paw.files import writing
+from paw.rollout.engines.vllm import import_vllm
+
+SHARD_BYTES = 2 << 30
+"""Of a file: what rank 0 holds in memory at once."""
+
+
+class Weights(Protocol):
+    """The parameters, in the order in which they are sent."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), one gathered at a time: each pass takes all ranks."""
+        ...
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and full shape of each, without gathering."""
+        ...
+
+
+class Transfer(ABC):
+    """How rank 0 sends weights; the other ranks take part in gathering alone. `timeout_s` is for each answer."""
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float) -> None:
+        httpx = import_httpx("engine.type = 'server'")
+        self.dtype = dtype
+        self._client = httpx.Client(timeout=timeout_s, trust_env=False)
+        self._threads = ThreadPoolExecutor(max_workers=64)
+
+    def send(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+        """Load the weights into every server, which then answers with this version. Returns what went wrong, by URL.
+
+        Always makes one whole pass over `weights`. Requests that are running go on with the new weights: what they
+        computed before is computed again, so that each token's log-prob is that of one version.
+        """
+        self._prepare(weights, version)
+        faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep"))
+        faults |= self._load(weights, [url for url in urls if url not in faults], version)
+
+        def use(url: str) -> None:
+            if not self.post(url, "reset_prefix_cache?reset_running_requests=true")["success"]:
+                raise RuntimeError("it keeps its prefix cache, which is of other weights")
+            self.post(url, "update_weight_version", {"new_version": str(version)})
+            self.post(url, "resume")
+
+        return faults | self.each([url for url in urls if url not in faults], use)
+
+    def _prepare(self, weights: Weights, version: int) -> None:  # noqa: B027
+        """What can be done while the servers are sampling."""
+
+    @abstractmethod
+    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+        """Load the weights into servers that are paused; what went wrong, by URL."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def post(self, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What the server answers. Raises RuntimeError for anything but 200."""
+        answer = self._client.post(f"{url}/{path}", json=body)
+        if answer.status_code == 404:
+            raise RuntimeError(f"it has no /{path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
+        if answer.status_code != 200:
+            raise RuntimeError(f"/{path}: status {answer.status_code}: {clean(answer.text, 200)}")
+        return answer.json() if answer.content else None
+
+    def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
+        """Call `call(url)` for all servers at once; what it raised, by URL."""
+        calls = {url: self._threads.submit(call, url) for url in urls}
+        return {url: describe(error) for url, future in calls.items() if (error := future.exception())}
+
+
+class FileTransfer(Transfer):
+    """Safetensors files in a folder under `folder` (default: in memory, /dev/shm), which the servers must see too."""
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None = None) -> None:
+        super().__init__(dtype, timeout_s)
+        memory = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="paw-", dir=folder or (memory if memory.is_dir() else None)))
+
+    def _prepare(self, weights: Weights, version: int) -> None:
+        (self._folder / str(version)).mkdir(exist_ok=True)
+        shard: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            shard[name] = tensor.detach().to("cpu", self.dtype).contiguous()
+            if sum(part.nbytes for part in shard.values()) > SHARD_BYTES:
+                self._write(self._folder / str(version), shard)
+        self._write(self._folder / str(version), shard)
+
+    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+        path = str(self._folder / str(version))
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        faults = self.each(urls, lambda url: self.post(url, "collective_rpc", body))
+        shutil.rmtree(path, ignore_errors=True)
+        return faults
+
+    def _write(self, folder: Path, shard: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        with writing(folder, " (engine.weights_dir says where)"):
+            # A tied head has the embedding's memory, which the format refuses.
+            own = {name: tensor.clone() if name == "lm_head.weight" else tensor for name, tensor in shard.items()}
+            save_file(own, folder / f"model-{len(list(folder.iterdir())):05d}.safetensors", {"format": "pt"})
+        shard.clear()
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class NcclTransfer(Transfer):
+    """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
+
+    The group is made again where other servers than before can be reached: one that restarted is not in it. Servers
+    need --weight-transfer-config '{"backend": "nccl"}'. One that dies while weights are on their way holds up the run.
+    """
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
+        super().__init__(dtype, timeout_s)
+        self._address, self._members = address, list[str]()
+        self._engine: Any = None
+
+    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+        sizes: dict[str, int] = {}
+        source = _Source(weights, self.dtype)
+
+        def meet(url: str) -> None:
+            sizes[url] = int(self._client.get(f"{url}/get_world_size").raise_for_status().json()["world_size"])
+
+        faults = self.each(urls, meet)
+        members = [url for url in urls if url in sizes]
+        try:
+            if members and members != self._members:
+                self._join({url: sizes[url] for url in members})
+            if members:
+                self._engine.source = source
+                self._engine.send_weights()
+            self._members = members
+        except Exception as error:
+            self._members, reason = [], describe(error)
+            faults |= dict.fromkeys(members, reason)
+        source.finish()
+        return faults
+
+    def _join(self, sizes: dict[str, int]) -> None:
+        import_vllm("engine.transfer = 'nccl'")
+        nccl: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+        if self._engine:
+            self._engine.shutdown()
+            self.each(sizes, lambda url: self.post(url, "shutdown_weight_transfer_engine"))
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        info = nccl.NCCLTrainerInitInfo(self._address, port, 1 + sum(sizes.values()), rank=0)
+        source: Any = _Source((), self.dtype)  # each `send` brings its own
+        self._engine = nccl.NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Servers(self, sizes), source=source
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._engine:
+            self._engine.shutdown()
+
+
+class _Servers:
+    """vLLM's VLLMWeightSyncClient for several servers, each of which has as many ranks of the group as GPUs."""
+
+    def __init__(self, transfer: Transfer, sizes: dict[str, int]) -> None:
+        self._transfer, self._sizes = transfer, sizes
+
+    def _all(self, path: str, bodies: dict[str, dict[str, Any]]) -> None:
+        faults = self._transfer.each(bodies, lambda url: self._transfer.post(url, path, bodies[url]))
+        if faults:
+            raise RuntimeError("; ".join(f"{url}: {fault}" for url, fault in faults.items()))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        before = accumulate(self._sizes.values(), initial=1)  # rank 0 is the trainer
+        infos = {url: init_info | {"rank_offset": offset} for url, offset in zip(self._sizes, before, strict=False)}
+        self._all("init_weight_transfer_engine", {url: {"init_info": info} for url, info in infos.items()})
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update", {url: {} for url in self._sizes})
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", {url: {"update_info": update_info} for url in self._sizes})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update", {url: {} for url in self._sizes})
+
+
+class _Source:
+    """vLLM's WeightSource for one pass over the weights, in the dtype in which they travel."""
+
+    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
+        self._weights, self._dtype, self._rest = weights, dtype, None
+
+    def metadata(self) -> list[Any]:
+        base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+        return [base.ParamMeta(name, self._dtype, shape) for name, shape in self._weights.shapes()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._rest = iter(self._weights)
+        for name, tensor in self._rest:
+            yield name, tensor.detach().to(self._dtype)
+
+    def finish(self) -> None:
+        """Pass over what is left, which takes all ranks."""
+        for _ in self._weights if self._rest is None else self._rest:
+            pass

@@ -1,0 +1,271 @@
+"""Rollout servers that misbehave: each costs its own requests, which another server answers, with the same tokens."""
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from paw.errors import UserError
+from paw.model.ranks import Ranks
+from paw.rollout.engines.base import Request
+from paw.rollout.engines.server import Fleet, ServerEngine
+from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
+from paw.rollout.sync import push_weights
+
+TIMEOUT_S = 2.0
+
+
+def tokens_of(request):
+    params = request["sampling_params"]
+    return [(params["seed"] + i) % 50 for i in range(min(4, params["max_tokens"]))]
+
+
+class Peer:
+    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one `habit`."""
+
+    def __init__(self, habit=""):
+        self.habit, self.version, self.loaded, self.asked, self.dropped = habit, "default", {}, 0, 0
+        self.wait, self.go = threading.Event(), threading.Event()
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                peer.answer(self, self.path, body)
+
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_):
+                pass
+
+        self.server = Quiet(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, handler, path, body):
+        def send(content, status=200):
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            handler.send_response(status)
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data)
+
+        if path == "/collective_rpc":
+            if self.habit == "takes no weights":
+                return send({"error": "CUDA error: an illegal memory access"}, 500)
+            path = body["kwargs"]["weights_path"]
+            from pathlib import Path
+
+            self.loaded = {k: v for file in sorted(Path(path).iterdir()) for k, v in load_file(file).items()}
+            return send({"results": [None]})
+        if path.partition("?")[0] in ("/pause", "/reset_prefix_cache", "/resume"):
+            return send({"success": True})
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return send({"success": True})
+        self.asked += 1
+        ids = tokens_of(body)
+        spots = [{"token_id": i, "logprob": -0.5} for i in ids]
+        choice = {"token_ids": ids, "logprobs": {"content": spots}, "finish_reason": "stop"}
+        choice["weight_versions"] = [{"version": self.version, "start": 0, "end": len(ids)}]
+        match self.habit:
+            case "dies":
+                handler.connection.shutdown(socket.SHUT_RDWR)
+                return None
+            case "hangs":
+                time.sleep(60)
+            case "is late":
+                time.sleep(TIMEOUT_S + 0.5)
+            case "trickles":
+                handler.send_response(200)
+                handler.send_header("Content-Length", "1000000")
+                handler.end_headers()
+                while True:
+                    handler.wfile.write(b" ")
+                    time.sleep(0.1)
+            case "fails":
+                return send({"error": "EngineCore died\x1b[2J"}, 500)
+            case "is another service":
+                return send({"message": "welcome"})
+            case "speaks no JSON":
+                return send(b"<html>busy</html>")
+            case "takes new weights meanwhile":
+                self.wait.set()
+                self.go.wait()
+                choice["weight_versions"] = [
+                    {"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 4}
+                ]  # fmt: skip
+            case "has other weights":
+                choice["weight_versions"][0]["version"] = "7"
+            case "answers too long":
+                choice["token_ids"] = ids * 100
+            case "has positive log-probs":
+                spots[0]["logprob"] = 0.4
+            case "has NaN":
+                return send(json.dumps({"choices": [choice]}).replace("-0.5", "NaN").encode())
+            case "answers without end":
+                return send(b"[" + b"1," * (9 << 20))
+        return self.stream(handler, choice) if body.get("stream") else send({"choices": [choice]})
+
+    def stream(self, handler, choice):
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        try:
+            for place in range(10**6 if self.habit == "streams without end" else 40):
+                spot = {"token_id": place, "logprob": -0.5}
+                part = {"token_ids": [place], "logprobs": {"content": [spot]}, "finish_reason": None}
+                handler.wfile.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+                handler.wfile.flush()
+                time.sleep(0.005)
+        except OSError:
+            self.dropped += 1
+
+
+@pytest.fixture
+def connected(request):
+    engines = []
+
+    def connect(*peers, transfer=None):
+        files = transfer or FileTransfer(torch.float32, TIMEOUT_S)
+        options = {"end_ids": {3}, "timeout_s": TIMEOUT_S, "ranks": Ranks()}
+        engines.append(ServerEngine(Fleet([peer.url for peer in peers], files, **options), 64))
+        return engines[-1]
+
+    yield connect
+    for engine in engines:
+        engine.close()
+
+
+def ask(engine, count=6, **changes):
+    for key in range(count):
+        engine.submit(Request(key, [1, 2, 3], seed=key, temperature=1.0, max_tokens=8, **changes))
+    found = []
+    while engine.pending:
+        found += engine.step()
+    return sorted(found, key=lambda completion: completion.key)
+
+
+HABITS = {
+    "dies": "RemoteProtocolError",
+    "hangs": "no whole answer within engine.timeout_s = 2",
+    "is late": "no whole answer within engine.timeout_s = 2",
+    "trickles": "no whole answer within engine.timeout_s = 2",
+    "fails": 'status 500: {"error": "EngineCore died\\u001b[2J"}',
+    "is another service": "not vLLM's answer: choices",
+    "speaks no JSON": "not vLLM's answer",
+    "has other weights": "weights 7 in place of 1",
+    "answers too long": "400 token ids with 4 log-probs for at most 8",
+    "has positive log-probs": "a log-probability above 0",
+    "has NaN": "logprob: Input should be a finite number, not nan",
+    "answers without end": "the answer has more than 16,777,216 bytes",
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
+    bad, good = Peer(), Peer()
+    engine = connected(bad, good)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    bad.habit = habit
+    found = ask(engine)
+    assert [completion.token_ids for completion in found] == [[(key + i) % 50 for i in range(4)] for key in range(6)]
+    assert not any(completion.failure for completion in found)
+    assert bad.asked and list(engine.faults) == [bad.url]
+    assert HABITS[habit] in engine.faults[bad.url]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and bad.url in told  # once, whatever it held
+
+    before, bad.habit = bad.asked, ""
+    ask(engine)
+    assert bad.asked == before  # it is given nothing until it has taken weights
+    push_weights(nn.Linear(2, 3), engine, version=2)
+    assert not engine.faults and not any(completion.failure for completion in ask(engine))
+    assert bad.asked > before
+
+
+def test_where_no_server_is_left_requests_fail_and_say_why(connected):
+    bad, worse = Peer("fails"), Peer("dies")
+    engine = connected(bad, worse)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    for completion in ask(engine):
+        assert completion.token_ids == [] and "no server is left" in completion.failure
+        assert bad.url in completion.failure and worse.url in completion.failure
+
+
+def test_weights_reach_every_server_that_takes_them(connected, capsys):
+    good, bad = Peer(), Peer("takes no weights")
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    refused = "CUDA error: an illegal memory access"
+    with pytest.raises(UserError, match=f"engine.urls: {bad.url}: .*{refused}"):  # a server that never had any
+        push_weights(model, connected(good, bad), version=0)
+    bad.habit = ""
+    engine = connected(good, bad)
+    push_weights(model, engine, version=1)
+    bad.habit = "takes no weights"
+    push_weights(model, engine, version=5)
+    assert good.version == "5" and bad.version == "1"
+    assert {name: value.tolist() for name, value in good.loaded.items()} == {
+        name: value.tolist() for name, value in model.state_dict().items()
+    }
+    assert refused in engine.faults[bad.url]
+    assert f"{bad.url} has not taken the weights of update 5: " in capsys.readouterr().err
+    assert all(completion.token_ids for completion in ask(engine))
+    assert not bad.asked
+
+
+def test_weights_are_gathered_whole_even_where_no_server_takes_them(connected):
+    engine = connected(Peer(), transfer=NcclTransfer(torch.bfloat16, TIMEOUT_S, "127.0.0.1"))
+    passed = []
+
+    class Model(nn.Linear):
+        def named_parameters(self, *args, **options):
+            for name, parameter in super().named_parameters(*args, **options):
+                passed.append(name)
+                yield name, parameter
+
+    with pytest.raises(UserError, match="get_world_size"):
+        push_weights(Model(2, 3), engine, version=1)
+    assert passed == ["weight", "bias"]
+
+
+def test_each_token_keeps_the_version_of_its_weights(connected):
+    peer = Peer("takes new weights meanwhile")
+    engine = connected(peer)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    for key in range(2):
+        engine.submit(Request(key, [1, 2, 3], seed=key, temperature=1.0, max_tokens=8))
+    peer.wait.wait()
+    push_weights(nn.Linear(2, 3), engine, version=2)
+    peer.go.set()
+    found = []
+    while engine.pending:
+        found += engine.step()
+    assert [completion.versions for completion in found] == [[1, 1, 1, 2]] * 2 and not engine.faults
+
+
+def test_a_response_that_is_complete_ends_the_request(connected):
+    peer = Peer()
+    engine = connected(peer)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    found = ask(engine, count=2, stopped=lambda ids: len(ids) == 5)
+    assert [completion.token_ids for completion in found] == [[0, 1, 2, 3, 4]] * 2
+    assert found[0].logp == [-0.5] * 5
+    deadline = time.monotonic() + 5
+    while peer.dropped < 2 and time.monotonic() < deadline:  # it hears that nobody listens any more
+        time.sleep(0.05)
+    assert peer.dropped == 2
+    peer.habit = "streams without end"
+    assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure

@@ -1,0 +1,176 @@
+"""vLLM's own server as the sampler: the tokens of the engine in the process, weights changed under running requests,
+servers that are killed, and nothing left behind."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from paw.errors import UserError
+from paw.model.ranks import Ranks
+from paw.rollout.engines.base import Request
+from paw.rollout.engines.server import Fleet, ServerEngine
+from paw.rollout.engines.servers import Servers, vllm_command
+from paw.rollout.engines.transfer import FileTransfer
+from paw.rollout.engines.vllm import VllmEngine
+from paw.rollout.sync import push_weights
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+LIMIT, GUESS = 512, Path(__file__).parents[2] / "docs" / "example_environment.py"
+
+
+def make_model(folder, seed=0):
+    """The model of the folder, its weights drawn again where there is a seed."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters() if seed else ():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=g))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llm):
+    return tiny_llm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    command = vllm_command(folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True)
+    started = Servers(command, [[], []], folder / "servers")
+    started.wait()
+    yield started
+    started.close()
+
+
+def play(engine, requests):
+    for request in requests:
+        engine.submit(request)
+    found = {}
+    while engine.pending:
+        found |= {completion.key: completion for completion in engine.step()}
+    return [found[request.key] for request in requests]
+
+
+def requests(count=12, max_tokens=20):
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(4, 200, (n,), generator=g).tolist() for n in torch.randint(1, 130, (count,), generator=g)]
+    return [Request(50 + i, prompt, 900 + i, 1.0, max_tokens) for i, prompt in enumerate(prompts)]
+
+
+@torch.no_grad()
+def truth(model, request, completion):
+    """(log-prob, entropy) of each token of the response, from the model's logits in float64."""
+    logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
+    rows = (logits / request.temperature).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+    logp = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return logp.tolist(), (-rows.exp() * rows).sum(-1).tolist()
+
+
+def pids(folder, port=""):
+    """Processes whose command names the model's folder, and the port."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            if str(folder) in words and (not port or port in words):
+                found.append(int(path.name))
+    return found
+
+
+def test_two_ranks_train_on_two_servers(paw, quick, folder, servers, tmp_path):
+    where = {"env.name": f"{GUESS}:Guess", "model.path": folder, "run.dir": tmp_path, "run.name": "run"}
+    # The sampler's log-probs and entropies: no log-prob pass.
+    engine = {"engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine"}
+    own = {"policy.kl_coef": 0, "rollout.max_response_tokens": 8, "rollout.max_prompt_tokens": 500, "optim.lr": 1e-3}
+    paw("train", "quickstart", quick | where | engine | own, "--gpus", "2")
+    start, *updates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert start["eval/games"] == 8 and len(updates) == 2
+    for line in updates:
+        assert line["health/sampler_mismatch"] < 1e-4 and line["optim/grad_norm"] > 0
+        assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
+
+
+def test_servers_sample_what_the_engine_in_the_process_samples(folder, servers):
+    files, ends = FileTransfer(torch.float32, 60), [257]
+    fleet = Fleet(servers.urls, files, end_ids=ends, timeout_s=60, ranks=Ranks(), entropy=True)
+    over_http = ServerEngine(fleet, LIMIT)
+    here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
+    for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
+        for engine in (over_http, here):
+            push_weights(model, engine, version=version)
+        asked = requests()
+        ours, theirs = play(here, asked), play(over_http, asked)
+        assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+        for request, one, other in zip(asked, ours, theirs, strict=True):
+            logp, entropy = truth(model, request, other)
+            assert other.logp == pytest.approx(one.logp, abs=1e-5) and other.logp == pytest.approx(logp, abs=1e-4)
+            assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
+            assert other.entropy == pytest.approx(entropy, abs=1e-4)
+    assert not fleet.faults
+    here.close()
+
+    # One of the two is killed while it samples: the other gives the same tokens.
+    asked = requests(max_tokens=300)
+    calm = play(over_http, asked)
+    for request in asked:
+        over_http.submit(request)
+    while not all(server.calls for server in fleet.servers):
+        time.sleep(0.01)
+    for pid in pids(folder, servers.urls[0].rpartition(":")[2]):
+        os.kill(pid, signal.SIGKILL)
+    found = {}
+    while over_http.pending:
+        found |= {completion.key: completion for completion in over_http.step()}
+    assert [found[request.key].token_ids for request in asked] == [completion.token_ids for completion in calm]
+    assert list(fleet.faults) == [servers.urls[0]]
+
+    # The next weights start it once more, and it answers when it is up.
+    fleet._started = servers
+    push_weights(make_model(folder, seed=1), over_http, version=2)
+    assert list(fleet.faults) == [servers.urls[0]]
+    servers.wait()
+    push_weights(make_model(folder, seed=1), over_http, version=3)
+    assert not fleet.faults and [c.token_ids for c in play(over_http, asked)] == [c.token_ids for c in calm]
+    fleet.close()
+
+
+def test_servers_end_with_their_run_however_it_ends(folder, tmp_path):
+    """A process that has started a server is killed while that is coming up."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from paw.rollout.engines.servers import Servers, vllm_command
+Servers(vllm_command({str(tmp_path)!r}, max_model_len=64, dtype="float32", on_cpu=True), [[]], Path({str(tmp_path)!r}))
+print("started", flush=True)
+time.sleep(600)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout and run.stdout.readline() == "started\n"
+    while len(pids(tmp_path)) < 2:  # what looks after it, and the server
+        time.sleep(0.05)
+    run.kill()
+    deadline = time.monotonic() + 30
+    while pids(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not pids(tmp_path)
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    servers = Servers(vllm_command(tmp_path, max_model_len=64, dtype="float32", on_cpu=True), [[]], tmp_path)
+    with pytest.raises(UserError, match=r"vLLM server 0 ended while it started: .*no-such-model.*server-0.log"):
+        servers.wait()
+    servers.close()
