@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from toyworld import ENV, make_chat, make_factory
 
+from paw.config import Config, EngineConfig, ModelConfig, RolloutConfig
 from paw.errors import UserError
 from paw.model.ranks import Ranks
+from paw.rollout.ahead import Ahead
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
+from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 
 TIMEOUT_S = 2.0
@@ -269,3 +273,36 @@ def test_a_response_that_is_complete_ends_the_request(connected):
     assert peer.dropped == 2
     peer.habit = "streams without end"
     assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
+
+
+def test_updates_played_ahead_are_those_that_are_asked_for(connected):
+    """No token is of weights older than `ahead` updates, one that failed is played again, the end drops the rest."""
+    engine, updates, K = connected(Peer(), Peer()), 5, 2
+    config = Config(
+        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server"),
+        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=256, max_response_tokens=3, ahead=K),
+    )  # fmt: skip
+    engine.positions = 512
+    made = []
+
+    def make():
+        made.append(Rollouts(make_factory(), engine.another(), make_chat(), config))
+        return made[-1]
+
+    push_weights(nn.Linear(2, 3), engine, version=0)
+    rollouts, plain = Ahead(make, ahead=K, updates=updates), make()
+    for step in range(3):
+        groups, stats = rollouts.training(step, 2)
+        expected, _ = plain.training(step, 2)
+        turns, wanted = ([t for g in played for e in g.trajectories for t in e.turns] for played in (groups, expected))
+        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(turns) > 4
+        assert [g.task.id for g in groups] == [g.task.id for g in expected]
+        assert all(step - K <= turn.version <= step for turn in turns) and stats.response_tokens
+        assert sorted(rollouts._playing) == [u for u in range(step + 1, step + K + 1) if u < updates]
+        push_weights(nn.Linear(2, 3), engine, version=step + 1)
+    again, _ = rollouts.training(2, 2)
+    assert [g.task.id for g in again] == [g.task.id for g in groups]
+    assert {t.version for g in again for e in g.trajectories for t in e.turns} == {3}
+    rollouts.close()
+    plain.close()
+    assert all(one.loop.is_closed() for one in made)
