@@ -26,6 +26,8 @@ from paw.model.ranks import Ranks
 
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
+LAST_LINES = 4
+"""Of a log, from its last error on, that are shown."""
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 
@@ -169,8 +171,10 @@ class Servers:
         return self._folder / f"server-{index}.log"
 
     def _last_words(self, index: int) -> str:
-        lines = [line for line in text_of(self._log(index)).splitlines() if "Error" in line] or ["no error in its log"]
-        return f"{clean(lines[-1], 300)}; {self._log(index)}"
+        lines = text_of(self._log(index)).splitlines()
+        errors = [place for place, line in enumerate(lines) if "Error" in line]
+        said = " ".join(lines[errors[-1] :][:LAST_LINES]) if errors else "no error in its log"
+        return f"{clean(said, 500)}; {self._log(index)}"
 
 
 def _free_port() -> int:
