@@ -50,7 +50,7 @@ def test_fingerprints_tell_games_apart(folder: Path):
     assert factory(data=folder).fingerprint() != files
 
 
-def test_kinds_and_splits_that_are_not_generated():
+def test_kinds_and_splits_that_are_not_generated_and_an_engine_that_is_not_installed(monkeypatch):
     games = factory(difficulty="small", kinds=["two", "heat"])
     assert {t.kind for t in train_tasks(games, 0, 20, seed=0)} == {"two", "heat"}
     for settings, message in (
@@ -61,6 +61,9 @@ def test_kinds_and_splits_that_are_not_generated():
     ):
         with pytest.raises(UserError, match=message):
             factory(difficulty="tiny", **settings)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package textworld: pip install 'paw-trainer\[alfworld\]'"):
+        factory(backend="textworld")
     with pytest.raises(UserError, match="no split 'valid_seen'; use 'valid_unseen', or set"):
         eval_tasks(games, "valid_seen", 4, seed=0)
 
@@ -108,10 +111,11 @@ def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
     assert train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
     whole = [t.id for t in eval_tasks(games, "valid_unseen", 0, seed=9)]
     assert len(whole) == len(set(whole)) == 5 and whole == sorted(whole)
-    drawn = Counter(t.id for t in eval_tasks(games, "valid_unseen", 40, seed=9))
-    assert drawn.keys() <= {*whole} and max(drawn.values()) > 1
-    assert drawn == Counter(t.id for t in eval_tasks(again, "valid_unseen", 40, seed=9))
-    assert drawn != Counter(t.id for t in eval_tasks(games, "valid_unseen", 40, seed=8))
+    drawn, same, other = (
+        [t.id for t in eval_tasks(of, "valid_unseen", 40, seed=seed)]
+        for of, seed in ((games, 9), (again, 9), (games, 8))
+    )
+    assert {*drawn} <= {*whole} and max(Counter(drawn).values()) > 1 and drawn == same != other
     some = sorted({t.kind for t in train_tasks(games, 0, 7, seed=0)})[0]
     only = factory(data=folder, kinds=[some], eval_split="train")
     assert {t.kind for t in train_tasks(only, 0, 7, seed=0)} == {some}
