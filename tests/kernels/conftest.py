@@ -17,7 +17,7 @@ MACHINES = ["cpu", pytest.param("emulated", marks=pytest.mark.slow), pytest.para
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
-    """The CUDA kernels built for the CPU; `emulator.paw_emulate(order)` as cuda_on_cpu.h says."""
+    """The CUDA kernels built for the CPU; `emulator.paw_emulate(order, dropped)` as cuda_on_cpu.h says."""
     import cuda_on_cpu
 
     return cuda_on_cpu.compile_for_cpu(tmp_path_factory.mktemp("cuda") / "kernels.so", *cuda_on_cpu.SOURCES)
@@ -44,7 +44,7 @@ def backend(request, monkeypatch):
             pytest.skip("the interpreter is for machines without a GPU")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     if name == "cuda":
-        request.getfixturevalue("emulator").paw_emulate(2)  # the threads of a block take turns at random
+        request.getfixturevalue("emulator").paw_emulate(2, -1)  # the threads of a block take turns at random
         for passes in ("token_loss", "token_stats"):  # which a dispatch mode looks up by name
             monkeypatch.setattr(torch.ops.paw_on_cpu, passes, getattr(torch.ops.paw_kernels, passes), raising=False)
         monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
@@ -65,5 +65,5 @@ def machine(request):
         if not torch.cuda.is_available() or _native.why_no_cuda():
             pytest.skip(_native.why_no_cuda() or "no CUDA device")
         return cuda_on_cpu.Machine(torch.ops.paw_kernels, "cuda")
-    request.getfixturevalue("emulator").paw_emulate(2)
+    request.getfixturevalue("emulator").paw_emulate(2, -1)
     return cuda_on_cpu.Machine(torch.ops.paw_on_cpu, "cpu")

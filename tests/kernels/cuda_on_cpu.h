@@ -94,13 +94,13 @@ struct Fibre {
   ucontext_t entry{};
   jmp_buf at{};
   bool started = false, done = false;
-  int collectives = 0;
+  int barriers = 0, collectives = 0;
   Barrier* waits = nullptr;
   unsigned ticket = 0;
 };
 
 struct Machine {
-  int order = 0;  // set by the test: see paw_emulate
+  int order = 0, dropped = -1, barriers = 0;  // set and read by the test: see paw_emulate
   Block block;
   std::vector<Fibre> fibres;
   std::vector<std::unique_ptr<char[]>> stacks;
@@ -125,6 +125,8 @@ inline void wait(Barrier& barrier, unsigned ticket) {
   while (barrier.phase == ticket)
     if (_setjmp(now.at) == 0) _longjmp(machine.scheduler, 1);
 }
+
+inline bool dropped() { return machine.now->barriers++ == machine.dropped; }
 
 inline void* shared(int id, size_t bytes) {
   const auto [entry, added] = machine.offsets.try_emplace(id, machine.used);
@@ -186,7 +188,9 @@ inline bool run_block(const paw::Grid& grid, int64_t index) {
       if (fibre.done || waiting || idle(fibre) != idlers) continue;
       resume(fibre);
       moved = true;
-      if (fibre.done) running--;
+      if (!fibre.done) continue;
+      running--;
+      m.barriers = std::max(m.barriers, fibre.barriers);
     }
     return moved;
   };
@@ -213,6 +217,7 @@ inline cudaError_t run(const paw::Grid& grid, std::function<void()> kernel) {
 }  // namespace cpu
 
 inline void __syncthreads() {
+  if (cpu::dropped()) return;
   cpu::Barrier& barrier = cpu::machine.block.barrier;
   cpu::wait(barrier, barrier.arrive());
 }
@@ -236,5 +241,9 @@ cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t, A... arguments
 
 }  // namespace paw
 
-// Sets the order of turns: 0 forward, 1 backward, above a seed.
-extern "C" inline __attribute__((used)) void paw_emulate(int order) { cpu::machine.order = order; }
+// Sets the order of turns (0 forward, 1 backward, above a seed) and which barrier of each thread to leave out (counted
+// from 0; -1 for none). Answers the number of barriers that a thread met since the last call.
+extern "C" inline __attribute__((used)) int paw_emulate(int order, int dropped) {
+  cpu::machine.order = order, cpu::machine.dropped = dropped;
+  return std::exchange(cpu::machine.barriers, 0);
+}

@@ -1,6 +1,9 @@
-"""The kernels give the same bits whatever the order in which threads take turns, and the emulation sees mistakes."""
+"""The kernels give the same bits whatever the order in which threads take turns, unless any one barrier is left out."""
 
 import ctypes
+import faulthandler
+import os
+import signal
 from pathlib import Path
 
 import cuda_on_cpu
@@ -39,21 +42,59 @@ def select():
 
 
 CALLS = {
-    "row_statistics": statistics,
-    "row_gradient_": gradient,
-    "segment_reduce": lambda: (OPS.segment_reduce(random(999), torch.tensor([0, 0, 500, 999]), True),),
-    "top_alpha": select,
-    "pack": lambda: OPS.pack(random(5000) > 0.5),
+    "row_statistics": (statistics, 1),
+    "row_gradient_": (gradient, 3),
+    "segment_reduce": (lambda: (OPS.segment_reduce(random(999), torch.tensor([0, 0, 500, 999]), True),), 1),
+    "top_alpha": (select, 20),
+    "pack": (lambda: OPS.pack(random(5000) > 0.5), 8),
 }
 
 
+def gives(call, want):
+    results = call()
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(results, want, strict=True))
+
+
+def goes_wrong(call, want):
+    """In a child, because a kernel that lacks a barrier may write anywhere."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(3)
+        code = 1
+        try:
+            code = 0 if gives(call, want) else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] != 0
+
+
+@pytest.fixture
+def emulate(emulator):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the threads of a parallel region do not live on in a child
+    yield emulator.paw_emulate
+    torch.set_num_threads(threads)
+    emulator.paw_emulate(0, -1)
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_results_do_not_depend_on_the_order_of_turns(name, emulator):
-    emulator.paw_emulate(0)
-    want = [t.clone().view(torch.uint8) for t in CALLS[name]()]
+def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(name, emulate):
+    call, barriers = CALLS[name]
+    emulate(0, -1)
+    want = [t.clone() for t in call()]
+    assert emulate(0, -1) == barriers
     for order in ORDERS:
-        emulator.paw_emulate(order)
-        assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(CALLS[name](), want, strict=True)), order
+        emulate(order, -1)
+        assert gives(call, want), f"order {order}"
+    assert not goes_wrong(call, want)
+    for dropped in range(barriers):
+        wrong = False
+        for order in ORDERS:
+            emulate(order, dropped)
+            wrong = wrong or goes_wrong(call, want)
+        assert wrong, f"barrier {dropped} is not needed, or the emulation is blind"
 
 
 def test_mistakes_show(tmp_path):
@@ -62,7 +103,7 @@ def test_mistakes_show(tmp_path):
 
     def run(which, order):
         out = torch.zeros(128)
-        library.paw_emulate(order)
+        library.paw_emulate(order, -1)
         return library.run_bad(which, ctypes.c_void_p(out.data_ptr())), out.tolist()
 
     assert len({tuple(run(0, order)[1]) for order in ORDERS}) > 1
