@@ -1,12 +1,18 @@
 """Losses and an estimator of one's own: the examples of docs/algorithm.md train, checked and fused like ours."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from joint import Objective, gradients, make_rows, relative, tiny_policy
 from test_update import make_config, run_updates, start  # noqa: F401
 
+from paw.algo import loss as losses
+from paw.algo.samples import collate
 from paw.errors import UserError
+from paw.plugins import import_file
+from paw_kernels import token_stats
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"
 
@@ -43,7 +49,7 @@ def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
     ("settings", "message"),
     [
         ({"wm_loss": "cmea"}, "did you mean 'cmae'"),
-        ({"policy_loss": "no_module_here:loss"}, "no module"),
+        ({"policy_loss": "no_module_here:loss"}, "No module named 'no_module_here'"),
         ({"wm_loss": "paw.algo.loss:focal"}, "has no 'focal'"),
         ({"wm_loss": "OWN:focal", "wm_gama": 1.0}, "unknown key"),
         ({"wm_loss": "OWN:focal", "wm_gamma": "much"}, "wm.gamma"),
@@ -55,3 +61,19 @@ def test_a_name_or_a_setting_that_is_not_there_is_one_line(start, own, tmp_path,
     with pytest.raises(UserError, match=message) as error:
         make_config(start, tmp_path, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
+    """Fused, against token_stats and autograd, for ours and for the page's."""
+    module, policy = import_file(str(own), ""), tiny_policy()
+    rows = make_rows(policy, reference=True)
+    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu"))
+    tokens = Objective(kl_coef=0.1).tokens(batch, rows, len(rows))
+    for acting, watching in ((losses.ppo, losses.cmae), (module.soft_clip, partial(module.focal, gamma=1.0))):
+        loss = losses.joint(acting, watching, kl_coef=0.1, entropy_coef=0.01)
+        losses.joint_loss(policy, batch, tokens, loss, temperature=0.7).loss.backward()
+        fused = gradients(policy)
+        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+        stats = token_stats(hidden, policy.head_weight, batch.target, **policy.head_options(0.7))
+        loss(*stats, tokens).sum().backward()
+        assert relative(fused, gradients(policy)) < 1e-5 and fused.norm() > 0
