@@ -1,7 +1,7 @@
 """float64 autograd reference of the fused head: full logits, and a problem with every branch of the losses."""
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,15 +32,22 @@ class Rows:
         return losses.joint(policy, wm, **{name: of[name] for name in TERMS if name in of})
 
     def map(self, change):
-        values = {f.name: getattr(self.batch, f.name) for f in fields(self.batch)}
-        changed = {name: change(value) for name, value in values.items() if value is not None}
-        return Rows(replace(self.batch, **changed), self.options)
+        return Rows(mapped(self.batch, change), self.options)
 
     def to(self, *where):
         return self.map(lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0]))
 
     def replace(self, **values):
         return Rows(replace(self.batch, **values), self.options)
+
+
+def columns(batch):
+    """Those that a loss reads, not the absent ones."""
+    return {name: value for name, value in vars(batch).items() if value is not None}
+
+
+def mapped(batch, change):
+    return replace(batch, **{name: change(value) for name, value in columns(batch).items()})
 
 
 class Backend(NamedTuple):
