@@ -83,7 +83,7 @@ def test_what_passes_is_tried_again_after_growing_pauses(server, ask):
     server.script = list(PASSING.values())
     ask, pauses = ask
     assert ask(config={"retries": len(PASSING)}).text.endswith("<action>look</action>")
-    assert len(server.requests) == len(PASSING) + 1
+    assert len(server.requests) == len(pauses) + 1 == len(PASSING) + 1
     assert all(0.5 <= pause / min(2**n, 60) <= 1.0 for n, pause in enumerate(pauses))
 
 
@@ -119,13 +119,13 @@ def test_a_slow_answer_is_given_up(server, ask):
 
 def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, ask, capfd):
     ask, pauses = ask
-    hours = ("9" * 400, "Fri, 31 Dec 2199 23:59:59 GMT")
+    hours = ("99999", "9" * 400, "Fri, 31 Dec 2199 23:59:59 GMT")
     for value in ("12.5", *hours, "soon", "-5", None):
         value = value or formatdate(time.time() + 30.5, usegmt=True)
         server.script = [(429, refusal("slow down"), {"Retry-After": value})]
         ask()
-    assert all(0.5 <= pause <= 1 for pause in pauses[3:5])
-    assert [*pauses[:3], pauses[5]] == pytest.approx([12.5, 120, 120, 30], abs=1.0)
+    assert pauses[1:4] == [120.0] * 3 and all(0.5 <= pause <= 1.0 for pause in pauses[4:6])
+    assert [pauses[0], *pauses[6:]] == pytest.approx([12.5, 30], abs=1.0)
     said = capfd.readouterr().err.splitlines()
     for line, value in zip(said, hours, strict=True):
         assert f"asks to wait (Retry-After: {value[:40]}" in line and line.endswith(": waiting 120 s of it")
@@ -191,7 +191,8 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
     ask[0]("why?", start="<think>Be", endpoint=endpoint)
     first = server.requests[-1]
     assert first["messages"][1:] == [{"role": "assistant", "content": "<think>Be"}]
-    assert first["continue_final_message"] and not first["add_generation_prompt"]
+    assert first["continue_final_message"] is True and not first["add_generation_prompt"]
+    assert first["chat_template_kwargs"] == options
     server.script = [(400, refusal("Unknown parameter: 'continue_final_message'."), {})]
     for _ in range(2):
         ask[0]("why?", start="<think>Be", endpoint=endpoint)
@@ -203,9 +204,9 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
 
 
 FORGERIES = [
-    "<|im_start|>system", "<|im_end|>", "<｜User｜>", "<|turn>", "[INST]", "[/INST]", "<s>", "</s>",
-    "<start_of_turn>model", "<bos>", "<pad>", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[TOOL_CALLS]",
-    "<｜begin▁of▁sentence｜>", "<<|im_end|>", "[gMASK]", "<unused3>",
+    "<|im_start|>system", "<|im_end|>", "<｜User｜>", "<|start_header_id|>", "<|turn>", "[INST]", "[/INST]", "<s>",
+    "</s>", "<start_of_turn>model", "<end_of_turn>", "<bos>", "<eos>", "<pad>", "<<SYS>>", "<</SYS>>",
+    "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "<｜begin▁of▁sentence｜>", "<<|im_end|>", "[gMASK]", "<unused3>",
 ]  # fmt: skip
 BENIGN = "<think>a < b || c</think><action>go [to] <search>x</search></action> a[INSTANCE] <strong> <state>"
 
@@ -266,7 +267,8 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
     assert lines[0]["turns"][0]["observation"].startswith("You are in the middle of a room.")
     assert len({json.dumps(request["messages"]) + str(request["seed"]) for request in server.requests}) == 18
     table = (tmp_path / "out" / "results.md").read_text()
-    assert "| m | plain |" in table and "$0.00" in table and "success 0.0% of 6 episodes" in table
+    assert "| m | plain |" in table and "| All |" in table
+    assert "$0.00" in table and "success 0.0% of 6 episodes" in table
 
     server.requests.clear()
     err, again = evaluate(*prices)
@@ -284,7 +286,8 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
     err, _ = evaluate("--endpoint.concurrency", "2", code=130)
     path = tmp_path / "out" / "episodes.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    assert 0 < len(lines) < 6 and f"stopped: {len(lines)} of 6 episodes are in" in err.splitlines()[-1]
+    assert "Traceback" not in err and 0 < len(lines) < 6
+    assert f"stopped: {len(lines)} of 6 episodes are in" in err.splitlines()[-1]
     path.write_bytes(b"".join(lines) + lines[0][:100])
     server.requests.clear()
     server.default, left = (200, completion(), {}), 6 - len(lines)
@@ -341,3 +344,4 @@ def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
     assert "Doc 1: It lies in Tuk." in search["observation"]
     (asked,) = [request for request in server.requests if request["model"] == "engine"]
     assert "noisy documents" in asked["messages"][0]["content"]
+    assert "| m | zerosearch |" in capfd.readouterr().out

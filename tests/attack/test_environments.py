@@ -5,6 +5,7 @@ import ctypes
 import math
 import threading
 import time
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def sleeps_in_c(_):
 
 
 UNPRINTABLE = "Unprintable: a Unprintable that cannot be printed"
-NUMBER = "; it must be a number from -1e+06 to 1e+06"
+NUMBER, FLAG = "; it must be a number from -1e+06 to 1e+06", "; it must be True"
 WRONG = [
     ({"make": exits}, "SystemExit: 0"),
     ({"reset": exits}, "SystemExit: 0"),
@@ -98,10 +99,18 @@ WRONG = [
     ({"anchor": endless}, "RecursionError: maximum recursion depth exceeded"),
     ({"reward": math.nan}, "Game: Outcome.reward is nan" + NUMBER),
     ({"reward": 10**400}, "Game: Outcome.reward is 1000"),
+    ({"reward": "1"}, "Game: Outcome.reward is '1'" + NUMBER),
     ({"reward": torch.tensor(1.0)}, "Game: Outcome.reward is tensor(1.)" + NUMBER),
+    ({"reward": np.float32("nan")}, "Game: Outcome.reward is np.float32(nan)" + NUMBER),
+    ({"reward": Decimal("1")}, "Game: Outcome.reward is Decimal('1')" + NUMBER),
     ({"score": 2.0}, "Game: Outcome.score is 2.0; it must be a number from 0 to 1"),
-    ({"done": 1}, "Game: Outcome.done is 1; it must be True"),
+    ({"done": 1}, "Game: Outcome.done is 1" + FLAG),
+    ({"won": None}, "Game: Outcome.won is None" + FLAG),
+    ({"valid": "yes"}, "Game: Outcome.valid is 'yes'" + FLAG),
     ({"observation": b"now"}, "Game: Outcome.observation is b'now'; it must be text"),
+    ({"action": None}, "Game: Outcome.action is None; it must be text"),
+    ({"context": lambda game: None}, "Game: context() is None; it must be text"),
+    ({"anchor": lambda game: ["at", game.n]}, "Game: anchor() is ['at', 0]; it must be text"),
     ({"context": lambda game: [{"role": "user"}]}, "Game: a message of context() is None; it must be text"),
     ({"reset": lambda game: None}, "Game: reset() is None; it must be text"),
     ({"step": lambda game: ("now", 1.0, True, {})}, "Game: step() is ('now', 1.0, True, {}); it must be an Outcome"),
@@ -140,9 +149,8 @@ def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float]
 
 
-@pytest.mark.parametrize(
-    ("error", "may_block"), [(UserError("my_game: set MY_KEY"), True), (KeyboardInterrupt(), False)]
-)
+@pytest.mark.parametrize("error", [UserError("my_game: set MY_KEY"), KeyboardInterrupt()])
+@pytest.mark.parametrize("may_block", [False, True])
 def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block):
     with pytest.raises(type(error)):
         play(rollouts(step=raises(error), may_block=may_block))
@@ -181,6 +189,10 @@ def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypa
     monkeypatch.setattr(threads, "MAX_LOST", 3)
     with pytest.raises(UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; give what"):
         play(rollouts(step_timeout_s=0.3, step=waits, may_block=True, everywhere=True))
+
+
+def test_a_call_in_this_thread_costs_no_thread():
+    assert threads.Threads(0).call(threading.get_ident) == threading.get_ident()
 
 
 def test_an_episode_ends_after_max_turns(rollouts):
@@ -236,6 +248,8 @@ def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):
 def test_clean_survives_anything_and_keeps_lines_where_asked():
     text = "plain, 日本語 and é \x1b]0;title\x07\x1b]8;;http://x\x1b\\link\x1b(B \x9b2Jc\x1bc a\r\nb\u2028e\x00\u200b"
     assert clean(text) == "plain, 日本語 and é link c a  b e"
+    assert clean("\x1b[31mred\x1b[0m a\tb\u0085c\x08 \u202e\u2066d\u200d\ufeff\u00ad \ud83d\ude00") == "red a b c d ??"
+    assert clean("x" * 3000) == "x" * 500 + "..."
     assert clean("one\n\x1b[2Jtwo\tthree\r", 100, lines=True) == "one\ntwo\tthree "
     assert describe(Unprintable()) == UNPRINTABLE
     assert describe(SystemExit()) == "SystemExit"

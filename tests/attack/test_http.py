@@ -91,7 +91,9 @@ def test_a_compressed_answer_is_read(server):
 DEEP = b"[" * 1_000_000
 
 
-@pytest.mark.parametrize("body", [DEEP, HITS.replace(b"0.5", b"9" * 5000), HITS.replace(b"0.5", b"NaN")])
+@pytest.mark.parametrize(
+    "body", [DEEP, HITS.replace(b"0.5", b"9" * 5000), HITS.replace(b"0.5", b"NaN"), b"\xff\xfe\x00"]
+)
 def test_what_a_retriever_makes_up_is_one_line(server, body):
     server.default = (200, body, {})
     with pytest.raises(UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever") as caught:
@@ -100,8 +102,8 @@ def test_what_a_retriever_makes_up_is_one_line(server, body):
 
 
 def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
-    monkeypatch.setattr(remote, "PAUSE_S", 0.02)
-    server.script = [(200, HITS, {}), close, close, *[(503, b"starting", {})] * 2, (200, HITS, {})]
+    monkeypatch.setattr(remote, "PAUSE_S", 0.002)
+    server.script = [(200, HITS, {}), *[close] * 4, *[(503, b"starting", {})] * 4, (200, HITS, {})]
     client = RemoteRetriever(server.url, timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
     assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120  # as the pauses are

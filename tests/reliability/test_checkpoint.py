@@ -1,10 +1,12 @@
 """Checkpoints: whole or absent, corruption and malice found and named, and put back bit for bit."""
 
+import hashlib
 import io
 import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
@@ -18,8 +20,6 @@ import torch
 from forked import CONTEXT
 from safetensors.torch import load_file, save_file
 
-from paw.cache import cached
-from paw.files import write_file
 from paw.state import checkpoint, restore, train_state
 from paw.state.checkpoint import CheckpointError
 
@@ -77,27 +77,66 @@ def test_roundtrip_is_exact(tmp_path, monkeypatch):
         checkpoint.save(tmp_path, 1, {}, {"loss": float("nan")})
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
+    """The one of a GPU keeps its steps where the parameters are."""
+
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=1e-2, fused=fused)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = build(0)
+    train(model, optimizer)
+    moments, (rng, state) = (
+        train_state.optimizer_tensors(optimizer, model.named_parameters()),
+        train_state.rng_tensors(),
+    )
+    parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": rng}
+    path = checkpoint.save(tmp_path, 3, parts, {"rng": state})
+    train(model, optimizer)
+    resumed, fresh = build(1)
+    loaded, state = restore.load(path, like={"model": dict(resumed.named_parameters())})
+    resumed.load_state_dict(loaded["model"])
+    restore.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"])
+    restore.load_rng(loaded["rng"], state["rng"])
+    shutil.rmtree(path)  # nothing loaded may still lean on the files
+    train(resumed, fresh)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, fresh.state[b][key]), key
+
+
 def test_random_states_return_mid_pair(tmp_path):
     """Gaussians come in pairs: one odd draw leaves a cached half that must travel too. A trial changes nothing."""
 
     def draw() -> list[float]:
-        return [random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.randn(1).item()]
+        gauss = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
+        return [*gauss, random.random(), np.random.rand()]
 
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
     draw()
     rng, state = train_state.rng_tensors()
     path = checkpoint.save(tmp_path, 1, {"rng": rng}, {"rng": state})
-    expected = [draw() for _ in range(3)]
+    expected = [draw() for _ in range(5)]
     loaded, state = restore.load(path)
     restore.load_rng(loaded["rng"], state["rng"], trial=True)
     assert draw() not in expected
     restore.load_rng(loaded["rng"], state["rng"])
-    shutil.rmtree(path)  # nothing loaded may still lean on the files
-    assert [draw() for _ in range(3)] == expected
+    assert [draw() for _ in range(5)] == expected
 
 
-def flip(file: Path) -> None:
+def flip(file: Path, position: float = 0.5) -> None:
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[int(position * (len(content) - 1))] ^= 1
     file.write_bytes(content)
 
 
@@ -107,8 +146,11 @@ def replace(file: Path, make: Callable[[Path], Any]) -> None:
 
 
 DAMAGE = {
-    "a bit flipped": flip,
+    "first byte flipped": lambda file: flip(file, 0.0),
+    "middle byte flipped": flip,
+    "last byte flipped": lambda file: flip(file, 1.0),
     "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "emptied": lambda file: os.truncate(file, 0),
     "grown": lambda file: file.write_bytes(file.read_bytes() + b" "),
     "deleted": lambda file: file.unlink(),
     "a pipe": lambda file: replace(file, os.mkfifo),
@@ -147,12 +189,45 @@ def test_a_pickle_never_runs(tmp_path):
     proof, buffer = tmp_path / "proof", io.BytesIO()
     torch.save(Exploit(proof), buffer)
     for payload in (pickle.dumps(Exploit(proof)), buffer.getvalue()):
-        for name in ("state.json", "model.safetensors"):
+        for name in ("model.pt", "state.json", "model.safetensors"):
             path = checkpoint.save(tmp_path / "c", 1, tensors(1), {})
             (path / name).write_bytes(payload)
             reseal(path)
-            refused(path, name)
+            if name == "model.pt":  # no code path reads it
+                assert "model" in restore.load(path)[0]
+            else:
+                refused(path, name)
     assert not proof.exists()
+
+
+DEEP, LONG = "[" * 100_000, "1" * 5000
+MANIFESTS = [
+    {"files": ["model.safetensors"], "order": 2}, {"files": {"state.json": 3}, "order": 2},
+    {"files": {"state.json": {"sha256": "0"}}, "order": 2}, {"files": {}, "order": "2"}, {"files": {}, "order": -1},
+    {"files": {}, "order": 1e400}, {"files": {}}, [], 7,
+]  # fmt: skip
+STATES = [
+    "[]", DEEP, f'{{"version": 1, "step": {LONG}}}', '{"version": [1], "step": 2}', '{"version": 99, "step": 2}',
+    '{"version": 1}', '{"version": 1, "step": -1}', f'{{"version": 1, "step": 1{"0" * 300}}}',
+    '{"version": 1, "step": "2"}', "",
+]  # fmt: skip
+
+
+def test_a_manifest_or_a_state_of_another_shape_is_stepped_over(tmp_path):
+    good, bad = (checkpoint.save(tmp_path, step, tensors(step), {}) for step in (1, 2))
+    for text in STATES:
+        (bad / "state.json").write_text(text)
+        reseal(bad)
+        refused(bad, "state.json")
+    for body in MANIFESTS:
+        own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        signed = {**body, "sha256": own} if isinstance(body, dict) else body
+        (bad / "manifest.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
+        said: list[str] = []
+        assert latest(tmp_path, said.append) == good
+        assert said == [f"checkpoint {bad} is damaged (manifest.json): not a manifest: using step_000001"]
+    checkpoint.prune(tmp_path, 1)
+    assert latest(tmp_path) == good and not bad.exists()
 
 
 def test_prune_keeps_the_last_saves_even_after_a_rewind(tmp_path):
@@ -166,12 +241,14 @@ def test_prune_keeps_the_last_saves_even_after_a_rewind(tmp_path):
     assert saved.exists() and latest(tmp_path) == saved
     checkpoint.prune(tmp_path, keep=1)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000025"]
+    restore.verify(saved)
 
 
 def test_what_is_in_the_way_of_a_save_goes(tmp_path):
     assert latest(tmp_path / "absent") is None
     (tmp_path / ".tmp_step_000009").mkdir()  # of a save that was killed
     os.mkfifo(tmp_path / ".tmp_step_000001")
+    assert latest(tmp_path) is None
     os.mkfifo(tmp_path / "step_000009")
     good = checkpoint.save(tmp_path, 1, tensors(1), {})
     assert latest(tmp_path, warn=lambda _: None) == good
@@ -196,7 +273,7 @@ def save_forever(folder: Path) -> None:
 @pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
     folder, moments, interrupted = tmp_path / "c", random.Random(0), 0
-    for _ in range(8):
+    for _ in range(12):
         shutil.rmtree(folder, ignore_errors=True)
         child = CONTEXT.Process(target=save_forever, args=(folder,))
         child.start()
@@ -216,42 +293,6 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
         checkpoint.save(folder, 10**6, tensors(0), {})
         assert not list(folder.glob(".tmp_*"))
     assert interrupted, "no kill fell inside a save: the test shows nothing"
-
-
-def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatch):
-    """Of the power: what gets a name is on the disk by then, and its name before the next one is given or taken away.
-
-    Held for checkpoints, files that are replaced, and the cache.
-    """
-    synced, owed, real = set[int](), set[int](), {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
-
-    def fsync(descriptor: int) -> None:
-        real["fsync"](descriptor)
-        synced.add(os.fstat(descriptor).st_ino)
-        owed.difference_update(synced)
-
-    def move(name: str, source: Path, target: Path) -> None:
-        assert not owed, f"{source}: the names given before may be lost"
-        missing = [path for path in (source, *source.rglob("*")) if path.stat().st_ino not in synced]
-        assert not missing, f"{missing} may hold anything"
-        real[name](source, target)
-        if not target.name.startswith(".tmp_"):
-            synced.discard(inode := target.parent.stat().st_ino)
-            owed.add(inode)
-
-    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "fsync", fsync)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, lambda source, target, name=name: move(name, Path(source), Path(target)))
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for step in (1, 2, 2):
-        checkpoint.save(checkpoints, step, tensors(step), {})
-        assert not owed and checkpoints.parent.stat().st_ino in synced  # it was made, and is found again
-        checkpoint.prune(checkpoints, 1)
-        write_file(tmp_path / "run.json", str(step))
-        cached(f"model{step}", lambda made: (made / "weights").write_text("whole"))
-        assert not owed
-    assert [path.name for path in checkpoints.iterdir()] == ["step_000002"]
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------
@@ -319,6 +360,14 @@ def test_a_run_falls_back_from_whatever_does_not_fit(paw_here, quick, quick_run,
         paw_here(*words)
     passed = [line for line in said if line.endswith(": using step_000002")]
     assert len({line.split(":")[0] for line in passed}) == len(passed) == step - 2 and f"resumed from {good}" in said
+    named = [re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]]  # the newest first
+    assert [found and found[1] for found in named] == ["model"] * 4 + ["optimizer"] * 4
+    assert [found[2] for found in named[:4]] == [
+        "model.norm.weight",
+        "model.norm.weight",
+        "surplus",
+        "model.norm.weight",
+    ]
     (good / "state.json").write_text(json.dumps(kept | {"guard": 0}))
     reseal(good)
     done = paw_here(*words, code=2)

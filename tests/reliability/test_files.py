@@ -56,6 +56,8 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     write_file(pipe, "through")
     assert os.read(reader, 99) == b"through" and pipe.is_fifo()
     os.close(reader)
+    write_file(Path("/dev/null"), "x")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_lines_that_a_power_cut_took_are_told(tmp_path):
@@ -73,10 +75,10 @@ def test_lines_that_a_power_cut_took_are_told(tmp_path):
 
 def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
     good = '{"step": 0, "eval/success": 0.5}\n', '{"step": 1, "eval/success": 0.5}\n'
-    bad = ["[1]", '{"reward/mean": 1}', '{"step": "1"}', "x", ""]
+    bad = ["[1]", '{"reward/mean": 1}', '{"step": "1"}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}", "x", ""]
     (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
     with MetricsLog(tmp_path, resume_step=1) as log:
-        assert log.lost == [f"{tmp_path}/metrics.jsonl: 4 lines are no update's and go, the first is line 2"]
+        assert log.lost == [f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"]
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good)
 
 

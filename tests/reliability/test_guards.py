@@ -57,14 +57,16 @@ def test_collapse_is_told_once_when_the_signature_completes():
         assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
 
 
-def test_handlers_return_to_what_they_were(capfd):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_handlers_return_to_what_they_were(capfd, number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second one stops at once
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.name == number.name
+        now = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        assert now == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert "SIGTERM" in capfd.readouterr().err
+    assert f"{number.name}: finishing this update" in capfd.readouterr().err
 
 
 def test_what_counts_as_out_of_memory():

@@ -60,7 +60,23 @@ def test_a_name_that_was_given_is_not_numbered(tmp_path):
     assert (*names, name) == ("run", "run-2", "run")
 
 
+FIXED = [
+    ("run.seed", 1), ("model.path", "other"), ("lora.rank", 4), ("lora.alpha", 1.0), ("lora.targets", ["q_proj"]),
+    ("env.name", "webshop"), ("optim.name", "flash-adamw"), ("advantage.type", "ppo"),
+]  # fmt: skip
+
+
 def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
+    for key, value in FIXED:
+        section, leaf = key.split(".")
+        base = {"lora": {"rank": 2}} if section == "lora" else {}
+        (tmp_path / "config.toml").write_text(dump(config(tmp_path, **base)))
+        now = {**base.get(section, {}), **({"path": "m"} if section == "model" else {}), leaf: value}
+        with pytest.raises(UserError) as caught:
+            changes(tmp_path, config(tmp_path, **{section: now}))
+        said = str(caught.value)
+        assert said.startswith(f"--resume auto: {tmp_path} was trained with {key} = ") and f", not {value!r}: " in said
+        assert "; keep it" in said
     (tmp_path / "config.toml").write_text(dump(config(tmp_path, env={"kinds": ["pick"]})))
     now = config(tmp_path / "moved", optim={"lr": 2e-6}, advantage={"type": "gigpo"}, env={"data": "games"})
     assert changes(tmp_path, now) == [
@@ -69,19 +85,14 @@ def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
         "changed: env.kinds ['pick'] -> ['pick', 'look', 'clean', 'heat', 'cool', 'two']",
         "changed: optim.lr 1e-06 -> 2e-06",
     ]
-    for section, other in (
-        ("run", {"seed": 1}), ("lora", {"rank": 4}), ("optim", {"name": "flash-adamw"}), ("advantage", {"type": "ppo"})
-    ):  # fmt: skip
-        ((leaf, value),) = other.items()
-        wrong = config(tmp_path, **{section: other})
-        with pytest.raises(UserError, match=rf"was trained with {section}.{leaf} = .*, not '?{value}'?: .*; keep it"):
-            changes(tmp_path, wrong)
     text = dump(config(tmp_path)).replace("[run]", "[run]\nfuture = 1").replace("save_every = 50\n", "")
     (tmp_path / "config.toml").write_text(text)  # of another version: what it lacks are defaults
     now = config(tmp_path, run={"save_every": 7})
     assert changes(tmp_path, now) == ["changed: run.future 1 -> none", "changed: run.save_every 50 -> 7"]
-    (tmp_path / "config.toml").unlink()
-    assert changes(tmp_path, now)[0].startswith(f"warning: {tmp_path}/config.toml cannot be read")
+    for text in ("[run", "x = " + "[" * 5000, "x = " + "1" * 5000, "\0", None):
+        (tmp_path / "config.toml").write_text(text) if text else (tmp_path / "config.toml").unlink()
+        (line,) = changes(tmp_path, now)
+        assert line.startswith(f"warning: {tmp_path}/config.toml cannot be read") and "\n" not in line
 
 
 @pytest.mark.slow

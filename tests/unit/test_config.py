@@ -39,6 +39,7 @@ def problem(*arguments) -> str:
 MEANT = {
     "optim.lrr": "; did you mean 'optim.lr'?",
     "rollout.lr": "; did you mean 'optim.lr'?",  # a right name in the wrong section
+    "lr": "; did you mean 'optim.lr'?",
     "zzzqqq": "",
     # names of TRL and verl
     "learning_rate": "; it is 'optim.lr' here",
@@ -49,6 +50,7 @@ MEANT = {
     "wm.horizon": "; wm.horizon was removed: it did not help where it was measured (docs/experiments.md)",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
+    "wm.q": "; it needs wm.loss = 'gce'",
     "critic.lr": "; it needs advantage.type = 'ppo'",
     "lora.alpha": "; it needs lora.rank",
 }
@@ -72,15 +74,21 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     assert "omega" not in dump(config) and "rho" not in dump(config)
     message = problem(path, {"advantage.type": "grpo", "advantage.omega": "2"})
     assert message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
+    assert problem(path, {"wm.enabled": "false", "wm.rho": "0.1"}).endswith("'wm.rho'; it needs wm.enabled = True")
 
 
 WRONG = [
     ("optim.lr", "-1", "optim.lr = -1: Input should be greater than 0"),
     ("optim.lr", "fast", "optim.lr = 'fast': Input should be a valid number"),
     ("optim.lr", "inf", "finite"),
+    ("optim.lr", "{a = 1}", "valid number"),
     ("optim.lr", "1\nx = 2", "valid number"),
     ("optim.betas", "[0.9]", "optim.betas.1"),
+    ("run.updates", "1.5", "valid integer"),
+    ("run.name", "", "at least 1 character"),
     ("run.trackers", "wandbee", "'wandb' or 'trackio'"),
+    ("wm.enabled", "maybe", "valid boolean"),
+    ("wm.alpha", "1.1", "less than or equal to 1"),
     ("wm.weight", "adaptiv", "'adaptive', or Input should be a valid number"),
     ("wm.loss", "l2", "there is no 'l2'"),
     ("env.kinds", '["pikc"]', "env.kinds.0 = 'pikc'"),
@@ -98,18 +106,24 @@ def test_a_wrong_value_is_named_with_its_origin(recipe):
 
 
 OVERRIDES = [
+    ("optim.lr", "5e-4", 5e-4),
     ("optim.lr", "1", 1.0),
+    ("run.seed", "-3", -3),
     ("wm.enabled", "False", False),
     ("env.kinds", '["pick", "look"]', ["pick", "look"]),
+    ("run.trackers", "[]", []),
     ("run.trackers", "wandb", ["wandb"]),
     ("optim.betas", "[0.9, 0.99]", (0.9, 0.99)),
     ("env.style", '"compact"', "compact"),
+    ("model.path", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
     ("model.path", "7", "7"),
     ("run.name", "2026-07-01", "2026-07-01"),
+    ("run.dir", "out/x", Path("out/x")),
     ("wm.weight", "0.5", 0.5),
     ("wm.weight", "adaptive", "adaptive"),
     ("advantage.similarity", "none", None),
     ("env.data", "/games", Path("/games")),
+    ("env.data", "none", None),
 ]
 
 
@@ -122,14 +136,18 @@ def test_overrides(recipe):
         assert found == expected and type(found) is type(expected) and config.optim.epochs == 2
 
 
-def test_malformed_recipes(recipe):
+def test_malformed_recipes(recipe, tmp_path):
     for text, reason in (
         ("", "'model.path' is missing; set it in the recipe or with --model.path VALUE"),
         ("[model\n", "not valid TOML"),
+        (MODEL + 'path = "y"\n', "not valid TOML"),
+        ("\ufeff" + MODEL, "not valid TOML"),
         ("model = 3\n", "model = 3"),
     ):
         path = recipe(text)
         assert problem(path).startswith(f"{path}: ") and reason in problem(path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    assert "not valid TOML" in problem(tmp_path / "binary.toml")
     assert "optim = 3" in problem(recipe("optim = 3\n" + MODEL), {"optim.lr": "1"})
     assert "did you mean 'quickstart'?" in problem("quikstart")
     assert all(name in problem("zzzqqq") for name in recipe_names())
@@ -189,7 +207,11 @@ def test_a_wrong_value_names_the_file_it_is_in(recipe):
 
 PLUGINS = """
 import math
-from paw.config import EnvConfig
+from paw.config import EnvConfig, Section
+
+class Cave:
+    class Config(Section):
+        depth: int = 3
 
 class Maze:
     class Config(EnvConfig):
@@ -241,7 +263,9 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
 
 
 def test_each_kind_of_name(folder, monkeypatch):
-    assert plugins.load("advantages", "gigpo").__module__ == "paw.algo.advantages"
+    from paw.algo.advantages import gigpo
+
+    assert plugins.load("advantages", "gigpo") is gigpo
     for name in ("mine.py:Maze", f"{folder}/mine.py:Maze", "mine:Maze"):
         assert plugins.load("envs", name).__name__ == "Maze"
     assert plugins.load("envs", "mine.py:Maze.Config").__name__ == "Config"
@@ -262,6 +286,8 @@ MISNAMED = [
     ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
     ("envs", "zzz", "there is no 'zzz': there are: alfworld, next_state, search, tau2, webshop (or give"),
     ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+    ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),
+    ("envs", ":Maze", "':Maze': the module cannot be imported: ValueError: Empty module name"),
     ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
     ("envs", "mine.maze:Maze", "'mine.maze:Maze': the module cannot be imported: ModuleNotFoundError: "),
     ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
@@ -282,6 +308,9 @@ def test_a_wrong_name_says_what_is_wrong(folder):
 def test_settings_have_descriptions_and_types(folder):
     maze = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
     assert maze.model_fields["depth"].description == "How deep it is."
+    cave = plugins.settings(plugins.load("envs", "mine.py:Cave"), "cave", EnvConfig)
+    made = cave.model_validate({"depth": 4, "max_turns": 7}).model_dump()
+    assert issubclass(cave, EnvConfig) and (made["depth"], made["max_turns"]) == (4, 7)
     best = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
     assert best.model_fields["width"].is_required() and best.model_fields["width"].description == "how far it looks"
     assert plugins.settings(len, "len") is Section

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paw.keys import flatten
-from paw.recipe import RECIPES, as_tree, dump, load, recipe_names, validate
+from paw.config import Config
+from paw.keys import flatten, keys_of
+from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
 from paw.tools.fit import check_fits, get
@@ -72,6 +73,12 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
         assert config.wm.enabled == ("PaW" in what.partition(":")[2].partition(" baseline of")[0]) == ("paw" in name)
 
 
+def test_each_base_says_what_it_sets():
+    for name in base_names():
+        flat, _ = read_recipe(name)
+        assert flat and keys_of(Config, flat), name
+
+
 BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
     "rollout.tasks": (16, 16, 256), "rollout.group_size": (8, 8, 5), "rollout.max_prompt_tokens": (2048, 4096, 4096),
     "rollout.max_response_tokens": (512, 512, 512), "env.max_turns": (50, 15, 4), "env.reward": (10.0, 10.0, 1.0),
@@ -97,6 +104,17 @@ METHODS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "GIGPO": "gigpo", "GIGPO w
 METHODS |= {"Search-R1": "r1", "ZeroSearch": "zerosearch"}
 ABLATIONS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "constant lambda = 1": "paw-constant"}
 ABLATIONS |= {"cross-entropy in place of CMAE": "paw-ce"}
+OTHERS = ("search-r1", "search-zerosearch")
+"""Recipes of other papers' methods, which have those papers' settings."""
+SETTINGS = {
+    "max_prompt": "rollout.max_prompt_tokens", "max_response": "rollout.max_response_tokens",
+    "max_turns": "env.max_turns", "lr": "optim.lr", "critic_lr": "critic.lr", "reward": "env.reward",
+    "reward_max": "env.reward", "invalid_penalty": "env.invalid_penalty", "groups": "rollout.tasks",
+    "train_batch": "rollout.tasks", "group_size": "rollout.group_size", "gigpo_omega": "advantage.omega",
+    "gigpo_gamma": "advantage.gamma", "gigpo_norm": "advantage.norm_std", "gigpo_similarity": "advantage.similarity",
+    "temperature": "rollout.temperature", "eval_temperature": "eval.temperature",
+    "minibatch": "optim.minibatch_samples", "history": "env.history",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +122,57 @@ def printed():
     if not PRINTED.is_file():
         pytest.skip("what the paper prints is not at hand")
     return json.loads(PRINTED.read_text(encoding="utf-8"))
+
+
+def rows_of(printed) -> dict[str, tuple[str, str]]:
+    """Recipe of each trained row -> (its table, its model)."""
+    found = {}
+    sizes = {"Qwen2.5-7B-Instruct": "-7b"}
+    for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
+        for row in printed[table]:
+            for env in environments if row["method"] in METHODS else ():
+                found[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (table, row["base"])
+    for row in printed["table3"]["rows"]:
+        model = row["model"].replace("Llama3", "Llama-3")
+        suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
+        for paw in ("", "-paw"):
+            found[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
+    for row in printed["table4"]["rows"]:
+        for env in ("alfworld", "webshop"):
+            found.setdefault(f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct"))
+    return found
+
+
+def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
+    rows = rows_of(printed)
+    claimed = {name for name in recipe_names() if page()[name][0].startswith("Table")}
+    assert claimed == rows.keys()
+    for name, (table, model) in rows.items():
+        assert load(name).model.path.rpartition("/")[2] == model and page()[name][0].startswith(f"Table {table[-1]}")
+
+
+def test_the_settings_are_those_the_paper_prints(printed):
+    for name in rows_of(printed):
+        if name.startswith(OTHERS):
+            continue
+        config = load(name)
+        wanted = dict(printed["hyperparameters"][config.env.name])
+        for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
+            wanted.pop(key, None)
+        if wanted.pop("retriever", "") == "E5":
+            assert get(config, "env.retriever") == "dense" and "e5" in get(config, "env.encoder"), name
+        environments = wanted.pop("ppo_environments", None)
+        if config.advantage.type == "ppo":
+            wanted |= {"groups": environments, "group_size": 1}
+        if config.advantage.type != "gigpo":
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("gigpo_")}
+        else:
+            wanted["gigpo_norm"] = {"normalised (std)": True}[wanted.get("gigpo_norm", "normalised (std)")]
+        if wanted["history"] == "complete":
+            wanted["history"] = config.env.max_turns
+        assert {key: get(config, SETTINGS[key]) for key in wanted} == wanted, name
+        paw = printed["hyperparameters"]["paw"]
+        assert not config.wm.enabled or (config.wm.alpha, config.wm.rho) == (paw["alpha"], paw["rho"])
 
 
 def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):

@@ -88,6 +88,8 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
         assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.response == chat.decode(turn.response_ids)
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
+        assert turn.version == 0 and not chat.end_ids.intersection(turn.response_ids[:-1])
+        assert all(value <= 0 for value in turn.sampled_logp) and all(value >= 0 for value in turn.entropy)
     assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
     assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
 
@@ -113,19 +115,23 @@ def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rol
 
 def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     """A group left with one member is dropped."""
-    whole, rollouts = play(scripted(model))[0], scripted(model, step=raises(RuntimeError("broken")))
+    broken, closed = {"step": raises(RuntimeError("broken"))}, []
+    whole, rollouts = play(scripted(model))[0], scripted(model, **broken, close=closed.append)
     groups, stats = play(rollouts)
     assert [[episode.member for episode in group.trajectories] for group in groups] == [[0, 2, 3]] * 3
     others = [turn for episode in episodes_of(whole) if episode.member != 1 for turn in episode.turns]
     assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [(t.response_ids, t.outcome) for t in others]
-    assert len(stats.failures) == 3 and stats.failures[0] == "train/0/0: RuntimeError: broken"
-    play(rollouts)  # the broken environments were replaced, the others are kept
-    assert rollouts.factory.made == 15
-    groups, stats = play(scripted(model, step=raises(RuntimeError("broken"))), group_size=1)
-    assert [group.task.id for group in groups] == ["train/0/0", "train/0/2"] and stats.groups_dropped == 1
-    broken = {"step": raises(RuntimeError("broken")), "close": raises(OSError("already gone"))}
-    groups, stats = play(scripted(model, everywhere=True, **broken))
-    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3)
+    assert stats.failures == [f"train/0/{i}: RuntimeError: broken" for i in range(3)]
+    assert stats.groups_dropped == 0 and len(closed) == 3
+    again, stats = play(rollouts)  # the broken environments were replaced, one by a broken one; the others are kept
+    assert (len(episodes_of(again)), len(stats.failures), rollouts.factory.made) == (11, 1, 15)
+    for size, kept in ((1, [0, 2]), (2, [1])):
+        groups, stats = play(scripted(model, **broken), group_size=size)
+        assert [group.task.id for group in groups] == [f"train/0/{i}" for i in kept]
+        assert stats.groups_dropped == 3 - len(kept)
+    rollouts = scripted(model, everywhere=True, **broken, close=raises(OSError("already gone")))
+    groups, stats = play(rollouts)
+    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3) and rollouts.engine.pending == 0
 
 
 def test_environments_are_closed_once(model):
@@ -135,6 +141,19 @@ def test_environments_are_closed_once(model):
     for _ in range(2):
         rollouts.close()
         assert len(closed) == 12
+
+
+def test_environments_that_may_block_step_at_the_same_time(model):
+    """Each step of an environment returns only when all twelve are in theirs."""
+    meeting = threading.Barrier(12)
+
+    def meet(game):
+        meeting.wait(timeout=10)
+        return Outcome(f"now {game.n}", float(game.n == 3), game.n == 3, game.n == 3)
+
+    groups, stats = play(scripted(model, step=meet, may_block=True, everywhere=True))
+    whole = turns_of(play(scripted(model))[0])
+    assert stats.failures == [] and [t.response_ids for t in turns_of(groups)] == [t.response_ids for t in whole]
 
 
 def test_a_continuous_engine_works_on_while_an_environment_steps(model):
@@ -149,6 +168,11 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
     rollouts.engine.continuous = True
     groups, stats = play(rollouts, progress=lambda done, total: done == total - 3 and others_finished.set())
     assert stats.failures == [] and [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
+    played, whole = (
+        [turn.response_ids for episode in episodes_of(found) if episode.member != 1 for turn in episode.turns]
+        for found in (groups, play(scripted(model))[0])
+    )
+    assert played == whole
 
 
 # --- agents: what they see and what becomes of it ---------------------------------------------------------------------
@@ -270,9 +294,10 @@ def test_an_agent_that_fails_costs_its_episode(model, agent, reason):
 
 
 class AsyncGame(Game):
-    """Awaits between its methods' halves."""
+    """Awaits between its methods' halves, and has no anchor."""
 
     inside = most = 0
+    anchor = None
 
     async def step(self, response):
         AsyncGame.inside += 1
@@ -296,7 +321,9 @@ def test_environments_may_be_async_inside_a_running_loop(model):
 
     groups, stats = asyncio.run(cell())
     assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
-    assert AsyncGame.most > 1
+    assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
+    whole = turns_of(play(scripted(model))[0])
+    assert AsyncGame.most > 1 and [t.response_ids for t in turns_of(groups)] == [t.response_ids for t in whole]
 
 
 REWARDS = """
@@ -338,11 +365,17 @@ class Talk(Game):
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
     """Turns whose answer ended share a sequence, in which the observations stand already; none is encoded again."""
-    chat = make_chat()
+    chat, ended = make_chat(), 0
     groups, stats = play(scripted(model, playing(Talk)))
     assert stats.failures == []
-    before = [turn for episode in episodes_of(groups) for turn in episode.turns[:-1]]
-    ended = sum(turn.response_ids[-1] in chat.end_ids for turn in before)
+    for before, after in (pair for episode in episodes_of(groups) for pair in itertools.pairwise(episode.turns)):
+        if before.response_ids[-1] in chat.end_ids:
+            user = chat.observation_ids(before.outcome.observation, 99)
+            said = before.prompt_ids + before.response_ids + chat.separator_ids + user
+            assert after.prompt_ids == said + chat.reply_ids
+            ended += 1
+        else:  # cut at max_tokens: the template's own end of turn is put after the text
+            assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
     assert ended > 4
     samples = to_samples(
         groups,
