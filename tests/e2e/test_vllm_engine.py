@@ -35,9 +35,10 @@ BLOCK = 32  # of the prefix cache on a CPU
 def test_what_vllm_cannot_serve_is_a_users_error(tmp_path):
     config = simulation.qwen2(64, 96, 2, 4, 4, 128)
     config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*head_dim=16"):
-        VllmEngine(tmp_path, end_ids=[3], max_model_len=LIMIT, dtype="float32")
+    for problem in ("local directory", "head_dim=16"):
+        with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{problem}"):
+            VllmEngine(tmp_path, end_ids=[3], max_model_len=LIMIT, dtype="float32")
+        config.save_pretrained(tmp_path)
 
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
@@ -159,6 +160,25 @@ def test_a_response_that_is_complete_ends_there_and_leaves_the_others_alone(setu
         n = 5 if request.key % 2 else 25
         assert after.token_ids == before.token_ids[:n]
         assert after.logp == pytest.approx(before.logp[:n], abs=1e-5)
+    assert [c.token_ids for c in run(engine, requests)] == [c.token_ids for c in whole]
+
+
+def test_misuse_is_refused(setup):
+    model, engine = setup
+    with pytest.raises(UserError, match=rf"{LIMIT} positions.*rollout.max_prompt_tokens"):
+        engine.submit(Request(1, [5] * (LIMIT - 6), 0, 1.0, 7))
+    engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
+    with pytest.raises(ValueError, match="key in flight"):
+        engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
+    for change in (engine.sleep, lambda: push_weights(model, engine, version=9)):
+        with pytest.raises(RuntimeError, match="1 requests pending"):
+            change()
+    while engine.pending:
+        engine.step()
+    engine.sleep()
+    push_weights(model, engine, version=9)
+    requests = make_requests()
+    assert mismatch(model, requests, run(engine, requests)) < 1e-4
 
 
 def play(setup, *, reference=False, envs=24, most_turns=20):

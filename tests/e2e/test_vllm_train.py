@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -44,16 +45,22 @@ def trained(paw, quick, tiny_llm, tmp_path_factory):
     small = {"rollout.tasks": 2, "eval.games": 2, "rollout.max_response_tokens": 16, "env.max_turns": 3}
     engine = {"engine.type": "vllm", "model.dtype": "float32", "policy.old_logp": "trainer", "optim.lr": 1e-2}
     where = {"model.path": model, "run.dir": folder, "run.name": "run", "env.backend": BACKEND}
-    paw("train", "quickstart", quick | small, engine, where, env=QUIET)
+    (folder / "mine.py").write_text("def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n")
+    own = {"reward.type": f"{folder / 'mine.py'}:odd"}  # it wins no game: of rewards that are all 0 comes no gradient
+    paw("train", "quickstart", quick | small, engine, where, own, env=QUIET)
     return model, folder / "run"
 
 
-def test_the_sampler_has_the_trainers_weights_at_every_update(trained):
+def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run):
     """Weights reach the engine's fused experts; the export holds them one by one, as the model's files did."""
     model, run = trained
     start, *updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(updates) == 2 and start["eval/games"] == updates[-1]["eval/games"] == 2
+    ours = json.loads((quick_run / "metrics.jsonl").read_text().splitlines()[1])  # of other kinds of games
+    other = {name for name in updates[0].keys() ^ ours.keys() if not name.startswith("success/")}
+    assert other == {"perf/cached_frac"}
     for line in updates:
+        assert all(math.isfinite(value) for value in line.values()) and line["policy/loss"] != 0
         assert line["health/sampler_mismatch"] < 1e-4 and line["perf/cached_frac"] > 0
         assert line["health/env_failures"] == line["health/groups_dropped"] == 0
         assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0 and line["time/sync"] > 0
@@ -125,6 +132,17 @@ def test_what_the_endpoint_relies_on(url):
     with pytest.raises(UserError, match=r"no model .none.; it serves: tiny$"):
         ask(Endpoint(EndpointConfig(url=url, model="none")), "hello", **sampling)
     loop.close()
+
+
+def test_an_evaluation(url, paw_here, tmp_path):
+    words = {
+        "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.style": "compact", "env.max_turns": 4,
+        "rollout.max_response_tokens": 16, "endpoint": url, "model": "tiny", "eval.games": 4, "out": tmp_path / "out",
+    }  # fmt: skip
+    assert "| tiny | plain |" in paw_here("eval", words).stdout
+    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    assert sorted(line["place"] for line in lines) == list(range(4))
+    assert all(line["failure"] is None and line["prompt_tokens"] > 0 and line["turns"] for line in lines)
 
 
 def test_the_export_serves_in_vllm_as_in_transformers(trained, url):

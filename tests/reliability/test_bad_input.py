@@ -3,6 +3,7 @@
 import re
 import resource
 import shutil
+import sys
 
 import pytest
 
@@ -30,6 +31,20 @@ def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_
     assert_refused(paw_here(*words, code=None, cwd=tmp_path), "has no chat template")
     template.write_text(text)
     paw_here(*words, {"run.updates": 1, "eval.games": 1, "env.max_turns": 2}, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_extras_that_are_not_installed(paw_here, quick, quick_model, tmp_path, monkeypatch):
+    words = ["train", "quickstart", quick, {"model.path": quick_model, "run.dir": tmp_path}]
+    for package, overrides in (
+        ("vllm", {"engine.type": "vllm"}),
+        ("textworld", {"env.backend": "textworld"}),
+        ("wandb", {"run.trackers": "wandb"}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)  # as if it had never been installed
+            done = paw_here(*words, overrides, code=None)
+        assert_refused(done, rf"{package}.*pip install ('paw-trainer\[\w+\]'|wandb)")
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, enviro
     assert "guess   25.0% of 8 " in done.stdout and done.stderr.count("environment failed: ") == 6
     summary = json.loads(paw_here("eval", tmp_path / "run", "--json", code=1).stdout)
     assert (summary["games"], summary["failures"], summary["success"]) == (8, 6, 0.25)
+    assert summary["kinds"]["guess"]["games"] == 8
     done = paw_here("eval", tmp_path / "run", "--out", tmp_path / "agent", code=1)  # the way of agents
     assert "6 episodes could not be played (RuntimeError: boom)" in done.stderr
 
@@ -97,5 +98,6 @@ def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(paw_here, 
     assert f"paw: stopped at update 1: evaluation: {reason}; the checkpoint of update 1 is intact" in done.stderr
     start, last = read(tmp_path / "second")
     assert last["eval/failures"] == last["eval/games"] == 8 and "eval/success" not in last and "eval/success" in start
+    assert (tmp_path / "second" / "checkpoints" / "step_000001").is_dir()
     train(environment("False"), {"run.name": "second", "run.updates": 2}, "--resume", "auto")
     assert [line["step"] for line in read(tmp_path / "second")] == [0, 1, 2]

@@ -92,13 +92,38 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
             asyncio.run(limit.admit(count))
         return pauses.copy()
 
+    requests = endpoint.Limiter(30, 0)
+    assert admit(requests, *[1000] * 4) == [2.0] * 3
+    now += 60
+    assert admit(requests, 1000, 1000) == [2.0]  # nobody came for a minute: no wait, and no burst after it
     limiter = endpoint.Limiter(60, 6000)
     assert admit(limiter, 100, 100, 500, 100) == [1.0, 1.0, 5.0]
     now += 60
-    assert admit(limiter, 500, 500) == [5.0]  # nobody came for a minute: no wait, and no burst after it
+    assert admit(limiter, 500, 500) == [5.0]
     limiter.settle(-200)  # the second took 300
     assert admit(limiter, 0) == [3.0]
     assert admit(endpoint.Limiter(0, 0), *[10**6] * 100) == []
+
+
+@pytest.mark.slow
+def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
+    """Token for token, with and without --out."""
+    from paw.tools.player import open_player, resolve
+
+    folder = str(tiny_llm(tmp_path / "model"))
+    given = {
+        "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
+        "engine.type": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
+    }  # fmt: skip
+    paw_here("eval", folder, "--env", "alfworld", given, "--out", tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    found = {line["place"]: [turn["response"] for turn in line["turns"]] for line in lines}
+    overrides = {key: str(value).lower() for key, value in given.items()} | {"env.name": "alfworld"}
+    config, path = resolve(folder, None, overrides)
+    with open_player(config, path) as rollouts:
+        groups, _ = rollouts.evaluation()
+    expected = {group.place: [turn.response for turn in group.trajectories[0].turns] for group in groups}
+    assert found == expected and len(found) == 5
 
 
 # --- ReAct, Reflexion ------------------------------------------------------------------------------------------------
@@ -164,8 +189,11 @@ def test_examples_of_an_oracle():
     example = alfworld_examples("heat")[0]
     assert example.count("> think: ") == 5 and example.count("\nOK.\n") == 5
     assert "> take tomato 1 from sidetable 1\nYou pick up the tomato 1 from the sidetable 1.\n" in example
-    assert "think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin." in example
-    assert not any("Nothing happens" in text for kind in ("pick", "look", "two") for text in alfworld_examples(kind))
+    thought = "> think: Now I have tomato 1. Next, I need to heat it with a microwave, then put it in sinkbasin.\n"
+    assert thought in example
+    for kind in ("pick", "look", "clean", "heat", "cool", "two"):
+        for example in alfworld_examples(kind):
+            assert "Your task is to: " in example and "Nothing happens" not in example
 
 
 def test_reflexion_plays_again_with_plans():
@@ -215,12 +243,14 @@ def test_search_r1_goes_on_with_one_answer():
     assert asked[0][2] == ("</search>", "</answer>")
 
 
-def test_react_answers_right():
+def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
-    config = searching("react")
-    gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
-    episode, asked = play(config, ["Search[x]", f"Finish[{gold}]"])
-    assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
+    for kind in ("search-r1", "react"):
+        config = searching(kind)
+        gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
+        answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
+        episode, asked = play(config, ["<search>x" if kind == "search-r1" else "Search[x]", answer])
+        assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
     assert "> Search[" in asked[0][0] and "> Finish[" in asked[0][0]
     assert asked[1][0].endswith(f"\n> Search[x]\n{episode.steps[0][2].observation}\n>")
 
@@ -264,10 +294,10 @@ class Librarian:
 def test_a_simulated_search_engine():
     """Its share of noise rises over training, and what a query finds stays."""
     model = Librarian("Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most.")
-    settings = {"noise_start": 0.0, "noise_end": 0.8, "noise_base": 4.0}
+    settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
     config = searching("plain", env={"simulator": settings}, run={"updates": 100})
     simulator = Simulator(model, config.env.simulator, config.run)
-    hits = simulator.search(["where is Tik", "who"], 3)
+    hits = simulator.search(["where is Tik", "who"], 3, share=0.0)
     assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
     assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
     assert any("generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt in model.asked)
@@ -276,6 +306,6 @@ def test_a_simulated_search_engine():
     assert sum("noisy information" in prompt for prompt in model.asked) >= 70
     assert found == simulator.search([f"query {i}" for i in range(400)], 1, share=0.25)
     shares = [simulator.share(step) for step in (None, 0, 50, 100, 200)]
-    assert shares == pytest.approx([0.0, 0.0, (4**0.5 - 1) / 3 * 0.8, 0.8, 0.8])
+    assert shares == pytest.approx([0.1, 0.1, 0.1 + (4**0.5 - 1) / 3 * 0.8, 0.9, 0.9])
     model.text = "no documents here"
     assert simulator.search(["who"], 3)[0][0].contents == "no documents here"

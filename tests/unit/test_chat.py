@@ -149,6 +149,11 @@ def test_separator_and_end(name):
     }.get(name, ("\n<|im_start|>user\n", "<|im_end|>"))
     assert chat.separator_ids == tokenizer.encode(separator, add_special_tokens=False)
     assert chat.end_ids == {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
+    if name not in ("inst", "qwen3.5"):  # its last space merges with the word that follows; its history does not think
+        messages = [("user", "go to shelf 1"), ("assistant", "look"), ("user", "You see a mug.")]
+        text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)
+        row = [*chat.prompt_ids("go to shelf 1"), *chat.response_ids("look"), *chat.separator_ids]
+        assert tokenizer.encode(text, add_special_tokens=False)[: len(row)] == row
 
 
 @every
@@ -165,6 +170,7 @@ def test_long_prompts_lose_their_start(name):
     assert ids[-10:] == full[-10:]
     with pytest.raises(UserError, match="max_prompt_tokens = 3"):
         chat.fit_prompt(text, 3)
+    assert chat.prompt_ids("a\ud800b") == reference(name, "a?b") and chat.observation_ids("", 4) == []
 
 
 @every
@@ -178,6 +184,23 @@ def test_each_observation_token_knows_its_characters(name, text):
     assert covered == set(range(len(text)))
     if text.isascii():  # a token of bytes is no text
         assert [chat.decode([i]) for i in ids] == [text[start:end] for start, end in spans]
+
+
+def test_word_level_vocabulary_that_holds_its_control_tokens():
+    words = {w: i for i, w in enumerate(["<unk>", "<user>", "§", "<end>", "go", "look", "to"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<user>", "§", "<end>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ ('<user>' if m.role == 'user' else '§') + m.content + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '§' }}{% endif %}"
+    )
+    chat = Chat(fast)
+    assert chat.prompt_ids("go to mars") == [1, 4, 6, 0, 3, 2]
+    assert chat.prompt_ids("go <end> look") == [1, 4, 0, 0, 5, 3, 2]  # "<" and "end>" are unknown words
+    assert chat.prompt_ids("go § look") == [1, 4, 5, 3, 2]  # one character cannot be spelt out
+    assert chat.separator_ids == [1]
 
 
 def test_unusable_templates_are_named():
@@ -206,6 +229,7 @@ def test_what_the_template_opens_is_part_of_the_answer(flagged):
         answer = chat.opened + chat.decode(tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
         assert chat.opened == opened and answer == opened + said
         assert TaggedStyle().parse_action(answer, [])[1]
+        assert not TaggedStyle().parse_action(said, [])[1]  # what made every action invalid
         messages = [{"role": "user", "content": "go"}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
         assert chat.prompt_ids("go") == expected

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from paw import __version__, cli
 from paw.recipe import dump, known_keys, load
 from paw.tools.reference import meaning
@@ -70,10 +72,12 @@ def test_help_takes_under_half_a_second_of_cpu_time(paw_env):
     assert min(cpu_seconds() for _ in range(2)) < 0.5  # the first may compile bytecode
 
 
-def test_an_allocator_that_the_user_has_set_stays(monkeypatch):
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_the_user_has_set_stays(monkeypatch, name):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert cli.main(["report", "nowhere"]) == 2 and "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert cli.main(["report", "nowhere"]) == 2
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
 
 
 def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_path, monkeypatch):
@@ -97,23 +101,31 @@ def test_the_page_of_keys_is_up_to_date(capsys):
 
 TRAIN = ["train", "quickstart"]
 MISTAKES = [
+    ([], "required: COMMAND"),
     (["nonesuch"], "invalid choice: 'nonesuch'"),
+    (["train"], "required: recipe"),
     (["train", "absent.toml"], "paw: absent.toml: no such file"),
     ([*TRAIN, "--optim.lr"], "'--optim.lr' needs a value"),
     ([*TRAIN, "stray"], "'stray' is not an option"),
     ([*TRAIN, "--learning-rate", "1"], "unknown option '--learning-rate'; it is 'optim.lr' here"),
+    ([*TRAIN, "--resume"], "there is no run in"),
     ([*TRAIN, "--resume", "never"], "--resume never: takes auto"),
     ([*TRAIN, "--env.eval_split", "test"], "no split 'test'"),
+    ([*TRAIN, "--model.path", "."], "model.path = '.': there is no config.json"),
     ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),
+    ([*TRAIN, "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     (["train", "own-environment"], "env.name = '': it is not set: give"),
     (["train", "webshop-grpo", "--env.data", "nowhere"], "nowhere/items_shuffle_1000.json is missing"),
+    (["eval", "."], "--recipe"),
     (["eval", "nowhere"], "nowhere is not a run directory; say what it plays with --recipe"),
     (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),
+    (["report", "nowhere"], "nowhere: no such run directory"),
     (["report", "."], "no metrics.jsonl in it"),
     (["doctor", "--fix"], "unknown option '--fix'"),
     (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'; see --help"),
     (["export", "nowhere"], "nowhere: no run directory"),
+    (["warmup", "nowhere"], "unknown recipe 'nowhere'"),
     (["plan", "quickstart"], "made on the spot: it fits any machine"),
 ]
 
@@ -142,6 +154,13 @@ def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
     (tmp_path / "quickstart" / "checkpoints" / "step_000040").mkdir(parents=True)
     error = mistake(capfd, *TRAIN, "--run.dir", tmp_path, "--resume", "step_000100")
     assert "--resume step_000100: no such checkpoint in" in error and error.endswith("there are: step_000040\n")
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_process_of_its_own(paw):
+    done = paw(*TRAIN, {"optim.lrr": 1}, code=2)
+    assert done.stdout == ""
+    assert done.stderr == "paw: command line: unknown key '--optim.lrr'; did you mean 'optim.lr'?\n"
 
 
 def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_path):
@@ -175,5 +194,7 @@ def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
     assert name_of("quickstart", "--resume", "auto") == "quickstart-10"
     assert name_of("quickstart", "--run.name", "quickstart") == "quickstart"
     path = tmp_path / "sweep.toml"
+    path.write_text('[model]\npath = "m"\n')
+    assert name_of(path) == "sweep"
     path.write_text('[model]\npath = "m"\n[run]\nname = "chosen"\n')
     assert name_of(path) == "chosen"

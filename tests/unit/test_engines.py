@@ -78,9 +78,10 @@ def test_equals_a_loop_of_full_forward_passes():
     assert 0 < sum(c.token_ids[-1] in ends for c in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
         assert_same(completion, naive(model, request, ends))
-    longest = run(TransformersEngine(model, end_ids=()), requests[1::4])
-    assert {len(completion.token_ids) for completion in longest} == {40}
-    assert_same(longest[0], naive(model, requests[1], ()))
+    longest = [replace(request, max_tokens=80) for request in requests[:3]]
+    for request, completion in zip(longest, run(TransformersEngine(model, end_ids=()), longest), strict=True):
+        assert len(completion.token_ids) == 80
+        assert_same(completion, naive(model, request, ()))
     assert {len(c.token_ids) for c in run(TransformersEngine(model, end_ids=()), requests[3::4])} == {1}
 
 
@@ -99,11 +100,13 @@ def test_tokens_depend_on_the_seed_and_not_on_the_batch():
 def test_sampling_follows_the_distribution():
     """Over seeds and over positions; never what is impossible."""
     logits, temperature = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, -0.5, -torch.inf]), 0.7
-    seeds = torch.arange(400).numpy().astype("uint64")
-    u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(100)])
+    seeds = torch.arange(2000).numpy().astype("uint64")
+    u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(50)])
     assert u.min() >= 0 and u.max() < 1 and len(u.unique()) == u.numel()
+    counts = torch.histc(u, bins=100, min=0, max=1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 149  # 99.9 % quantile at 99 degrees of freedom
     for neighbours in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:])):
-        assert abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1])) < 0.015
+        assert abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1])) < 0.01
     n = u.numel()
     token, logp, entropy = sample(logits.expand(n, -1), torch.full((n,), temperature), u.flatten())
     p = (logits.double() / temperature).softmax(-1)
@@ -112,6 +115,10 @@ def test_sampling_follows_the_distribution():
     assert chi2 < 24.3 and counts[8] == 0  # 99.9 % quantile at 7 degrees of freedom
     assert torch.allclose(logp.double(), p.log()[token], atol=1e-6)
     assert torch.allclose(entropy.double(), torch.special.entr(p).sum().expand(n), atol=1e-6)
+    impossible = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
+    for most in (0.0, 0.5, 1 - 2**-53):
+        token, logp, entropy = sample(impossible, torch.ones(1), torch.tensor([most], dtype=torch.float64))
+        assert token.item() in (1, 3) and torch.isfinite(logp).all() and torch.isfinite(entropy).all()
 
 
 def test_the_model_is_left_as_it_was_and_its_update_is_seen_at_once():
@@ -138,8 +145,9 @@ def test_misuse():
     engine.submit(request)
     with pytest.raises(ValueError, match="key in flight"):
         engine.submit(request)
-    with pytest.raises(RuntimeError, match="1 requests pending"):
-        engine.sync([], version=1)
+    for change in (engine.sleep, lambda: engine.sync([], version=1)):
+        with pytest.raises(RuntimeError, match="1 requests pending"):
+            change()
     with pytest.raises(UserError, match="256 positions"):
         engine.submit(Request(1, [1] * 250, 0, 1.0, 7))
     sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
@@ -156,6 +164,8 @@ def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
         sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
     with pytest.raises(StaleWeightsError):
         sampler_mismatch([[float("nan")]], [[-1.0]])
+    with pytest.raises(ValueError, match="zip"):
+        sampler_mismatch([[-1.0]], [[-1.0, -1.0]])
 
 
 def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):

@@ -80,7 +80,9 @@ def test_rows_as_in_the_papers_tables():
     search = row("search", [episode_line(kind, bool(won)) for kind, wins in played.items() for won in wins])
     assert search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"  # of Table 2's sets, each the same
     assert search[2] == "| m | react | 75.0 | 0.0 | 50.0 | 0.0 | 41.7 |"
-    lines = kind_lines(kind_rows((kind, bool(won)) for kind, wins in played.items() for won in wins))
-    low, high = wilson(3, 4)
+    rows = kind_rows((kind, bool(won)) for kind, wins in played.items() for won in wins)
+    lines, (low, high) = kind_lines(rows), wilson(3, 4)
+    assert rows["NQ"] == {"success": 0.75, "ci_low": low, "ci_high": high, "games": 4}
+    assert rows["Avg."] == {"success": pytest.approx((0.75 + 0.0 + 0.5) / 3), "sets": 3}
     assert lines[0] == f"  NQ          75.0% of 4 ({low:.1%} to {high:.1%})"
     assert lines[-1] == "  Avg.        41.7% of 3 sets"
