@@ -13,13 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from paw.algo import loss as losses
+from paw.algo.samples import micro_batches
 from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
+from paw.model.policy import Policy
 from paw.rollout.engines.base import Request
+from paw.rollout.engines.transformers import TransformersEngine
 from paw.rollout.engines.vllm import VllmEngine, _global_state_kept, import_vllm
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
+from paw.types import Sample
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,13 +101,18 @@ def run(engine, requests):
 
 
 @torch.no_grad()
-def mismatch(model, requests, completions):
+def trainer_logp(model, requests, completions):
     rows = []
     for request, completion in zip(requests, completions, strict=True):
         logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
         logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         rows.append(logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
-    return sampler_mismatch(rows, [c.logp for c in completions])["health/sampler_mismatch"]
+    return rows
+
+
+def mismatch(model, requests, completions):
+    found = sampler_mismatch(trainer_logp(model, requests, completions), [c.logp for c in completions])
+    return found["health/sampler_mismatch"]
 
 
 @torch.no_grad()
@@ -181,7 +191,33 @@ def test_misuse_is_refused(setup):
     assert mismatch(model, requests, run(engine, requests)) < 1e-4
 
 
-def play(setup, *, reference=False, envs=24, most_turns=20):
+def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
+    """Of the tokens that vLLM sampled, and of those of transformers."""
+    model, engine = setup
+    policy, requests = Policy(copy.deepcopy(model)), [replace(request, temperature=1.0) for request in make_requests()]
+
+    def gradient(completions, logps):
+        ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
+        rows = [
+            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, old_logp=logp,
+                advantage=(-1.0) ** i, wm_weight=0.1, **ids)
+            for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
+        ]  # fmt: skip
+        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
+        tokens, loss = losses.token_batch(batch, rows, update_samples=len(rows)), losses.joint(losses.ppo, losses.ce)
+        losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
+        found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+        policy.zero_grad(set_to_none=True)
+        return found
+
+    for sampler in (engine, TransformersEngine(model, end_ids=[])):
+        completions = run(sampler, requests)
+        expected = gradient(completions, trainer_logp(model, requests, completions))
+        assert expected.norm() > 0
+        assert (gradient(completions, [c.logp for c in completions]) - expected).norm() < 1e-4 * expected.norm()
+
+
+def play(setup, *, reference=False, envs=32, most_turns=20):
     """(groups, statistics, engine steps) of episodes with responses a fifth as long as the benchmark's."""
     model, engine = setup
     push_weights(model, engine, version=0)  # empties the cache
@@ -199,7 +235,7 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     groups, stats, steps = play(setup)
     others, their_stats, their_steps = play(setup, reference=True)
     found = bench.difference(groups, others)
-    assert found["same_turns"] == len(bench.turns_of(groups)) > 300
+    assert found["same_turns"] == len(bench.turns_of(groups)) > 400
     assert found["logp_difference"] < bench.ROUNDING
     assert their_stats == stats and their_steps >= 2 * steps
     episodes = [episode for group in groups for episode in group.trajectories]

@@ -44,12 +44,17 @@ MEANT = {
     # names of TRL and verl
     "learning_rate": "; it is 'optim.lr' here",
     "rollout.n": "; it is 'rollout.group_size' here",
+    "max_steps": "; it is 'run.updates' here",
+    "output_dir": "; it is 'run.dir' here",
+    "beta": "; it is 'policy.kl_coef' here",
     # keys that moved or left
     "advantage.estimator": "; it is 'advantage.type' now",
+    "search.retriever": "; it is 'env.retriever' now",
     "simulator.url": "; it is 'env.simulator.url' now",
     "wm.horizon": "; wm.horizon was removed: it did not help where it was measured (docs/experiments.md)",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
+    "agent.trials": "; agent.type = 'reflexion' has it",
     "wm.q": "; it needs wm.loss = 'gce'",
     "critic.lr": "; it needs advantage.type = 'ppo'",
     "lora.alpha": "; it needs lora.rank",

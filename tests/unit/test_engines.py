@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from paw.errors import UserError
+from paw.model.policy import full_parameters
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.engines.transformers import TransformersEngine, sample, uniforms
 from paw.rollout.engines.vllm import VllmEngine
@@ -21,7 +22,7 @@ def make_model(**more):
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, eos_token_id=END,
-        tie_word_embeddings=True, **more,
+        **{"tie_word_embeddings": True, **more},
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
 
@@ -153,6 +154,15 @@ def test_misuse():
     sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(UserError, match="sliding_attention"):
         TransformersEngine(sliding, end_ids={END})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
+    model = make_model(tie_word_embeddings=tied)
+    sent = dict(full_parameters(model))
+    assert set(sent) == set(model.state_dict())
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"]) is tied
+    assert not any(tensor.requires_grad for tensor in sent.values())
 
 
 def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
