@@ -20,7 +20,7 @@ from paw.model.ranks import Ranks
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers, vllm_command
-from paw.rollout.engines.transfer import FileTransfer
+from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
 from paw.rollout.engines.vllm import VllmEngine
 from paw.rollout.sync import push_weights
 
@@ -174,3 +174,27 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path):
     with pytest.raises(UserError, match=r"vLLM server 0 ended while it started: .*no-such-model.*server-0.log"):
         servers.wait()
     servers.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_reach_a_server_by_nccl(folder):
+    """And its entropies are those of the GPU's model runner."""
+    options = {"gpu_memory_utilization": 0.3, "nccl": True, "entropy": True}
+    command = vllm_command(folder, max_model_len=LIMIT, dtype="bfloat16", on_cpu=False, **options)
+    started = Servers(command, [["1"]], folder / "nccl")
+    try:
+        started.wait()
+        transfer = NcclTransfer(torch.bfloat16, 120, "127.0.0.1")
+        fleet = Fleet(started.urls, transfer, end_ids=[257], timeout_s=120, ranks=Ranks(), entropy=True)
+        engine, model = ServerEngine(fleet, LIMIT), make_model(folder, seed=1).to("cuda", torch.bfloat16)
+        for version in range(2):
+            push_weights(model, engine, version=version)
+            for request, completion in zip(requests(), play(engine, requests()), strict=True):
+                logp, entropy = truth(model.float().cpu(), request, completion)
+                assert completion.logp == pytest.approx(logp, abs=0.1) and completion.versions[0] == version
+                assert completion.entropy == pytest.approx(entropy, abs=0.1)
+            model = make_model(folder, seed=2).to("cuda", torch.bfloat16)
+        fleet.close()
+    finally:
+        started.close()
