@@ -1,10 +1,12 @@
 """Train the quickstart with several seeds, each with a model and a warm-up of its own; write the table and the curve.
 
     python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds]
+    python bench/quickstart_seeds.py --alone runs/quickstart
 
-Writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv (the same
-games before and after at the paper's temperature of 0.4) and docs/learning_curve.png.
-Seeds that already have a finished run there are read, not trained again.
+The second command writes the minutes of a run that had the machine to itself (`make train`) to quickstart_alone.csv.
+The first writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv (the
+same games before and after at the paper's temperature of 0.4) and docs/learning_curve.png. Seeds that already have a
+finished run there are read, not trained again.
 """
 
 import argparse
@@ -20,14 +22,20 @@ from matplotlib.ticker import PercentFormatter
 
 from bench.common import RESULTS, ROOT, evaluate, paw, write
 from paw.tools.plots import PALETTE, styled
-from paw.tools.rundir import load_run
+from paw.tools.rundir import Run, load_run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
+    parser.add_argument("--alone", type=Path, help="directory of a run that had the machine to itself")
     options = parser.parse_args()
+    if options.alone:
+        run = load_run(options.alone)
+        parts = {"minutes": run.info["warmup_s"] + run.info["wall_s"], "warm-up": run.info["warmup_s"]}
+        write(RESULTS / "quickstart_alone.csv", [{k: round(v / 60, 1) for k, v in parts.items()} | described(run)])
+        return
     rows, cooler = [], []
     for seed in options.seeds:
         folder = options.runs / f"seed-{seed}"
@@ -35,9 +43,7 @@ def main() -> None:
             where = ("--run.dir", options.runs, "--run.name", folder.name)
             paw("train", "quickstart", *where, "--run.seed", seed, "--warmup.seed", seed)
         run = load_run(folder)
-        minutes = (run.info["warmup_s"] + run.info["wall_s"]) / 60  # the whole run
-        about = {"minutes": round(minutes, 1)} | {name: run.info[name] for name in ("commit", "paw", "torch", "device")}
-        about["head"] = run.info["backend"]
+        about = described(run)
         evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
         for row in evaluated:
             found = {name: run.at(f"eval/{name}", row["update"]) for name in ("success", "ci_low", "ci_high", "games")}
@@ -46,11 +52,15 @@ def main() -> None:
             found = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
             cooler.append({"seed": seed, "when": when, **found, **about})
         first, last = evaluated[0]["success"], evaluated[-1]["success"]
-        print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%}) in {about['minutes']} min")
+        print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%})")
         rows += evaluated
     write(RESULTS / "quickstart.csv", rows)
     write(RESULTS / "quickstart_t04.csv", cooler)
     draw(rows)
+
+
+def described(run: Run) -> dict[str, str]:
+    return {name: run.info[name] for name in ("commit", "paw", "torch", "device")} | {"head": run.info["backend"]}
 
 
 @styled
