@@ -236,8 +236,8 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
             out.loss.backward()
             if unscored:
-                versions = [version for i in batch.indices for version in minibatch[i].versions]
-                unscored, found = False, found | compare_sampler(run, out, tokens, versions)
+                of_batch = [minibatch[i] for i in batch.indices]
+                unscored, found = False, found | compare_sampler(run, out, tokens, of_batch)
             total += float(out.loss.detach()) / ranks.world_size
             out = out._replace(token_loss=out.token_loss / ranks.world_size)
             sums = [a + b for a, b in zip(sums, tally(out, tokens), strict=True)]
@@ -266,12 +266,16 @@ def zero_gradient(config: Config, sample: Sample) -> bool:
     return not learns and sample.wm_weight == 0.0
 
 
-def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, versions: list[int]) -> dict[str, float]:
-    """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step."""
-    action, current = ~tokens.observation, [version == run.step for version in versions]
+def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples: list[Sample]) -> dict[str, float]:
+    """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step. Of
+    this rank's, the entropies too, where the sampler gives any."""
+    action, current = ~tokens.observation, [version == run.step for sample in samples for version in sample.versions]
+    entropy = [value for sample in samples for value in sample.sampled_entropy or []]
     rows = out.logp[action].tolist(), tokens.sampled_logp[action].tolist(), current
     ours, theirs, of = zip(*run.ranks.gather(rows, tuple[list[float], list[float], list[bool]]), strict=True)
     if all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
+        if len(entropy) == len(current):
+            sampler_mismatch([out.entropy[action].tolist()], [entropy], [current], what="entropies")
         return sampler_mismatch(ours, theirs, of)
     return {}
 

@@ -51,7 +51,10 @@ def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
 
 
 def sampler_mismatch(
-    trainer: Sequence[list[float]], sampled: Sequence[list[float]], current: Sequence[list[bool]] | None = None
+    trainer: Sequence[list[float]],
+    sampled: Sequence[list[float]],
+    current: Sequence[list[bool]] | None = None,
+    what: str = "log-probs",
 ) -> dict[str, float]:
     """health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's log-probs of some
     responses are from the sampler's. Of the tokens that are `current`, sampled from these weights; {} for none.
@@ -66,7 +69,7 @@ def sampler_mismatch(
     largest, mean = max(distances), sum(distances) / len(distances)
     if off > TOLERATED:
         raise StaleWeightsError(
-            f"stale weights: the sampler's log-probs differ from the trainer's by more than {LIMIT} nats on {off:.0%}"
+            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on {off:.0%}"
             f" of {len(distances)} tokens (mean {mean:.3g}, max {largest:.3g}); the engine does not hold the"
             " weights it was sent"
         )

@@ -178,6 +178,13 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
         run.engine.sync([], version=0)
         update(run, rollouts)
         assert 0 < run.log.history[-1]["health/sampler_mismatch"] < 1e-4
+        if wm_enabled:  # selection needs the engine's entropies
+            groups, _ = rollouts.training(1, 4)
+            for turn in (turn for group in groups for episode in group.trajectories for turn in episode.turns):
+                turn.entropy = [value + 1.0 for value in turn.entropy]
+            with pytest.raises(StaleWeightsError, match="the sampler's entropies differ from the trainer's"):
+                optimize(run, prepare(run, groups))
+            run.optimizer.zero_grad()
         run.engine = TransformersEngine(copy.deepcopy(run.policy.lm), end_ids=run.chat.end_ids, own_weights=True)
         run.engine.sync = lambda parameters, version: setattr(run.engine, "version", version)
         with torch.no_grad():
