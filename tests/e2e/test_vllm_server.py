@@ -52,7 +52,10 @@ def servers(folder):
     started = Servers(command, [[], []], folder / "servers")
     started.wait()
     yield started
+    groups = set(map(os.getpgid, pids(folder)))
+    assert len(groups) == 2 and len(members(groups)) >= 4  # each with its engine
     started.close()
+    wait_until(lambda: not members(groups))
 
 
 def play(engine, requests):
@@ -80,14 +83,32 @@ def truth(model, request, completion):
 
 
 def pids(folder, port=""):
-    """Processes whose command names the model's folder, and the port."""
+    """Of servers, whose command names the model's folder and the port; not of the process that looks after one."""
     found = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (path / "cmdline").read_bytes().decode().split("\0")
-            if str(folder) in words and (not port or port in words):
+            if str(folder) in words and (not port or port in words) and "paw.rollout.engines.servers" not in words:
                 found.append(int(path.name))
     return found
+
+
+def members(groups):
+    """Processes of these process groups: a server's own name those that it starts."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            state, _, group = (path / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(group) in groups and state != "Z":
+                found.append(int(path.name))
+    return found
+
+
+def wait_until(done, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert done()
 
 
 def test_two_ranks_train_on_two_servers(paw, quick, folder, servers, tmp_path):
@@ -129,13 +150,15 @@ def test_servers_sample_what_the_engine_in_the_process_samples(folder, servers):
         over_http.submit(request)
     while not all(server.calls for server in fleet.servers):
         time.sleep(0.01)
-    for pid in pids(folder, servers.urls[0].rpartition(":")[2]):
-        os.kill(pid, signal.SIGKILL)
+    (victim,) = pids(folder, servers.urls[0].rpartition(":")[2])
+    group = {os.getpgid(victim)}
+    os.kill(victim, signal.SIGKILL)
     found = {}
     while over_http.pending:
         found |= {completion.key: completion for completion in over_http.step()}
     assert [found[request.key].token_ids for request in asked] == [completion.token_ids for completion in calm]
     assert list(fleet.faults) == [servers.urls[0]]
+    wait_until(lambda: not members(group) and servers._running[0].poll() is not None)  # its engine has gone with it
 
     # The next weights start it once more, and it answers when it is up.
     fleet._started = servers
@@ -159,13 +182,10 @@ time.sleep(600)
 """
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert run.stdout and run.stdout.readline() == "started\n"
-    while len(pids(tmp_path)) < 2:  # what looks after it, and the server
-        time.sleep(0.05)
+    wait_until(lambda: pids(tmp_path))
+    groups = set(map(os.getpgid, pids(tmp_path)))
     run.kill()
-    deadline = time.monotonic() + 30
-    while pids(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not pids(tmp_path)
+    wait_until(lambda: not members(groups))
 
 
 def test_a_server_that_does_not_come_up_says_why(tmp_path):
