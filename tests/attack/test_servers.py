@@ -1,11 +1,15 @@
 """Rollout servers that misbehave: each costs its own requests, which another server answers, with the same tokens."""
 
 import json
+import os
+import signal
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +22,7 @@ from paw.model.ranks import Ranks
 from paw.rollout.ahead import Ahead
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
+from paw.rollout.engines.servers import Servers
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
@@ -306,3 +311,41 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected):
     rollouts.close()
     plain.close()
     assert all(one.loop.is_closed() for one in made)
+
+
+SERVER = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Health(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+
+print("ValueError: the card is on fire", file=sys.stderr, flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Health).serve_forever()
+"""
+
+
+def test_a_server_that_ends_is_started_once_more(tmp_path):
+    servers = Servers([sys.executable, "-c", SERVER], [[]], tmp_path)
+
+    def kill():
+        servers.wait()
+        pid = int(httpx.get(f"{servers.urls[0]}/health", trust_env=False).text)
+        os.kill(pid, signal.SIGKILL)
+        servers._running[0].wait(timeout=10)
+        return pid
+
+    first = kill()
+    (line,) = servers.revive()
+    assert "vLLM server 0 has ended (ValueError: the card is on fire; " in line and "server-0.log" in line
+    assert kill() != first
+    assert servers.revive() == []  # once in a run
+    with pytest.raises(UserError, match="vLLM server 0 ended while it started: ValueError: the card is on fire"):
+        servers.wait()
+    servers.close()

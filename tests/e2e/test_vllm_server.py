@@ -4,7 +4,6 @@ servers that are killed, and nothing left behind."""
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -49,11 +48,11 @@ def folder(tmp_path_factory, tiny_llm):
 @pytest.fixture(scope="module")
 def servers(folder):
     command = vllm_command(folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True)
-    started = Servers(command, [[], []], folder / "servers")
+    started = Servers(command, [[]], folder / "servers")
     started.wait()
     yield started
     groups = set(map(os.getpgid, pids(folder)))
-    assert len(groups) == 2 and len(members(groups)) >= 4  # each with its engine
+    assert len(groups) == 1 and len(members(groups)) >= 2  # with its engine
     started.close()
     wait_until(lambda: not members(groups))
 
@@ -111,20 +110,23 @@ def wait_until(done, seconds=30):
     assert done()
 
 
-def test_two_ranks_train_on_two_servers(paw, quick, folder, servers, tmp_path):
+def test_two_ranks_train_on_a_server_one_update_behind(paw, quick, folder, servers, tmp_path):
+    """By the sampler's log-probs and entropies: no log-prob pass."""
     where = {"env.name": f"{GUESS}:Guess", "model.path": folder, "run.dir": tmp_path, "run.name": "run"}
-    # The sampler's log-probs and entropies: no log-prob pass.
     engine = {"engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine"}
     own = {"policy.kl_coef": 0, "rollout.max_response_tokens": 8, "rollout.max_prompt_tokens": 500, "optim.lr": 1e-3}
+    own |= {"rollout.ahead": 1, "run.updates": 3}
     paw("train", "quickstart", quick | where | engine | own, "--gpus", "2")
     start, *updates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert start["eval/games"] == 8 and len(updates) == 2
+    assert start["eval/games"] == 8 and len(updates) == 3
+    assert updates[0]["health/sampler_mismatch"] < 1e-4 and updates[0]["staleness/max"] == 0
+    assert [line["staleness/max"] for line in updates[1:]] == [1, 1]
     for line in updates:
-        assert line["health/sampler_mismatch"] < 1e-4 and line["optim/grad_norm"] > 0
+        assert line.get("health/sampler_mismatch", 0.0) < 1e-4 and line["optim/grad_norm"] > 0
         assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
 
 
-def test_servers_sample_what_the_engine_in_the_process_samples(folder, servers):
+def test_a_server_samples_what_the_engine_in_the_process_samples(folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
     fleet = Fleet(servers.urls, files, end_ids=ends, timeout_s=60, ranks=Ranks(), entropy=True)
     over_http = ServerEngine(fleet, LIMIT)
@@ -142,31 +144,6 @@ def test_servers_sample_what_the_engine_in_the_process_samples(folder, servers):
             assert other.entropy == pytest.approx(entropy, abs=1e-4)
     assert not fleet.faults
     here.close()
-
-    # One of the two is killed while it samples: the other gives the same tokens.
-    asked = requests(max_tokens=300)
-    calm = play(over_http, asked)
-    for request in asked:
-        over_http.submit(request)
-    while not all(server.calls for server in fleet.servers):
-        time.sleep(0.01)
-    (victim,) = pids(folder, servers.urls[0].rpartition(":")[2])
-    group = {os.getpgid(victim)}
-    os.kill(victim, signal.SIGKILL)
-    found = {}
-    while over_http.pending:
-        found |= {completion.key: completion for completion in over_http.step()}
-    assert [found[request.key].token_ids for request in asked] == [completion.token_ids for completion in calm]
-    assert list(fleet.faults) == [servers.urls[0]]
-    wait_until(lambda: not members(group) and servers._running[0].poll() is not None)  # its engine has gone with it
-
-    # The next weights start it once more, and it answers when it is up.
-    fleet._started = servers
-    push_weights(make_model(folder, seed=1), over_http, version=2)
-    assert list(fleet.faults) == [servers.urls[0]]
-    servers.wait()
-    push_weights(make_model(folder, seed=1), over_http, version=3)
-    assert not fleet.faults and [c.token_ids for c in play(over_http, asked)] == [c.token_ids for c in calm]
     fleet.close()
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -182,15 +182,16 @@ def _free_port() -> int:
         return listening.getsockname()[1]
 
 
-def main(command: Sequence[str], parent: IO[bytes]) -> int:
-    """Run `command` until it ends or `parent` is closed; then nothing of it is left."""
+def main(command: Sequence[str], parent: int) -> int:
+    """Run `command` until it ends or the pipe `parent` is closed; then nothing of it is left."""
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again)
     ended = threading.Event()
 
     def end() -> None:
-        parent.read()
+        while os.read(parent, 1):
+            pass
         for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 0.0)):
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
@@ -210,4 +211,4 @@ def _listen_again() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], sys.stdin.buffer))
+    sys.exit(main(sys.argv[1:], sys.stdin.fileno()))
