@@ -277,9 +277,11 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
+    told = []
+
     def answer(handler):
-        if len(server.requests) == 10:
-            os.kill(os.getpid(), signal.SIGINT)
+        if len(server.requests) >= 10 and not told:  # two at once may both find eleven
+            told.append(os.kill(os.getpid(), signal.SIGINT))
         handler.answer(200, completion(), {})
 
     server.default = answer

@@ -130,7 +130,7 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_an_engine_each(start, tmp_path):
     pytest.importorskip("vllm")
-    options = {"rollout_engine": "vllm", "run_updates": 1, "eval_games": 2}
+    options = {"engine_type": "vllm", "run_updates": 1, "eval_games": 2}
     one, two = train(tmp_path, start, "one", **options), train(tmp_path, start, "two", gpus=2, **options)
     assert 0 < distance(weights(two), weights(one)) < 1e-5
     last = json.loads((two / "metrics.jsonl").read_text().splitlines()[-1])
