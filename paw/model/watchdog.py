@@ -63,7 +63,7 @@ class Watchdog:
         if self._phase not in self._longest:
             bound = max(bound, PATIENCE_S)
         spent = (self._tick - self._moved) * TICK_S
-        if spent <= bound:
+        if spent <= bound + 2 * TICK_S:  # a rank that was stopped in this phase is found silent first
             return None
         came = {other: int(word.partition(" ")[0]) for other, (_, word, _) in self._heard.items()}
         behind = min([*came.items(), (self.rank, self._moves)], key=lambda item: (item[1], item[0]))[0]

@@ -277,6 +277,7 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     told = []
 
     def answer(handler):
@@ -285,7 +286,10 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
         handler.answer(200, completion(), {})
 
     server.default = answer
-    err, _ = evaluate("--endpoint.concurrency", "2", code=130)
+    try:
+        err, _ = evaluate("--endpoint.concurrency", "2", code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
     path = tmp_path / "out" / "episodes.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     assert "Traceback" not in err and 0 < len(lines) < 6
