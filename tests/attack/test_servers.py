@@ -331,6 +331,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Health).serve_forever()
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_is_started_once_more(tmp_path):
     servers = Servers([sys.executable, "-c", SERVER], [[]], tmp_path)
 

@@ -80,6 +80,7 @@ def emulate(emulator):
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow
 def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(name, emulate):
     call, barriers = CALLS[name]
     emulate(0, -1)
