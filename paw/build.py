@@ -18,7 +18,6 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
-from paw.errors import UserError
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
 from paw.model.optim import make_optimizer
@@ -88,8 +87,6 @@ def check_extras(config: Config, device: torch.device) -> None:
         from paw.model.patches import import_liger
 
         import_liger(device)
-    if config.engine.type == "server" and not (config.engine.urls or config.engine.servers):
-        raise UserError("engine.type = 'server' needs engine.urls = [\"http://...\"] or engine.servers = 1")
 
 
 def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
@@ -126,7 +123,7 @@ def build(
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
     servers = None
-    if config.engine.servers and not config.engine.urls and ranks.first:
+    if config.engine.servers and ranks.first:
         from paw.rollout.engines.servers import start_servers
 
         folder = config.run.dir / config.run.name / "servers"

@@ -33,6 +33,11 @@ FLASH = Only("optim.name", ("flash-adamw",))
 SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
 
 
+def listed(value: Any) -> Any:
+    """A name alone is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
     """Name of the run's folder. By default the recipe's name, numbered."""
@@ -57,10 +62,7 @@ class RunConfig(Section):
     callbacks: list[str] = []
     """Callbacks of your own, "module:name" or "FILE.py:name" (docs/python.md)."""
 
-    @field_validator("trackers", "callbacks", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    _one_or_more = field_validator("trackers", "callbacks", mode="before")(listed)
 
     @field_validator("name")
     @classmethod
@@ -172,9 +174,9 @@ class EngineConfig(Section):
     sleep_level: Annotated[Literal[1, 2], Only("engine.type", ("vllm",))] = 2
     """vLLM while training: 2 drops its weights (every update sends new ones anyway), 1 keeps them in host memory."""
     urls: Annotated[list[Url], SERVER] = []
-    """Servers that run already, of this model and for this run alone."""
+    """Servers that run already, of this model and for this run alone: one URL or a list."""
     servers: Annotated[Natural, SERVER] = 0
-    """Servers to start here and end with the run, where there are no `urls`."""
+    """Servers to start here and end with the run, in place of `urls`."""
     tensor_parallel: Annotated[Count, SERVER, STARTED] = 1
     """GPUs of each. `paw train --gpus N` leaves servers * tensor_parallel of the N to them."""
     transfer: Annotated[Literal["auto", "nccl", "files"], SERVER] = "auto"
@@ -183,6 +185,8 @@ class EngineConfig(Section):
     """The folder for files; unset: in memory, for servers on this machine."""
     timeout_s: Annotated[Seconds, SERVER] = 600.0
     """Seconds for a whole response, and for new weights, before a server is left out."""
+
+    _one_or_more = field_validator("urls", mode="before")(listed)
 
     @property
     def memory_share(self) -> float:
@@ -366,6 +370,19 @@ class Config(Section):
         if self.rollout.group_size == 1 and kind != "ppo":
             instead = "use 2 or more, or advantage.type = 'ppo'"
             raise ValueError(f"rollout.group_size = 1 leaves {kind} without a baseline; {instead}")
+        if self.engine.type == "server" and bool(self.engine.urls) == bool(self.engine.servers):
+            raise ValueError("engine.type = 'server' needs either engine.urls = 'http://...' or engine.servers = 1")
+        if self.policy.is_mask and not self.policy.is_mask[0] < self.policy.is_mask[1]:
+            raise ValueError(f"policy.is_mask = {list(self.policy.is_mask)} is [low, high] with low < high")
+        from_engine, weighs = self.policy.old_logp == "engine", self.policy.tis_cap or self.policy.is_mask
+        if self.policy.is_level == "response" and not weighs:
+            raise ValueError("policy.is_level says what policy.tis_cap and policy.is_mask look at: set one of them")
+        if from_engine and (self.policy.is_mask or self.policy.is_level == "response"):
+            raise ValueError("policy.is_mask and policy.is_level need policy.old_logp = 'trainer'")
+        if from_engine and self.policy.tis_cap and self.policy.loss in ("cispo", "gspo"):
+            raise ValueError(
+                f"policy.tis_cap has no part in policy.loss = '{self.policy.loss}' with old_logp = 'engine'"
+            )
         if self.lora.rank and kind == "ppo":
             raise ValueError("lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0")
         if self.env.name == "next_state" and self.wm.enabled:

@@ -284,7 +284,7 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected):
     """No token is of weights older than `ahead` updates, one that failed is played again, the end drops the rest."""
     engine, updates, K = connected(Peer(), Peer()), 5, 2
     config = Config(
-        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server"),
+        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=256, max_response_tokens=3, ahead=K),
     )  # fmt: skip
     engine.positions = 512

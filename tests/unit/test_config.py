@@ -343,3 +343,24 @@ def test_a_program_hands_over_what_it_made():
     config = load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
     assert plugins.load("advantages", config.advantage.type) is ours and config.advantage.settings() == {"depth": 5}
     assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine.type": "server"}, "needs either engine.urls"),
+        ({"engine.type": "server", "engine.urls": "http://a:1", "engine.servers": "1"}, "needs either engine.urls"),
+        ({"policy.is_mask": "[2, 1]"}, r"policy.is_mask = [2.0, 1.0] is [low, high] with low < high"),
+        ({"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"}, "need policy.old_logp = 'trainer'"),
+        ({"policy.is_level": "response"}, "policy.tis_cap and policy.is_mask"),
+        ({"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"}, "policy.tis_cap has no part in"),
+        ({"policy.loss": "gspo", "policy.dual_clip": "2"}, "it needs policy.loss = 'ppo'"),
+        ({"rollout.ahead": "1"}, "it needs engine.type = 'server'"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm(changes, message):
+    assert message in problem("quickstart", changes)
+
+
+def test_one_server_is_a_list_of_one():
+    assert load("quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}).engine.urls == ["http://a:1"]
