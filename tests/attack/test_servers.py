@@ -326,7 +326,6 @@ class Health(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(str(os.getpid()).encode())
 
-print("ValueError: the card is on fire", file=sys.stderr, flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[-1])), Health).serve_forever()
 """
 
@@ -344,9 +343,14 @@ def test_a_server_that_ends_is_started_once_more(tmp_path):
 
     first = kill()
     (line,) = servers.revive()
-    assert "vLLM server 0 has ended (ValueError: the card is on fire; " in line and "server-0.log" in line
+    assert "vLLM server 0 has ended (killed by SIGKILL; " in line and "server-0.log" in line
     assert kill() != first
     assert servers.revive() == []  # once in a run
-    with pytest.raises(UserError, match="vLLM server 0 ended while it started: ValueError: the card is on fire"):
+    with pytest.raises(UserError, match="vLLM server 0 ended while it started: killed by SIGKILL"):
+        servers.wait()
+    servers.close()
+    broken = "raise SystemExit('WARNING: an Error of no weight\\nValueError: the card is on fire')"
+    servers = Servers([sys.executable, "-c", broken], [[]], tmp_path / "broken")
+    with pytest.raises(UserError, match=r"0 ended while it started: ValueError: the card is on fire; .*0\.log"):
         servers.wait()
     servers.close()

@@ -146,7 +146,7 @@ class Fleet:
         faults = self._ranks.broadcast_from_rank0(lambda: faults)
         for url, fault in faults.items():
             if self.version < 0:  # nothing has been sampled yet: a mistake
-                raise UserError(f"engine.urls: {url}: {fault}")
+                raise UserError(f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started")
             if self._ranks.first:
                 to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
         self.version = version

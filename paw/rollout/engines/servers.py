@@ -171,8 +171,11 @@ class Servers:
         return self._folder / f"server-{index}.log"
 
     def _last_words(self, index: int) -> str:
+        code = self._running[index].returncode or 0
+        if code > 128:
+            return f"killed by {signal.Signals(code - 128).name}; {self._log(index)}"
         lines = text_of(self._log(index)).splitlines()
-        errors = [place for place, line in enumerate(lines) if "Error" in line]
+        errors = [place for place, line in enumerate(lines) if "Error" in line and "WARNING" not in line]
         said = " ".join(lines[errors[-1] :][:LAST_LINES]) if errors else "no error in its log"
         return f"{clean(said, 500)}; {self._log(index)}"
 
