@@ -69,5 +69,9 @@ class Loop:
         except TimeoutError:
             raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
 
+    def begin(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Have `call` run; what comes of it is its own affair."""
+        asyncio.run_coroutine_threadsafe(call, self._loop)
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

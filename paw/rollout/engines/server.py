@@ -9,7 +9,6 @@ another one with the same seeds. Where none is left, requests come back as faile
 import asyncio
 import queue
 import socket
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,7 +20,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from paw.config import Config
 from paw.envs.checked import problem
-from paw.envs.http import bounded, import_httpx
+from paw.envs.http import Loop, bounded, import_httpx
 from paw.errors import UserError, clean, describe, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
@@ -115,8 +114,7 @@ class Fleet:
         """Of the weights that all servers have, and of those on their way."""
         self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
         self._end_ids, self._entropy = sorted(end_ids), entropy
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._loop = Loop()
         # As many connections as requests, and no proxy: an address of the cluster is not to be asked of one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         options: Any = {"timeout": timeout_s, "limits": limits, "trust_env": False}
@@ -129,7 +127,7 @@ class Fleet:
 
     def submit(self, request: Request, answer: Callable[[Completion], None]) -> None:
         """Have the request answered; `answer` is called in another thread."""
-        asyncio.run_coroutine_threadsafe(self._serve(request, answer), self._loop)
+        self._loop.begin(self._serve(request, answer))
 
     def sync(self, weights: Any, version: int) -> None:
         """Send every parameter from rank 0 to every server, those that failed before too; takes all ranks."""
@@ -155,8 +153,8 @@ class Fleet:
 
     def close(self) -> None:
         with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=5)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.run(self._hang_up(), timeout_s=5)
+        self._loop.close()
         self._transfer.close()
 
     async def _hang_up(self) -> None:
@@ -173,9 +171,11 @@ class Fleet:
                 return answer(await asyncio.wait_for(call, self._timeout_s))
             except TimeoutError:
                 self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
-            except asyncio.CancelledError:  # another request has found out what is wrong with it
-                if not server.fault:
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task and task.cancelling():
                     raise
+                # Else the call alone was: another request has found out what is wrong with the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
