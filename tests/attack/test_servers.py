@@ -71,6 +71,8 @@ class Peer:
             handler.end_headers()
             handler.wfile.write(data)
 
+        if path == "/collective_rpc" and body["method"] == "paw_entropy":
+            return send({"error": "no such method"}, 500)
         if path == "/collective_rpc":
             if self.habit == "takes no weights":
                 return send({"error": "CUDA error: an illegal memory access"}, 500)
@@ -147,9 +149,9 @@ class Peer:
 def connected(request):
     engines = []
 
-    def connect(*peers, transfer=None):
+    def connect(*peers, transfer=None, entropy=False):
         files = transfer or FileTransfer(torch.float32, TIMEOUT_S)
-        options = {"end_ids": {3}, "timeout_s": TIMEOUT_S, "ranks": Ranks()}
+        options = {"end_ids": {3}, "timeout_s": TIMEOUT_S, "ranks": Ranks(), "entropy": entropy}
         engines.append(ServerEngine(Fleet([peer.url for peer in peers], files, **options), 64))
         return engines[-1]
 
@@ -203,6 +205,12 @@ def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     push_weights(nn.Linear(2, 3), engine, version=2)
     assert not engine.faults and not any(completion.failure for completion in ask(engine))
     assert bad.asked > before
+
+
+def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(connected):
+    engine = connected(Peer(), entropy=True)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    assert "it gives no entropy: it needs two more options" in ask(engine, count=1)[0].failure
 
 
 def test_where_no_server_is_left_requests_fail_and_say_why(connected):

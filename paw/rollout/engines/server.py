@@ -232,6 +232,8 @@ class Fleet:
         if self._entropy:
             call = {"method": "paw_entropy", "args": [[[name, len(ids)]]]}
             reply = await self._client.post(f"{server.url}/collective_rpc", json=call)
+            if reply.status_code != 200:
+                raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
             entropy = Entropies.model_validate_json(reply.content).results[0][0]
             if entropy is not None and len(entropy) != len(ids):
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
