@@ -172,12 +172,15 @@ class Plan:
         )
 
     def _engine(self) -> dict[str, float]:
-        """Awake, on one card: its weights and KV cache. `transformers` alone on the card plays on the policy's."""
+        """Awake, on one of the trainer's cards: its weights and KV cache. `transformers` alone on the card plays on the
+        policy's, servers have cards of their own."""
         rollout, s = self.config.rollout, self.shape
         if self.vllm:
             taken = self.c * s.parameters + ENGINE_WORK
             share = self.config.engine.memory_share * self.gpu_gib * GIB
             return {"engine": taken, "KV cache": max(0.0, share - taken)}
+        if self.config.engine.type == "server":
+            return {"engine": 0.0, "KV cache": 0.0}
         longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
         cache = s.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * longer
         return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}

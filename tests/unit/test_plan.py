@@ -109,6 +109,18 @@ def test_a_critic_takes_a_second_model():
     assert ppo.seconds["score"] > grpo.seconds["score"] and ppo.seconds["update"] > grpo.seconds["update"]
 
 
+def test_servers_take_nothing_of_the_trainers_cards():
+    cards = {"gpus": 4, "gpu_gib": 80.0, "host_gib": 900.0}
+    beside, apart = (
+        Plan(low_memory(engine__type=name, **more), shape_of(NAME), **cards)
+        for name, more in (("transformers", {}), ("server", {"engine__servers": 4}))
+    )
+    for phase, parts in apart.phases.items():
+        others = {name: size for name, size in beside.phases[phase].items() if name not in ("engine", "KV cache")}
+        assert {name: size for name, size in parts.items() if size} == pytest.approx(others)
+    assert not apart.reasons()
+
+
 def test_every_saving_saves():
     shape = shape_of(NAME)
     peaks = [
