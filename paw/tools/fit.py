@@ -1,4 +1,5 @@
-"""`paw plan`: the first settings that fit a machine, as table, JSON or recipe; and the refusal of what cannot."""
+"""`paw plan`: the first settings that fit a machine, servers among them, as table, JSON or recipe; and the refusal of
+what cannot."""
 
 import argparse
 import json
@@ -20,7 +21,7 @@ from paw.errors import UserError
 from paw.files import write_file, writing
 from paw.keys import flatten
 from paw.recipe import known_keys, layered, load, validate
-from paw.tools.plan import GIB, MFU, USABLE, Plan
+from paw.tools.plan import GIB, SOURCES, USABLE, Plan
 from paw.tools.shapes import Shape, shape_of
 
 BASE = "alfworld-gigpo-paw"  # what `--model` alone plans for
@@ -42,15 +43,57 @@ FALLBACKS: tuple[Change, ...] = (
 learnt: no reference model, and adapters instead of all weights."""
 OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
 """Those that take host memory: each fallback is tried without one of them as well."""
+ENGINE = ("engine.type", "engine.servers", "engine.tensor_parallel", "rollout.ahead")
 SHARE = "engine.gpu_memory_utilization"
 SHARES = [share / 20 for share in range(18, 1, -1)]  # tried where the configured one does not fit
 
 
-def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> list[tuple[str, Plan]]:
-    """Add fallbacks until something fits; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ...
+Tried = list[tuple[str, Plan]]
+"""What was changed last, and the plan with all changes so far; the last one fits if any does."""
 
-    What was tried: what was changed last, and the plan with all changes so far; the last one fits if any does.
-    """
+
+def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
+    """Add fallbacks until something fits, and servers before what changes what is learnt; `pinned` keys stay as they
+    are. `machine`: gpus, gpu_gib, ..."""
+    tried = _with_fallbacks(config, shape, pinned=pinned, **machine)
+    best = tried[-1][1]
+    if best.reasons() or not _same_learning(best.config, config):
+        for found in with_servers(config, shape, pinned=pinned, **machine):
+            tried.append((words(found.config, config), found))
+    return tried
+
+
+def with_servers(
+    config: Config, shape: Shape, *, ahead: int = 0, pinned: Collection[str] = (), **machine: Any
+) -> list[Plan]:
+    """The quickest plan that fits with a quarter, half or three quarters of the cards left to servers, if any does: of
+    the smallest engine.tensor_parallel that holds the model, or twice or four times that."""
+    gpus, on_host = machine["gpus"], -(-machine["gpus"] // machine.get("hosts", 1))
+    if gpus == 1 or config.engine.type == "server" or set(pinned) & set(ENGINE):
+        return []
+
+    def split(count: int, size: int) -> Config:
+        return changed(config, dict(zip(ENGINE, ("server", count, size, ahead), strict=True)))
+
+    least = Plan(split(1, 1), shape, **machine).least
+    sizes = [size for size in (least, 2 * least, 4 * least) if 0 < size <= on_host]
+    splits = {(count, size) for size in sizes for part in (1, 2, 3) if (count := part * gpus // 4 // size)}
+    plans = [_with_fallbacks(split(*one), shape, pinned={*pinned, *ENGINE}, **machine)[-1][1] for one in sorted(splits)]
+    kept = [plan for plan in plans if not plan.reasons() and _same_learning(plan.config, config)]
+    return sorted(kept, key=lambda plan: plan.step_s)[:1]
+
+
+def _same_learning(one: Config, other: Config) -> bool:
+    return (one.policy.kl_coef, one.lora) == (other.policy.kl_coef, other.lora)
+
+
+def words(config: Config, before: Config) -> str:
+    """The options of the command line that make the one configuration of the other."""
+    differing = [key for key in known_keys(config) if get(config, key) != get(before, key)]
+    return " ".join(f"--{key} {str(get(config, key)).lower()}" for key in differing)
+
+
+def _with_fallbacks(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
 
     def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
@@ -122,7 +165,8 @@ def changed(config: Config, *changes: Change) -> Config:
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
-    """`check_fits` for this host, with `on_host` of the ranks; on CPUs (None) weights, gradients and moments must fit.
+    """`check_fits` for this host, with `on_host` of `gpus` ranks; on CPUs (None) weights, gradients and moments must
+    fit. Servers have other cards.
 
     A model made on the spot, or of a kind the plan does not know, passes.
     """
@@ -134,8 +178,9 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
         return
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if gpu_gib is not None:
-        return check_fits(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=-(-gpus // on_host))
-    parts = Plan(config, shape, gpus=gpus, gpu_gib=host_gib).phases["update"]
+        machine = {"gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": -(-gpus // on_host)}
+        return check_fits(config, shape, gpus=gpus + config.engine.gpus, **machine)
+    parts = Plan(config, shape, gpus=gpus + config.engine.gpus, gpu_gib=host_gib).phases["update"]
     need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
     if need > host_gib:
         raise UserError(
@@ -150,10 +195,11 @@ def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
     reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
-    best = fit(config, shape, **machine)[-1][1]
-    differing = [key for key in known_keys(best.config) if get(best.config, key) != get(config, key)]
-    words = " ".join(f"--{key} {str(get(best.config, key)).lower()}" for key in differing)
-    advice = "nothing tried fits; use more GPUs or a smaller model" if best.reasons() else f"what fits: {words}"
+    # A run on several machines starts no servers.
+    best = fit(config, shape, pinned=ENGINE if machine.get("hosts", 1) > 1 else (), **machine)[-1][1]
+    advice = "nothing tried fits; use more GPUs or a smaller model"
+    if not best.reasons():
+        advice = f"what fits: {words(best.config, config)}"
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
 
 
@@ -181,20 +227,48 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load(options.recipe or BASE, given)
     if not options.recipe and "model.checkpointing" not in overrides:
         config = changed(config, {"model.checkpointing": "none"})
-    machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib}
-    tried = fit(config, shape_of(config.model.path), pinned=overrides.keys(), hosts=options.hosts, **machine)
+    shape = shape_of(config.model.path)
+    machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib, "hosts": options.hosts}
+    tried = fit(config, shape, pinned=overrides.keys(), **machine)
     best = tried[-1][1]
     if options.out and not best.reasons():
         _write(options.out, best)
+    others = with_servers(best.config, shape, ahead=1, pinned=overrides.keys(), **machine)
+    if best.config.engine.servers and not {*ENGINE} & overrides.keys():
+        others = [Plan(changed(best.config, {"rollout.ahead": 1}), shape, **machine)]
+    quicker = [plan for plan in others if plan.step_s < best.step_s]
     if options.json:
-        print(json.dumps(summary(best), indent=1))
+        print(json.dumps(summary(best, quicker), indent=1))
     else:
         Console().print(*tables(tried))
-        print(f"card by its memory; {MFU:.0%} of its peak in training, its bandwidth in decoding: a prediction")
+        print("", *lines(best, quicker), sep="\n")
     return 1 if best.reasons() else 0
 
 
-def summary(found: Plan) -> dict[str, Any]:
+def lines(found: Plan, quicker: Sequence[Plan] = ()) -> Iterator[str]:
+    """The plan in a few lines, and what would be quicker with episodes played ahead."""
+    peak, cache = max(sum(parts.values()) for name, parts in found.phases.items() if name != "server"), ""
+    if found.vllm or found.served:
+        cache = f", KV cache of {found.kv_tokens / found.kv_needed(1):.0f} sequences of full length"
+    yield (
+        f"training{'' if found.served else ' and rollouts'}: {found.N} x {found.gpu_gib:g} GB, {peak:.1f} GiB of each,"
+        f" {found.host_total:.0f} GiB of a host's memory{'' if found.served else cache}"
+    )
+    if found.served:
+        size = f"{found.tensor_parallel} x {found.gpu_gib:g} GB (at least {found.least or 'more than 64'})"
+        yield f"servers: {found.engines}, each {size}, {sum(found.phases['server'].values()):.1f} GiB of each{cache}"
+    yield from (f"does not fit: {reason}" for reason in found.reasons())
+    ahead = ", the rollout beside the rest" if found.config.rollout.ahead else ""
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds.items())
+    yield f"{found.step_s:.0f} s an update{ahead}: {parts}"
+    for plan in quicker:
+        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {words(plan.config, found.config)}"
+    if found.hosts > 1 and any(plan.config.engine.servers for plan in (found, *quicker)):
+        yield "on several machines start servers by hand: --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
+    yield "All of this is a prediction: nothing of it was run on a GPU."
+
+
+def summary(found: Plan, quicker: Sequence[Plan] = ()) -> dict[str, Any]:
     """What `--json` prints. Sizes in GiB."""
 
     def rounded(value: Any) -> Any:
@@ -208,14 +282,17 @@ def summary(found: Plan) -> dict[str, Any]:
         "host": rounded(found.host),
         "step_s": round(found.step_s, 1),
         "seconds": rounded(found.seconds),
-        "settings": {key: get(found.config, key) for key in sorted(set().union(*FALLBACKS))}
+        "sources": SOURCES,
+        "least_tensor_parallel": found.least,
+        "settings": {key: get(found.config, key) for key in sorted({*ENGINE, *set().union(*FALLBACKS)})}
         | {SHARE: found.config.engine.memory_share},
+        "quicker": {words(plan.config, found.config): round(plan.step_s, 1) for plan in quicker},
         "reasons": found.reasons(),
     }
 
 
-def tables(tried: list[tuple[str, Plan]]) -> Iterator[Table]:
-    """What was tried, and the components of the last attempt by phase."""
+def tables(tried: Tried) -> Iterator[Table]:
+    """What was tried, the components of the last attempt by phase, and its seconds with where they are from."""
     best, right = tried[-1][1], partial(Column, justify="right")
     title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
     attempts = Table("settings", *map(right, ("GPU GiB", "host GiB", "update s")), "fits", title=title)
@@ -229,6 +306,10 @@ def tables(tried: list[tuple[str, Plan]]) -> Iterator[Table]:
             by_phase.add_row(part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values()))
         by_phase.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))
         yield by_phase
+    times = Table("component", right("seconds"), "from", title="an update")
+    for part, seconds in best.seconds.items():
+        times.add_row(part, f"{seconds:.2f}", SOURCES[part])
+    yield times
 
 
 def _write(path: Path, found: Plan) -> None:

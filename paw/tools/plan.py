@@ -1,94 +1,118 @@
-"""What a configuration needs, by arithmetic: GPU and host memory by component, seconds of an update. Loads no torch.
+"""What a configuration needs, by arithmetic: memory (`plan_memory`) and the seconds of an update. Loads no torch.
 
-Of one GPU of N, or of one host; T tokens of a micro-batch; `c` bytes an element in the forward pass, `w` of a stored
-weight. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
-`bench/memory.py` holds update and step against simulated ones (docs/memory.md). The rest is stated assumption.
+Every constant is one of three: published (of others' runs, with where), measured (by us, on a CPU), or assumed. SOURCES
+says so of each component. `bench/plan_pages.py` holds the times of training against published runs (docs/memory.md).
 """
 
+import math
+from dataclasses import dataclass
+
 from paw.config import Config
+from paw.tools.plan_memory import ENGINE_ROWS, GIB, USABLE, Memory
 from paw.tools.shapes import Shape
 
-GIB = 2**30
-USABLE = 0.95  # share of a GPU's memory to plan with: 76 of 80
-OVERHEAD = 1.5 * GIB  # CUDA context, library workspaces, what the allocator loses to fragments
-ENGINE_WORK = 2.0 * GIB  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
-ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
-ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
-HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
-PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state goes around that
-SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.model.host)
-CHECKPOINT_PART = 4.0 * GIB  # what rank 0 gathers before it writes a file of a checkpoint (paw.state.checkpoint)
-HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
-"""Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
-FLASH_MOMENTS = 2 + 2 * 2 / 32
-"""flash-adamw: two 8-bit moments with a 16-bit scale for every 32; the further bits of the weight come to that."""
-PLAIN_STATE = 12
-"""flash-adamw: bytes of a norm's or bias's parameter, its weight and moments in float32."""
+__all__ = ["GIB", "USABLE", "Plan", "Play"]
 
 CARDS = {
-    24: (165e12, 1.0e12),  # RTX 4090
-    40: (312e12, 1.6e12),  # A100
-    48: (362e12, 0.86e12),  # L40S
-    80: (989e12, 3.35e12),  # H100
-    141: (989e12, 4.8e12),  # H200
-    192: (2250e12, 8.0e12),  # B200
+    24: (165e12, 1.0e12, 25e9),  # RTX 4090
+    40: (312e12, 1.6e12, 300e9),  # A100
+    48: (362e12, 0.86e12, 25e9),  # L40S
+    80: (989e12, 3.35e12, 450e9),  # H100
+    141: (989e12, 4.8e12, 450e9),  # H200
+    192: (2250e12, 8.0e12, 900e9),  # B200
 }
-"""GB of a card: its dense bf16 FLOP/s and bytes/s."""
-MFU = 0.40  # share of the FLOP/s that training and prefill reach
-DECODE_SHARE = 0.50  # of the bytes/s in decoding
-PCIE = 25e9  # bytes/s to host memory
-FULLNESS = 0.5  # turns, prompts and responses are this share of their limits (step time only)
+"""GB of a card: its dense bf16 FLOP/s, bytes/s of its memory, and to another card of the host (data sheets)."""
+MFU = 0.40  # assumed before any was compared: share of the FLOP/s in training with torch.compile, and in prefill
+EAGER = 0.86  # of that without: torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3), 5,605 over 6,514
+REACHED = 0.50  # assumed: of the bytes/s of the card's memory, and between cards
+NETWORK = 50e9  # bytes/s of a card to other hosts: 400 Gb/s, as in those runs; assumed to be reached
+PCIE = 25e9  # assumed: bytes/s to host memory, and of weights into the engine of the process
+FILES = 1.6e9  # bytes/s of weights gathered and written: prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on
+# H100s: 1.6 and 1.76 (time between steps over time of a step, benchmarks/baselines at 30bf494f). Assumed of checkpoints
+NCCL = 8.25e9  # bytes/s of weights to servers: verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts
+STEP_S = 0.27  # of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B SFT on an H100, the line through 0.62 s
+# at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at 30bf494f)
+DECODE_S = {"vllm": 5e-3, "server": 5e-3, "transformers": 30e-3}
+"""Seconds of a decoding step at least. vLLM: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634); else assumed."""
+REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
+SEQUENCES = 256  # that vLLM decodes at once (paw.rollout.engines)
+HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core on a token, 1.25 to encode it, the rest to pack it
+
+PROMPT, RESPONSE, OBSERVATION, WON = (0.22, 0.04), (0.20, 0.5), (9.0, 11.0), 0.4
+"""Turns as `paw profile --synthetic` draws them. Prompts: mean and deviation, of max_prompt_tokens; observations: least
+and exponential mean, in tokens (both measured in generated full-size games of ALFWorld). Assumed: responses, median of
+max_response_tokens and sigma of a log-normal; the share of episodes that end early, anywhere before env.max_turns."""
+
+SOURCES = {
+    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest episode has all turns",
+    "score": "as the update",
+    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the gathers, if longer",
+    "step": "published: 0.27 s; assumed: half the memory's rate",
+    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's own engine",
+    "host": "measured: 1.5 us a token on a CPU core",
+    "checkpoint": "published: 1.6 GB/s, over run.save_every updates",
+}
+"""Of each component of an update's seconds."""
 
 
-class Plan:
+@dataclass(frozen=True)
+class Play:
+    """What is played for an update: episodes of all ranks, turns of one on average and at most, tokens of a turn."""
+
+    episodes: int
+    turns: float
+    most: int
+    prompt: float
+    response: float
+    observation: float
+    """Of those learnt from, spread over all turns."""
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @classmethod
+    def of(cls, config: Config) -> "Play":
+        """As `paw profile --synthetic` has it."""
+        limits, most = config.rollout, config.env.max_turns
+        return cls(
+            episodes=limits.tasks * limits.group_size,
+            turns=(1 - WON) * most + WON * (most + 1) / 2,
+            most=most,
+            prompt=PROMPT[0] * limits.max_prompt_tokens,
+            response=RESPONSE[0] * math.exp(RESPONSE[1] ** 2 / 2) * limits.max_response_tokens,
+            observation=min(sum(OBSERVATION), config.wm.max_tokens) * config.wm.alpha if config.wm.enabled else 0,
+        )
+
+
+class Plan(Memory):
     """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
 
     def __init__(
-        self, config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
+        self,
+        config: Config,
+        shape: Shape,
+        *,
+        gpus: int,
+        gpu_gib: float,
+        host_gib: float | None = None,
+        hosts: int = 1,
+        play: Play | None = None,
     ) -> None:
-        self.config, self.shape, self.gpu_gib, self.host_gib = config, shape, gpu_gib, host_gib
-        self.gpus = self.N = gpus
-        self.on_host = -(-gpus // hosts)
-        self.lora, self.T = config.lora, config.optim.micro_batch_tokens
-        self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
-        self.c = 2 if config.model.dtype == "bfloat16" else 4
-        # flash-adamw and LoRA store weights as the forward pass reads them, adamw in float32.
-        self.w = self.c if flash or self.lora.rank else 4
-        # One GPU and float32 weights: a layer has `c`-byte copies while it runs. With several FSDP's gathering makes
-        # them.
-        self.casts = self.w != self.c and gpus == 1
-        self.copy = self.c * shape.layer if self.casts else 0
-        self.trained, self.whole = shape.parameters, self.w * shape.parameters
-        if self.lora.rank:
-            sizes = [sum(shape.linears[name]) for name in self.lora.targets if name in shape.linears]
-            self.trained = self.lora.rank * sum(sizes) * shape.layers
-        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if flash else 8  # of one parameter
-        # PPO's critic has a head of one row. Its step comes first and needs no more than the policy's.
-        self.valued = 0
-        if config.advantage.type == "ppo":
-            self.valued = shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden + 1
-        self.critic = self.w * self.valued / gpus
-        plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0
-        self.optimizer = (self.state * (self.trained + self.valued) + plain) / gpus
-        # With LoRA the reference is the policy without its adapters.
-        self.reference = self.whole / gpus if config.policy.kl_coef and not self.lora.rank else 0
-        self.phases, self.host = (
-            {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
-            for sizes in (self._phases(), self._host())
-        )
-        """Components of each phase, of one GPU: rollout, score, update, step; of the first host, all its ranks: load,
-        update, save, export."""
-        self.peak, self.host_total = (
-            max(sum(of.values()) for of in sizes.values()) for sizes in (self.phases, self.host)
-        )
-        self.seconds = self._seconds()
-        self.step_s = sum(self.seconds.values())
-        self.kv_tokens = self._engine()["KV cache"] / shape.kv_bytes if self.vllm else float("inf")
-        """Tokens that vLLM's KV cache holds, of the ENGINE_ROWS sequences it should; infinite without vLLM."""
+        super().__init__(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=hosts)
+        self.flops, memory, link = CARDS[min(CARDS, key=lambda size: abs(size - gpu_gib))]
+        self.bandwidth = REACHED * memory
+        self.link = NETWORK if self.on_host < self.N else REACHED * link
+        self.play = play or Play.of(config)
+        self.seconds = {"rollout": self._rollout()} | self._training()
+        """By component, in order; with rollout.ahead the rollout and what follows overlap."""
 
-    def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
-        """Tokens of `rows` sequences of full length."""
-        return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
+    @property
+    def step_s(self) -> float:
+        """Seconds of an update: weights are sent while neither plays nor trains."""
+        sync, rollout = self.seconds["sync"], self.seconds["rollout"]
+        training = sum(self.seconds.values()) - rollout - sync
+        return sync + (max(rollout, training) if self.config.rollout.ahead else rollout + training)
 
     def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
         """Why it does not fit into the share `usable` of a GPU with `rows` sequences in the KV cache; empty if so."""
@@ -101,162 +125,58 @@ class Plan:
             found.append(f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}")
         if self.kv_tokens < need:
             found.append(f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {need:,}")
+            if self.served:
+                found.append(f"a server needs engine.tensor_parallel = {self.least or 'more GPUs than are known'}")
         return found
 
-    # --- the formulas, in bytes ---------------------------------------------------------------------------------------
+    # --- the formulas, in seconds -------------------------------------------------------------------------------------
 
-    def _gradients(self) -> float:
-        """In the dtype of what is trained; float32 adapters. With grad_sync "last" whole float32 sums, unsharded."""
-        if self.N > 1 and self.config.optim.grad_sync == "last":
-            return 4 * self.trained
-        return (4 if self.lora.rank else self.w) * self.trained / self.N
+    def _body(self) -> float:
+        """FLOPs of the decoder layers for a token, causal attention included."""
+        return 2 * self.shape.layers * (self.shape.active_layer + self.shape.queries * self.play.length)
 
-    def _layer_saved(self) -> int:
-        """What one decoder layer keeps for its backward pass."""
-        s, c = self.shape, self.c
-        D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
-        # Each norm: its float32 input, x / rms, and its output as the linear layers read it.
-        scaled = 0 if self.lora.rank else c  # only a norm that is trained needs x / rms
-        norms = 2 * (4 + scaled + c) * D
-        head_norms = (4 + c) * (Q + K) if s.qk_norm else 0
-        attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
-        mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
-        if s.experts:
-            mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and what they answer
-        adapters = c * self.lora.rank * len(self.lora.targets)  # what each A makes of the input that is kept anyway
-        return (norms + head_norms + attention + mlp + adapters) * self.T
+    def _rollout(self) -> float:
+        """Decoding by bandwidth and prefill by FLOPs; it ends when an episode of all turns has been played."""
+        s, play, size = self.shape, self.play, self.tensor_parallel
+        cache = self.kv_tokens if self.vllm or self.served else self._engine()["KV cache"] / s.kv_bytes
+        together = max(1.0, min(play.episodes / self.engines, SEQUENCES, cache / play.length))
+        read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
+        reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
+        step = max(read / self.bandwidth + reduce, DECODE_S[self.config.engine.type])
+        turns = play.episodes * play.turns / self.engines
+        prefill = turns * play.prompt * self._body() / (self.flops * MFU * size)
+        return prefill + max(turns / together, play.most) * play.response * step
 
-    def _kept(self) -> int:
-        """Activations kept from forward to backward, all layers."""
-        s, c, mode = self.shape, self.c, self.config.model.checkpointing
-        if mode == "none":
-            return s.layers * self._layer_saved()
-        # selective: the outputs of q, v, gate and down (every second product) and of attention.
-        products = c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
-        return s.layers * (c * s.hidden + (products if mode == "selective" else 0)) * self.T
-
-    def _head(self) -> tuple[float, float]:
-        """The fused head in the forward pass beside hidden states: (its results dL/dh and dW, its workspace)."""
-        s, c = self.shape, self.c
-        results = c * (s.hidden * self.T + s.embedding)
-        row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256 if c == 2 else 12 * s.vocabulary
-        if row * self.T <= HEAD_BUFFER[c]:
-            return results, row * self.T
-        # Several chunks: dW is summed in float32 and rounded when the buffer is gone.
-        total = 4 * s.embedding
-        return results, max(HEAD_BUFFER[c] + total - c * s.embedding, total if c == 2 else 0)
-
-    def _update(self) -> tuple[float, float]:
-        """(activations, head) at the moment of a forward and backward pass at which their sum is largest."""
-        s, c, T, sharded, mode = self.shape, self.c, self.T, self.N > 1, self.config.model.checkpointing
-        offloaded, saved = self.config.model.offload_activations, self._layer_saved()
-        kept = 0 if offloaded else self._kept()
-        # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
-        one = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
-        tail = (4 + 2 * c) * s.hidden * T  # of the last norm
-        gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
-        lasting = s.layers * self.copy if mode == "none" else 0  # only then copies outlive a layer's forward pass
-        results, workspace = self._head()
-        head_g = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
-        per_layer = 2 * c * s.layer if sharded else 0  # gathered, and the buffer it came in, or the next one
-        reduced = 4 * s.layer if sharded and not self.lora.rank else 0
-        cast_head = c * s.embedding if self.casts else 0
-        return max(
-            (kept + max(lasting, self.copy) + per_layer + gathered + saved, 0),  # the last layer's forward
-            (kept + tail + lasting + gathered, cast_head + c * s.hidden * T + results + workspace),
-            # dW waits for the embedding's gradient where they are tied, and for its reduction where sharded.
-            (kept + one + max(lasting, self.copy) + gathered + per_layer + reduced, head_g if s.tied or sharded else 0),
-            # The end of the backward pass: dE beside dW, their sum, and float32 on the way to other ranks.
-            (0, head_g + (2 * head_g if s.tied else 0) + (4 * s.rest if sharded else 0)),
-            key=sum,
-        )
-
-    def _engine(self) -> dict[str, float]:
-        """Awake, on one of the trainer's cards: its weights and KV cache. `transformers` alone on the card plays on the
-        policy's, servers have cards of their own."""
-        rollout, s = self.config.rollout, self.shape
-        if self.vllm:
-            taken = self.c * s.parameters + ENGINE_WORK
-            share = self.config.engine.memory_share * self.gpu_gib * GIB
-            return {"engine": taken, "KV cache": max(0.0, share - taken)}
-        if self.config.engine.type == "server":
-            return {"engine": 0.0, "KV cache": 0.0}
-        longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
-        cache = s.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * longer
-        return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
-
-    def _phases(self) -> dict[str, dict[str, float]]:
-        """The components of each phase on one GPU."""
-        s, optim, offloaded = self.shape, self.config.optim, self.config.policy.offload_reference
-        adapters = 4 * self.trained if self.lora.rank else 0
-        optimizer = 0 if optim.offload else self.optimizer
-        weights = {"weights": (self.whole + adapters) / self.N, "critic": self.critic, "optimizer": optimizer}
-        resident = weights | {"reference": 0 if offloaded else self.reference}
-        training = resident | {"gradients": self._gradients()}
-        awake = self._engine() | {"overhead": OVERHEAD}
-        apart = awake["engine"] if self.N > 1 else 0  # with one GPU transformers plays on copies made for that
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else apart, "overhead": OVERHEAD}
-        # Alone, an offloaded reference visits the card; with several it comes layer by layer.
-        scoring = weights | {"reference": 0 if offloaded and self.N > 1 else self.reference}
-        forward = self._layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
-        activations, head = self._update()
-        # The step: the state of one parameter at a time, where it is offloaded.
-        step = self.state * max(s.embedding, 2 * s.experts * s.intermediate * s.hidden) / self.N if optim.offload else 0
-        return {
-            "rollout": resident | awake,
-            "score": scoring | {"activations": forward} | asleep,
-            "update": training | {"activations": activations, "head": head} | asleep,
-            "step": training | {"step": step} | asleep,
-        }
-
-    def _host(self) -> dict[str, dict[str, float]]:
-        """Of rank 0's host, its n ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
-        config, s, n, several = self.config, self.shape, self.on_host, self.N > 1
-        offloads = config.policy.offload_reference
-        sleeping = self.vllm and config.engine.sleep_level == 1
-        activations = PINNED * self._kept() * n if config.model.offload_activations else 0
-        processes = {"processes": HOST_PROCESS * n}
-        resident = processes | {
-            "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
-            "reference": self.reference * n * (PINNED if several else 1) if offloads else 0,
-            "engine": PINNED * self.c * s.parameters * n if sleeping else 0,
-        }
-        loaded = {"weights": self.whole, "reference": self.reference * n if several or offloads else 0}
-        loaded |= {"critic": self.critic * n if several else 0}
-        return {
-            "load": processes | loaded,
-            "update": resident | {"activations": activations},
-            "save": resident | {"checkpoint": min(CHECKPOINT_PART, self.whole) + self.c * s.embedding},
-            "export": processes | {"weights": self.whole},
-        }
-
-    def _seconds(self) -> dict[str, float]:
-        """One update by roofline: MFU of the peak in training and prefill, decoding by bandwidth."""
-        config, s, limits = self.config, self.shape, self.config.rollout
-        flops, bandwidth = CARDS[min(CARDS, key=lambda size: abs(size - self.gpu_gib))]
-        rate, bandwidth = flops * MFU, bandwidth * DECODE_SHARE
-        prompt, response = FULLNESS * limits.max_prompt_tokens, FULLNESS * limits.max_response_tokens
-        length = prompt + response
-        episodes = limits.tasks * limits.group_size
-        rows = episodes * FULLNESS * config.env.max_turns / self.N
-        observation = FULLNESS * config.wm.max_tokens * config.wm.alpha if config.wm.enabled else 0
-        body = 2 * s.layers * (s.active_layer + s.queries * length)  # FLOPs a token, causal attention included
-        acting = rows * (length * body + response * 2 * s.embedding)
-        learning = rows * ((length + observation) * body + (response + observation) * 2 * s.embedding)
-        judging = rows * length * body if self.valued else 0
+    def _training(self) -> dict[str, float]:
+        """What follows the rollout."""
+        config, s, play, optim = self.config, self.shape, self.play, self.config.optim
+        turns, body, head = play.episodes * play.turns / self.N, self._body(), 2 * s.embedding
+        rate = self.flops * MFU * (1 if config.model.compile else EAGER)
+        tokens, targets = play.length + play.observation, play.response + play.observation
+        acting = turns * (play.length * body + play.response * head)
+        judging = turns * play.length * body if self.valued else 0
         passes = {"none": 3.0, "selective": 3.5, "full": 4.0}[config.model.checkpointing]
-        together = max(1.0, min(episodes / self.N, self._engine()["KV cache"] / s.kv_bytes / length))
-        read = self.c * s.parameters + together * length * s.kv_bytes
-        steps = max(1, round(rows * self.N / config.optim.minibatch_samples)) * config.optim.epochs
-        copied = 0.0
-        if config.model.offload_activations:
-            copied = 2 * self._kept() * config.optim.epochs * rows * (length + observation) / self.T / PCIE
-        wants_entropy = config.wm.enabled and config.wm.entropy == "full"  # which vLLM does not tell
-        scored = config.policy.old_logp == "trainer" or wants_entropy
+        # The head makes its logits once (paw_kernels.token_loss).
+        learning = passes * (turns * tokens * body + judging) + 3 * turns * targets * head
+        # The gathers of each pass of a micro-batch over all weights run beside its arithmetic. Adapters save none of
+        # the arithmetic in the published runs.
+        gather = self.c * (s.parameters + self.valued) / self.link if self.N > 1 else 0
+        reduce = 4 * (self.trained + self.valued) / self.link if self.N > 1 else 0
+        micro = turns * tokens / self.T
+        copied = 2 * self._kept() * micro / PCIE if config.model.offload_activations else 0
+        scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)  # engines tell entropies
+        steps = max(1, round(play.episodes * play.turns / optim.minibatch_samples)) * optim.epochs
+        state = 2 * self.optimizer / (PCIE if optim.offload else self.bandwidth)
+        stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued)
+        moved = 4 * stored / self.N / self.bandwidth  # weights and gradients, read and written
+        sent = self.c * (self.trained if self.lora.rank else s.parameters)
+        rates = {"files": FILES, "nccl": NCCL, "auto": NCCL} if self.served else {}
+        saved = (stored + self.N * self.optimizer) / FILES
         return {
-            "rollout": rows * response / together * read / bandwidth + rows * prompt * body / rate,
-            "score": (acting * (scored + (config.policy.kl_coef > 0)) + judging) / rate,
-            "update": config.optim.epochs * passes * (learning + judging) / rate + copied,
-            "step": steps * (2 * self.optimizer / PCIE if config.optim.offload else 0),
-            "sync": self.c * s.parameters / PCIE,
+            "score": max((acting * scored + judging) / rate, scored * micro * gather),
+            "update": optim.epochs * (max(learning / rate, micro * (2 * gather + reduce)) + copied),
+            "step": steps * (STEP_S + state + moved),
+            "sync": sent / rates.get(config.engine.transfer, PCIE),
+            "host": self.N * turns * tokens * HOST_S,
+            "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
         }

@@ -17,6 +17,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.run import Run
 from paw.tools import quickstart
+from paw.tools.plan import OBSERVATION, PROMPT, RESPONSE, WON
 from paw.tools.shapes import KEYS, Shape, shape_of
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -66,10 +67,10 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
         return rng.integers(vocabulary, size=int(np.clip(count, 1, limit))).tolist()
 
     def turn(*, won: bool, done: bool) -> Turn:
-        observation = " ".join(map(str, ids(9 + rng.exponential(11), config.wm.max_tokens)))
+        observation = " ".join(map(str, ids(OBSERVATION[0] + rng.exponential(OBSERVATION[1]), config.wm.max_tokens)))
         return Turn(
-            prompt_ids=ids(rng.normal(0.22, 0.04) * longest, longest),
-            response_ids=ids(rng.lognormal(math.log(0.2 * most), 0.5), most),
+            prompt_ids=ids(rng.normal(*PROMPT) * longest, longest),
+            response_ids=ids(rng.lognormal(math.log(RESPONSE[0] * most), RESPONSE[1]), most),
             sampled_logp=[],
             entropy=None,
             prompt="",
@@ -82,7 +83,7 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
     groups = [Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)]
     for group in groups:
         for member in range(config.rollout.group_size):
-            won = bool(rng.random() < 0.4)
+            won = bool(rng.random() < WON)
             last = int(rng.integers(config.env.max_turns)) if won else config.env.max_turns - 1
             turns = [turn(won=won and step == last, done=step == last) for step in range(last + 1)]
             group.trajectories.append(Trajectory(group.task, member, turns))

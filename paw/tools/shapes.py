@@ -105,13 +105,19 @@ SHAPES = {
     "Qwen2.5-3B": Shape(151936, 2048, 11008, 36, 16, 2, 128, tied=True, qkv_bias=True),
     "Qwen2.5-7B": Shape(152064, 3584, 18944, 28, 28, 4, 128, tied=False, qkv_bias=True),
     "Qwen2.5-14B": Shape(152064, 5120, 13824, 48, 40, 8, 128, tied=False, qkv_bias=True),
+    "Qwen2.5-32B": Shape(152064, 5120, 27648, 64, 40, 8, 128, tied=False, qkv_bias=True),
+    "Qwen2.5-72B": Shape(152064, 8192, 29568, 80, 64, 8, 128, tied=False, qkv_bias=True),
     "Qwen3-0.6B": Shape(151936, 1024, 3072, 28, 16, 8, 128, tied=True, qk_norm=True),
     "Qwen3-1.7B": Shape(151936, 2048, 6144, 28, 16, 8, 128, tied=True, qk_norm=True),
     "Qwen3-4B": Shape(151936, 2560, 9728, 36, 32, 8, 128, tied=True, qk_norm=True),
     "Qwen3-8B": Shape(151936, 4096, 12288, 36, 32, 8, 128, tied=False, qk_norm=True),
     "Qwen3-14B": Shape(151936, 5120, 17408, 40, 40, 8, 128, tied=False, qk_norm=True),
+    "Qwen3-32B": Shape(151936, 5120, 25600, 64, 64, 8, 128, tied=False, qk_norm=True),
     "Qwen3-30B-A3B": Shape(151936, 2048, 768, 48, 32, 4, 128, tied=False, qk_norm=True, experts=128, active=8),
     "Llama-3.2-3B": Shape(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
+    "Llama-3.1-8B": Shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
+    "Llama-3.1-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
+    "Llama-3.3-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
 }
 """By the name that Hugging Face names start with: no download needed."""
 

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,17 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
-from paw.tools.plan import HEAD_BUFFER, Plan
+from paw.tools.plan import Plan, Play
+from paw.tools.plan_memory import HEAD_BUFFER
 from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-MEMORY, SIMULATION = (importlib.import_module(f"bench.{name}") for name in ("memory", "memory_simulation"))
+MEMORY, SIMULATION, PAGES = (
+    importlib.import_module(f"bench.{name}") for name in ("memory", "memory_simulation", "plan_pages")
+)
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
+SERVERS = {"engine__type": "server", "engine__servers": 4}
 
 
 def low_memory(**change):
@@ -28,7 +33,9 @@ def low_memory(**change):
 def test_known_shapes_have_the_published_numbers_of_parameters():
     published = {
         "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688,
-        "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen3-0.6B": 596_049_920,
+        "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-32B": 32_763_876_352,
+        "Qwen2.5-72B": 72_706_203_648, "Qwen3-32B": 32_762_123_264, "Llama-3.1-8B": 8_030_261_248,
+        "Llama-3.3-70B": 70_553_706_496, "Qwen3-0.6B": 596_049_920,
         "Qwen3-8B": 8_190_735_360, "Llama-3.2-3B": 3_212_749_824, "Qwen3-30B-A3B": 30_532_122_624,
     }  # fmt: skip
     assert {name: SHAPES[name].parameters for name in published} == published
@@ -110,15 +117,100 @@ def test_a_critic_takes_a_second_model():
 
 
 def test_servers_take_nothing_of_the_trainers_cards():
-    cards = {"gpus": 4, "gpu_gib": 80.0, "host_gib": 900.0}
-    beside, apart = (
-        Plan(low_memory(engine__type=name, **more), shape_of(NAME), **cards)
-        for name, more in (("transformers", {}), ("server", {"engine__servers": 4}))
-    )
-    for phase, parts in apart.phases.items():
-        others = {name: size for name, size in beside.phases[phase].items() if name not in ("engine", "KV cache")}
-        assert {name: size for name, size in parts.items() if size} == pytest.approx(others)
-    assert not apart.reasons()
+    cards: dict[str, Any] = {"gpu_gib": 80.0, "host_gib": 900.0}
+    beside = Plan(low_memory(engine__type="transformers"), shape_of(NAME), gpus=4, **cards)
+    apart = Plan(low_memory(**SERVERS), shape_of(NAME), gpus=8, **cards)
+    elsewhere = Plan(low_memory(engine__type="server", engine__urls="http://a:1"), shape_of(NAME), gpus=4, **cards)
+    for phase, parts in beside.phases.items():
+        others = {name: size for name, size in parts.items() if name not in ("engine", "KV cache")}
+        assert apart.phases[phase] == elsewhere.phases[phase] == pytest.approx(others)
+    assert not apart.reasons() and not elsewhere.reasons() and apart.host == beside.host
+    with pytest.raises(UserError, match=r"engine\.servers take 4, none is left"):
+        Plan(low_memory(**SERVERS), shape_of(NAME), gpus=4, **cards)
+
+
+def test_a_server_divides_weights_and_heads_among_its_cards():
+    def plan(model, size, share=0.9):
+        tree = {"model.path": model, "engine.type": "server", "engine.servers": 1, "engine.tensor_parallel": size}
+        config = changed(load("alfworld-gigpo-paw"), tree, {"engine.gpu_memory_utilization": share})
+        return Plan(config, shape_of(model), gpus=32, gpu_gib=80.0)
+
+    one, two, many = (plan(NAME, size) for size in (1, 2, 16))
+    whole = 2 * SHAPES["Qwen2.5-14B"].parameters / 2**30
+    assert one.phases["server"]["engine"] - two.phases["server"]["engine"] == pytest.approx(whole / 2)
+    cache = two.phases["server"]["KV cache"] * 2**30
+    assert two.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(2 * cache)
+    cache = many.phases["server"]["KV cache"] * 2**30  # more cards than heads of keys: each has one, as another has
+    assert many.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
+    least = {name: plan(name, 8).least for name in (NAME, "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct")}
+    assert list(least.values()) == [1, 1, 2] and plan("Qwen/Qwen2.5-32B", 1, 0.8).least == 2
+    small = plan("meta-llama/Llama-3.3-70B-Instruct", 1)
+    assert "a server needs engine.tensor_parallel = 2" in small.reasons()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "hosts"), [("Qwen/Qwen2.5-32B-Instruct", 16, 2), ("meta-llama/Llama-3.3-70B-Instruct", 32, 4)]
+)
+def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model, gpus, hosts):
+    config = changed(load("alfworld-gigpo-paw"), {"model.path": model})
+    machine = {"gpus": gpus, "gpu_gib": 80.0, "hosts": hosts}
+    tried = fit(config, shape_of(model), **machine)
+    best = tried[-1][1]
+    assert not best.reasons() and best.served and best.N + best.engines * best.tensor_parallel <= gpus
+    assert (best.config.lora.rank, best.config.policy.kl_coef) == (0, 0.01) and best.tensor_parallel >= best.least > 0
+    assert "--engine.type server" in tried[-1][0]
+    assert not fit(config, shape_of(model), pinned=["engine.type"], **machine)[-1][1].served
+
+
+def test_rollouts_ahead_overlap_and_the_longest_episode_ends_them():
+    config, cards = low_memory(**SERVERS, env__max_turns=50), {"gpus": 8, "gpu_gib": 80.0}
+    one, ahead = (Plan(changed(config, {"rollout.ahead": k}), shape_of(NAME), **cards) for k in (0, 1))
+    seconds = one.seconds
+    training = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
+    assert one.seconds == ahead.seconds and one.step_s == pytest.approx(sum(seconds.values()))
+    assert ahead.step_s == pytest.approx(seconds["sync"] + max(seconds["rollout"], training))
+    assert ahead.step_s < one.step_s
+    small = changed(config, {"model.path": "Qwen/Qwen2.5-0.5B", "rollout.tasks": 1, "rollout.group_size": 2})
+    few = Plan(small, SHAPES["Qwen2.5-0.5B"], **cards)
+    response = Play.of(small).response
+    assert few.seconds["rollout"] == pytest.approx(50 * response * 5e-3, rel=0.01)  # 5 ms a token, all turns
+    twice = Plan(changed(small, {"rollout.group_size": 4}), SHAPES["Qwen2.5-0.5B"], **cards)
+    assert twice.seconds["rollout"] == pytest.approx(few.seconds["rollout"], rel=0.01)
+
+
+def test_what_follows_a_rollout():
+    shape, cards = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0}
+
+    def seconds(hosts=1, **change):
+        return Plan(low_memory(**SERVERS | change), shape, hosts=hosts, **cards).seconds
+
+    base, P = seconds(), shape.parameters
+    assert seconds(engine__transfer="files")["sync"] == pytest.approx(2 * P / 1.6e9)
+    adapters = seconds(lora__rank=16, optim__name="adamw", optim__offload=False, policy__offload_reference=False)
+    assert adapters["sync"] < base["sync"] / 50 and adapters["checkpoint"] < base["checkpoint"] / 20
+    assert seconds(run__save_every=50)["checkpoint"] == pytest.approx(base["checkpoint"] / 2)
+    assert seconds(run__save_every=0)["checkpoint"] == 0
+    assert seconds(policy__old_logp="engine")["score"] == pytest.approx(base["score"] / 2)  # the reference's is left
+    modes = [seconds(model__checkpointing=mode)["update"] for mode in ("none", "selective", "full")]
+    assert 0.74 < modes[0] / modes[2] < 0.77 and modes[1] == pytest.approx((modes[0] + modes[2]) / 2)
+    assert seconds(model__compile=True)["update"] == pytest.approx(0.86 * base["update"])
+    assert seconds(optim__minibatch_samples=128)["step"] == pytest.approx(2 * base["step"], rel=0.1)
+    # Cut into small micro-batches, gathers over the network take longer than the arithmetic.
+    small = low_memory(optim__micro_batch_tokens=1024)
+    one, two = (Plan(small, shape, hosts=hosts, **cards) for hosts in (1, 2))
+    assert two.seconds["update"] > 1.5 * one.seconds["update"]
+
+
+@pytest.mark.parametrize("run", [run for run in PAGES.RUNS if run.held], ids=lambda run: f"{run.model}-{run.length}")
+def test_training_takes_as_long_as_in_published_runs(run):
+    """torchtitan and prime-rl on H100s, within a quarter; bench/plan_pages.py has the sources."""
+    assert run.predicted == pytest.approx(run.published, rel=0.25)
+
+
+def test_pages_have_what_the_plan_says():
+    for page, remade in ((PAGES.MEMORY, PAGES.memory_page), (PAGES.SCALE, PAGES.scale_page)):
+        text = page.read_text(encoding="utf-8")
+        assert remade(text) == text, f"python bench/plan_pages.py remakes {page}"
 
 
 def test_every_saving_saves():

@@ -14,10 +14,11 @@ from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, re
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
 from paw.tools.fit import check_fits, get
+from paw.tools.plan import Plan
 from paw.tools.shapes import shape_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-NUMBERS = {"No": 0, "One": 1, "Two": 2, "Four": 4, "Eight": 8}
+NUMBERS = {"No": 0, "One": 1, "Two": 2, "Four": 4, "Eight": 8, "Sixteen": 16}
 SIZES = {
     "-7b": "Qwen2.5-7B-Instruct",
     "-14b": "Qwen2.5-14B-Instruct",
@@ -30,8 +31,8 @@ SIZES = {
 def page() -> dict[str, tuple[str, int, float]]:
     """docs/recipes.md: recipe -> what it is, on how many GPUs, of how much memory."""
     rows = re.findall(
-        r"^\| (.*) \| (No|One|Two|Four|Eight) GPUs?(?: of (\d+) GB)?[^|]* \| "
-        r"`paw train ([\w.-]+)(?: --gpus (\d))?` \|$",
+        r"^\| (.*) \| (No|One|Two|Four|Eight|Sixteen) GPUs?(?: of (\d+) GB)?[^|]* \| "
+        r"`paw train ([\w.-]+)(?: --gpus (\d+))?` \|$",
         PAGE.read_text(encoding="utf-8"), re.MULTILINE,
     )  # fmt: skip
     for _, number, _, _, gpus in rows:
@@ -57,6 +58,7 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
         if model.startswith("runs/"):  # what another recipe has trained
             model = load(model.split("/")[1]).model.path
         check_fits(config, shape_of(model), gpus=gpus, gpu_gib=gib, host_gib=None)
+        assert not Plan(config, shape_of(model), gpus=gpus, gpu_gib=gib).reasons()  # as `paw plan` sees it
     else:
         assert model == "quickstart"
     baseline = name.replace("-paw", "")
