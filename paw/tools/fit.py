@@ -207,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
     add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
-    add("--gpus", default="1x80GB", metavar="NxGB", help="cards and their memory (default: %(default)s)")
+    add("--gpus", default="1x80GB", metavar="NxGB", help="all cards, and their memory (default: %(default)s)")
     add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
     add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
     add("--json", action="store_true", help="print one JSON object")

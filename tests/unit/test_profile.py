@@ -23,6 +23,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.tools import quickstart, shapes
+from paw.tools.plan import Play
 from paw.tools.player import rollout_model
 from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
 from paw.tools.recorded import random_groups, random_model, read_episodes, read_groups
@@ -166,6 +167,8 @@ def test_random_episodes_keep_the_limits(live):
         assert 1 <= len(turn.prompt_ids) <= 256 and 1 <= len(turn.response_ids) == len(turn.sampled_logp) <= 3
         assert 9 <= len(run.encode_observation(turn.outcome.observation)) <= 12
     assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
+    prompts = [len(turn.prompt_ids) for turn in turns(groups)]
+    assert np.mean(prompts) == pytest.approx(Play.of(run.config).prompt, rel=0.1)  # as the plan takes them
 
 
 def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):
