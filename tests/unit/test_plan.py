@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import load
 from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
-from paw.tools.plan import Plan, Play
+from paw.tools.plan import HOST_S, Plan, Play
 from paw.tools.plan_memory import HEAD_BUFFER
 from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-MEMORY, SIMULATION, PAGES = (
-    importlib.import_module(f"bench.{name}") for name in ("memory", "memory_simulation", "plan_pages")
+COMMON, MEMORY, SIMULATION, PAGES = (
+    importlib.import_module(f"bench.{name}") for name in ("common", "memory", "memory_simulation", "plan_pages")
 )
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
@@ -205,6 +206,12 @@ def test_what_follows_a_rollout():
 def test_training_takes_as_long_as_in_published_runs(run):
     """torchtitan and prime-rl on H100s, within a quarter; bench/plan_pages.py has the sources."""
     assert run.predicted == pytest.approx(run.published, rel=0.25)
+
+
+def test_the_hosts_time_is_as_measured():
+    rows = COMMON.read(COMMON.RESULTS / "host_cpu.csv")
+    measured = sum(median(float(row[key]) for row in rows) for key in ("encode_us", "pack_us"))
+    assert pytest.approx(1e-6 * measured, rel=0.1) == HOST_S
 
 
 def test_pages_have_what_the_plan_says():
