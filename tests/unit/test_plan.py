@@ -266,6 +266,7 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
     shown = capsys.readouterr().out
     assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
+    assert all(f"{basis}: " in shown for basis in ("published", "measured", "assumed"))
     words = ["plan", "--model", NAME, "--gpus", "1x24GB", "--json", "--optim.name", "adamw", "--lora.rank", "0"]
     assert cli.main(words) == 1  # no such thing fits
     found = json.loads(capsys.readouterr().out)
@@ -282,6 +283,14 @@ def test_a_refusal_names_numbers_and_settings_that_pass():
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
     check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0)
     assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"engine.gpu_memory_utilization"}
+
+
+def test_a_refusal_names_servers_where_a_run_can_start_them():
+    config = changed(load("alfworld-gigpo-paw"), {"model.path": "Qwen/Qwen2.5-32B"})
+    for hosts, started in ((1, True), (2, False)):
+        with pytest.raises(UserError, match="does not fit") as refusal:
+            check_fits(config, SHAPES["Qwen2.5-32B"], gpus=16, gpu_gib=80.0, hosts=hosts)
+        assert ("--engine.type server" in str(refusal.value)) == started
 
 
 def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, capsys, monkeypatch):
