@@ -1,10 +1,16 @@
 """What rollouts that run ahead of training save: the same updates with rollout.ahead = 0 and 1, over one vLLM server.
 
     python bench/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
+    python bench/ahead.py --learn 0 1 2
 
-Trainer and server have a core each. The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv,
+Trainer and server have a core each; EPOCHS passes over the samples make an update take about as long as its episodes
+do. The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv,
 the median seconds of each run's updates and of their phases (but the first two, when the pipeline fills), and prints
 the ratio of the medians.
+
+The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update old, the oldest
+that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same seeds with ahead = 0 are in
+quickstart.csv (bench/quickstart_seeds.py).
 """
 
 import argparse
@@ -14,17 +20,22 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, paw, write
+from bench.common import RESULTS, ROOT, paw, write
 from bench.kernels import cpu_name
+from paw import run as runs
+from paw import train
 from paw.recipe import load
 from paw.rollout.engines.servers import Servers, vllm_command
+from paw.rollout.scheduler import Played, Rollouts
+from paw.tools.rundir import load_run
 
-FILL = 2
+FILL, EPOCHS = 2, 8
 PHASES = ("rollout", "score", "update", "sync")
 
 
@@ -32,18 +43,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--learn", type=int, nargs="+", metavar="SEED")
     options, overrides = parser.parse_known_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.learn:
+        return learn(options.learn)
     model = Path(paw("warmup", "quickstart").splitlines()[-1])
+    os.environ["OMP_NUM_THREADS"] = "1"
     limits, rows = load("quickstart").rollout, []
     context = limits.max_prompt_tokens + limits.max_response_tokens
     with tempfile.TemporaryDirectory() as name:
-        servers = Servers(vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True), [[]], Path(name))
+        command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
+        servers = Servers(command, [[]], Path(name))
         try:
             servers.wait()
             common = ("--model.path", model, "--run.dir", name, "--run.threads", 1, "--run.updates", options.updates)
             common += ("--engine.type", "server", "--engine.urls", json.dumps(servers.urls))
-            common += ("--eval.every", 0, "--eval.games", 1, *overrides)
+            common += ("--eval.every", 0, "--eval.games", 1, "--optim.epochs", EPOCHS, *overrides)
             for run in range(2 * options.repeats):
                 ahead = run % 2
                 paw("train", "quickstart", *common, "--rollout.ahead", ahead, "--run.name", f"run-{run}")
@@ -59,6 +74,33 @@ def main() -> None:
     write(RESULTS / "ahead_cpu.csv", rows)
     zero, one = (median(row["seconds"] for row in rows if row["ahead"] == ahead) for ahead in (0, 1))
     print(f"an update takes {zero:.2f} s with ahead = 0 and {one:.2f} s with 1: {zero / one:.2f} times the speed")
+
+
+class Late(Rollouts):
+    """Plays each update's episodes with the weights of the update before."""
+
+    def training(self, step: int, count: int, progress: Any = None) -> Played:
+        now = self.__dict__.pop("next", None) or super().training(step, count, progress)
+        self.next = super().training(step + 1, count, progress)
+        return now
+
+
+def learn(seeds: list[int]) -> None:
+    rows = []
+    runs.Run.make_rollouts = lambda run: Late(run.factory, run.engine, run.chat, run.config, run.ranks)  # type: ignore[method-assign]
+    for seed in seeds:
+        folder = ROOT / "runs" / "late" / f"seed-{seed}"
+        if not (folder / "report.html").exists():
+            model = paw("warmup", "quickstart", "--warmup.seed", seed).splitlines()[-1]
+            own = {"run.dir": str(folder.parent), "run.name": folder.name, "run.seed": seed, "model.path": model}
+            train(load("quickstart", own))
+        run = load_run(folder)
+        about = {"torch": run.info["torch"], "device": run.info["device"], "head": run.info["backend"]}
+        for step in run.series("eval/success")[0]:
+            found = {name: run.at(f"eval/{name}", step) or 0.0 for name in ("success", "ci_low", "ci_high", "games")}
+            rows.append({"seed": seed, "update": step} | {name: round(v, 4) for name, v in found.items()} | about)
+        print(f"seed {seed}: {rows[-7]['success']:.1%} -> {rows[-1]['success']:.1%}", flush=True)
+    write(RESULTS / "ahead_learning.csv", rows)
 
 
 if __name__ == "__main__":

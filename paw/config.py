@@ -151,6 +151,8 @@ class RolloutConfig(Section):
     """Tasks (groups) of one update."""
     group_size: Count = 8
     """Episodes of each task."""
+    refill: Natural = 0
+    """Times `tasks`: further ones at most that take the place of groups whose returns are all equal (DAPO)."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, Only("engine.type", ("server",))] = 0
@@ -380,9 +382,7 @@ class Config(Section):
         if from_engine and (self.policy.is_mask or self.policy.is_level == "response"):
             raise ValueError("policy.is_mask and policy.is_level need policy.old_logp = 'trainer'")
         if from_engine and self.policy.tis_cap and self.policy.loss in ("cispo", "gspo"):
-            raise ValueError(
-                f"policy.tis_cap has no part in policy.loss = '{self.policy.loss}' with old_logp = 'engine'"
-            )
+            raise ValueError(f"policy.tis_cap and policy.loss = '{self.policy.loss}' need policy.old_logp = 'trainer'")
         if self.lora.rank and kind == "ppo":
             raise ValueError("lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0")
         if self.env.name == "next_state" and self.wm.enabled:

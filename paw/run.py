@@ -25,7 +25,6 @@ from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
-from paw.rollout.engines.base import Engine
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.state.claim import claim
@@ -77,17 +76,12 @@ class Run(Parts):
 
     def make_rollouts(self) -> Rollouts:
         """What plays the run's episodes: each update's when it is asked for, or `rollout.ahead` updates early."""
-        config = self.config
+        now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks)
+        if self.config.rollout.ahead:
+            from paw.rollout.ahead import Ahead
 
-        def make(engine: Engine) -> Rollouts:
-            return Rollouts(self.factory, engine, self.chat, config, self.ranks)
-
-        if not config.rollout.ahead:
-            return make(self.engine)
-        from paw.rollout.ahead import Ahead
-
-        early: Any = Ahead(lambda: make(self.engine.another()), ahead=config.rollout.ahead, updates=config.run.updates)
-        return early
+            now = Ahead(now, self.info["start"])
+        return now
 
     def call(self, hook: str, *given: Any) -> None:
         """Call the hook of every callback that has it."""

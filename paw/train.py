@@ -65,7 +65,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
     if not groups:  # told to stop
         return
     run.engine.sleep()  # until the next weights: training needs the memory
-    log.update(rollout_metrics(groups))
+    log.update(rollout_metrics(groups + sampled.uniform))
     log.update(sampled.metrics())
 
     with run.clock("score"):

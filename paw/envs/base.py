@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from paw.types import Outcome, Task
 
+FURTHER = 1 << 40
+"""Place in the order of training tasks of the first of `further_tasks`: no run gets there."""
 ENDLESS_EVAL = 256
 """Tasks of an endless split that are played where all of it is asked for."""
 
@@ -83,6 +85,11 @@ class Endless:
 def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
     """The `count` tasks of update `step`, a function of the arguments: of n tasks each once an epoch."""
     return _stream(factory.tasks(split, seed), step * count, count, seed)
+
+
+def further_tasks(factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
+    """`count` tasks from the `start`-th on of a sequence of its own: `train_tasks` stays what it is."""
+    return _stream(factory.tasks(split, seed), FURTHER + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:

@@ -12,6 +12,8 @@ from paw.errors import UserError
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Of an answer, decompressed."""
+KEEP_S = 2.0
+"""For a connection that nobody uses: servers close theirs after 5 s, perhaps just as it is used again."""
 PLAIN = ("", "identity", "gzip", "deflate")
 """Encodings of which a chunk stays small: at most a thousand times what was received, 64 KiB at a time."""
 

@@ -19,7 +19,7 @@ from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.rollout.chat import Context, shown
 from paw.rollout.guard import Guarded
-from paw.types import Outcome, Trajectory, Turn
+from paw.types import Group, Outcome, Trajectory, Turn
 
 if TYPE_CHECKING:
     from paw.rollout.scheduler import Rollouts
@@ -47,6 +47,8 @@ class RolloutStats:
     cached_tokens: int = 0
     failed: list[Trajectory] = field(default_factory=list)
     """Episodes whose environment or agent failed: they are in no group."""
+    uniform: list[Group] = field(default_factory=list)
+    """Groups whose returns are all equal, where others take their place."""
 
     @property
     def failures(self) -> list[str]:
@@ -63,7 +65,8 @@ class RolloutStats:
     def metrics(self) -> dict[str, float]:
         counts = {f"health/{name}": getattr(self, name) for name in HEALTH}
         cached = {"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}
-        return {"health/env_failures": len(self.failed)} | counts | cached
+        refilled = {"health/groups_refilled": len(self.uniform)} if self.uniform else {}
+        return {"health/env_failures": len(self.failed)} | counts | cached | refilled
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.config import Config
-from paw.envs.base import EnvFactory, eval_tasks, train_tasks
+from paw.envs.base import EnvFactory, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import ContextFull
@@ -65,8 +65,28 @@ class Rollouts:
         self._cut_is_told = False
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
-        """Play the first `count` tasks of update `step` in groups, as `play` does."""
-        return self.play(self.tasks(step, count), **self.options(step), progress=progress)
+        """Play the first `count` tasks of update `step` in groups, as `play` does; then further ones, see `refill`."""
+        played = self.play(self.tasks(step, count), **self.options(step), progress=progress)
+        return self.refill(played, step, count, progress)
+
+    def refill(self, played: Played, step: int, count: int, progress: Progress | None) -> Played:
+        """Groups of further tasks in place of those whose returns are all equal, from which no policy learns: dynamic
+        sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count`; the groups as they were where none of
+        all varies."""
+        groups, stats = played
+        most, begun, config = self.config.rollout.refill * count, 0, self.config
+        varied, uniform = split_by_variance(groups)
+        while begun < most and len(varied) < count:
+            start, missing = step * most + begun, min(count - len(varied), most - begun)
+            tasks = further_tasks(self.factory, start, missing, config.run.seed, split=config.env.train_split)
+            options = self.options(step) | {"stream": f"train/{step}/{begun}"}
+            further, seen = self.play(tasks, **options, progress=progress)
+            found = split_by_variance(further)
+            varied, uniform = varied + found[0], uniform + found[1]
+            stats, begun = RolloutStats.sum([stats, seen]), begun + missing
+        if most and varied:
+            groups, stats.uniform = varied, uniform
+        return groups, stats
 
     def tasks(self, step: int, count: int) -> list[Task]:
         """The first `count` of update `step`."""
@@ -97,10 +117,10 @@ class Rollouts:
         """What all ranks have played of the tasks, in their order; takes all ranks."""
         if self.ranks is None:
             return own
-        _set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
+        set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
         played = self.ranks.gather(own, Played)
         for part in played:
-            _set_tasks(part, {task.id: task for task in tasks})
+            set_tasks(part, {task.id: task for task in tasks})
         groups = [group for part, _ in played for group in part]
         return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
 
@@ -284,7 +304,16 @@ class Rollouts:
             turn.outcome = replace(turn.outcome, reward=value if turn is trajectory.turns[-1] else 0.0)
 
 
-def _set_tasks(played: Played, by_id: dict[str, Task]) -> None:
+def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """(groups whose members differ in what they won, those where they do not); a lone member counts among the first."""
+    found: tuple[list[Group], list[Group]] = [], []
+    for group in groups:
+        returns = {member.episode_return for member in group.trajectories}
+        found[len(group.trajectories) > 1 and len(returns) == 1].append(group)
+    return found
+
+
+def set_tasks(played: Played, by_id: dict[str, Task]) -> None:
     groups, stats = played
     for holder in (*groups, *(t for group in groups for t in group.trajectories), *stats.failed):
         holder.task = by_id[holder.task.id]

@@ -14,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toyworld import ENV, make_chat, make_factory
+from toyworld import ENV, make_factory
 
-from paw.config import Config, EngineConfig, ModelConfig, RolloutConfig
+from paw import plugins
+from paw.config import AgentConfig, Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig
 from paw.errors import UserError
+from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollout.ahead import Ahead
+from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers
@@ -288,37 +291,51 @@ def test_a_response_that_is_complete_ends_the_request(connected):
     assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
 
 
-def test_updates_played_ahead_are_those_that_are_asked_for(connected):
-    """No token is of weights older than `ahead` updates, one that failed is played again, the end drops the rest."""
-    engine, updates, K = connected(Peer(), Peer()), 5, 2
+def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
+    """No token is of weights older than `ahead` updates; those that failed, or whose process was killed, are played
+    again; the end drops the rest."""
+    engine, updates, K = connected(Peer(), Peer()), 6, 2
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
-        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=256, max_response_tokens=3, ahead=K),
+        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=K),
+        run=RunConfig(updates=updates),
     )  # fmt: skip
-    engine.positions = 512
-    made = []
-
-    def make():
-        made.append(Rollouts(make_factory(), engine.another(), make_chat(), config))
-        return made[-1]
-
+    engine.positions, folder = 512, str(tiny_llm(tmp_path))
+    plain = Rollouts(make_factory(), engine, Chat(load_tokenizer(folder)), config, Ranks())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts, plain = Ahead(make, ahead=K, updates=updates), make()
-    for step in range(3):
+    rollouts = Ahead(plain, folder)
+    rollouts._process.kill()
+    for step in range(4):
         groups, stats = rollouts.training(step, 2)
         expected, _ = plain.training(step, 2)
         turns, wanted = ([t for g in played for e in g.trajectories for t in e.turns] for played in (groups, expected))
         assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(turns) > 4
-        assert [g.task.id for g in groups] == [g.task.id for g in expected]
+        assert [(g.task, g.task.payload) for g in groups] == [(g.task, g.task.payload) for g in expected]
         assert all(step - K <= turn.version <= step for turn in turns) and stats.response_tokens
         assert sorted(rollouts._playing) == [u for u in range(step + 1, step + K + 1) if u < updates]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
-    again, _ = rollouts.training(2, 2)
+    told = capfd.readouterr().err
+    assert told.count("has ended (killed by SIGKILL): its episodes are played again") == 1 and "Traceback" not in told
+    again, _ = rollouts.training(3, 2)
     assert [g.task.id for g in again] == [g.task.id for g in groups]
-    assert {t.version for g in again for e in g.trajectories for t in e.turns} == {3}
+    assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
+    process = rollouts._process
     rollouts.close()
-    plain.close()
-    assert all(one.loop.is_closed() for one in made)
+    assert process.returncode == 0 and plain.loop.is_closed()
+
+
+def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path):
+    config = Config(
+        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+        rollout=RolloutConfig(tasks=2, group_size=2, ahead=1),
+        agent=AgentConfig(type=plugins.give(lambda env, model: None)),
+    )  # fmt: skip
+    engine = connected(Peer())
+    push_weights(nn.Linear(2, 3), engine, version=0)
+    rollouts = Ahead(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
+    with pytest.raises(UserError, match="was handed over by a program"):
+        rollouts.training(0, 2)
+    rollouts.close()
 
 
 SERVER = """

@@ -11,6 +11,7 @@ from environments import Game, Honest, factory, raises
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.algo.samples import sequences, to_samples
+from paw import plugins
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks
 from paw.rollout.engines.base import Request
@@ -63,6 +64,44 @@ def changed(**sections):
     return CONFIG.model_copy(
         update={name: CONFIG.__dict__[name].model_copy(update=to) for name, to in sections.items()}
     )
+
+
+def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(model):
+    """The same ones each time, and not more than rollout.refill allows; what varies stays as it is without."""
+
+    def some(trajectory):
+        return float(sum(sum(turn.response_ids) for turn in trajectory.turns) % 4 == 0)
+
+    def training(refill, step=0):
+        config = changed(rollout={"refill": refill, "group_size": 3}, reward={"type": plugins.give(some)})
+        return Rollouts(make_factory(), make_engine(model), make_chat(), config).training(step, 6)
+
+    def said(groups):
+        return [(group.task.id, [turn.response_ids for turn in turns_of([group])]) for group in groups]
+
+    def returns(groups):
+        return [len({episode.episode_return for episode in group.trajectories}) for group in groups]
+
+    plain, _ = training(0)
+    groups, stats = training(4)
+    kept = [group for group, count in zip(plain, returns(plain), strict=True) if count > 1]
+    assert 0 < len(kept) < 6 == len(groups) and said(groups)[: len(kept)] == said(kept) and min(returns(groups)) > 1
+    assert set(returns(stats.uniform)) == {1} and stats.metrics()["health/groups_refilled"] == len(stats.uniform)
+    played = [group.task.id for group in groups + stats.uniform]
+    assert len(set(played)) == len(played) and {group.task.id for group in plain} <= set(played)
+    assert said(training(4)[0]) == said(groups)
+    after, others = training(4, step=1)
+    assert not set(played) & {group.task.id for group in after + others.uniform}
+    few, stats = training(1)
+    assert len(few) + len(stats.uniform) <= 12 and min(returns(few)) > 1
+
+
+def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
+    config = changed(rollout={"refill": 2, "group_size": 4})
+    played = []
+    groups, stats = scripted(model, config=config).training(0, 2, lambda *done: played.append(done))  # all are won
+    assert [group.task.id for group in groups] == ["train/0/0", "train/0/1"] and stats.uniform == []
+    assert played[-1] == (8, 8) and len(played) == 3 * 8
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):

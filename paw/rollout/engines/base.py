@@ -95,10 +95,6 @@ class Engine(ABC):
         """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
         self._must_be_idle("sleep")
 
-    def another(self) -> "Engine":
-        """One more engine on the same weights, whose requests are its own."""
-        raise UserError("rollout.ahead: this engine works for the trainer alone; use engine.type = 'server'")
-
     def close(self) -> None:
         self._requests.clear()
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from paw.config import Config
 from paw.envs.checked import problem
-from paw.envs.http import Loop, bounded, import_httpx
+from paw.envs.http import KEEP_S, Loop, bounded, import_httpx
 from paw.errors import UserError, clean, describe, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
@@ -87,19 +87,24 @@ class Server:
         self.fault = "it has no weights yet"
         """Why it is given nothing; "" where it is well."""
         self.calls: set[asyncio.Future[Completion]] = set()
+        self.asking = asyncio.Lock()
+        """Held while it is asked for entropies."""
+        self.asked: tuple[list[tuple[str, int]], asyncio.Future[Any]] | None = None
+        """What the next such call asks for."""
 
 
 class Fleet:
     """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
 
     `timeout_s` is for a whole answer. `started`: those of them that the run has started. `entropy`: completions have
-    it; the servers need this package for that, see `vllm_command`.
+    it; the servers need this package for that, see `vllm_command`. Without `transfer` another fleet sends the weights,
+    and `expect` and `arrive` say how far they are.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        transfer: Transfer,
+        transfer: Transfer | None,
         *,
         end_ids: Collection[int],
         timeout_s: float,
@@ -113,10 +118,12 @@ class Fleet:
         self.version = self.coming = -1
         """Of the weights that all servers have, and of those on their way."""
         self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
-        self._end_ids, self._entropy = sorted(end_ids), entropy
+        self.end_ids, self.entropy = sorted(end_ids), entropy
+        self.tell: Callable[..., None] = lambda *_: None
+        """Hears of calls of `expect` and `arrive`."""
         self._loop = Loop()
         # As many connections as requests, and no proxy: an address of the cluster is not to be asked of one.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
         options: Any = {"timeout": timeout_s, "limits": limits, "trust_env": False}
         self._client, self._streams = bounded(httpx.AsyncClient)(**options), httpx.AsyncClient(**options)
 
@@ -131,9 +138,9 @@ class Fleet:
 
     def sync(self, weights: Any, version: int) -> None:
         """Send every parameter from rank 0 to every server, those that failed before too; takes all ranks."""
-        self.coming = version
+        self.expect(version)
         faults: dict[str, str] = {}
-        if self._ranks.first:
+        if self._ranks.first and self._transfer:
             if self._started:
                 for line in self._started.revive():
                     to_stderr(line)
@@ -147,15 +154,26 @@ class Fleet:
                 raise UserError(f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started")
             if self._ranks.first:
                 to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
+        self.arrive(version, faults)
+
+    def expect(self, version: int) -> None:
+        """These weights are on their way."""
+        self.coming = version
+        self.tell("expect", version)
+
+    def arrive(self, version: int, faults: dict[str, str]) -> None:
+        """All servers have them but those with `faults`, by their URLs."""
         self.version = version
         for server in self.servers:
             server.fault = faults.get(server.url, "")
+        self.tell("arrive", version, faults)
 
     def close(self) -> None:
         with suppress(Exception):
             self._loop.run(self._hang_up(), timeout_s=5)
         self._loop.close()
-        self._transfer.close()
+        if self._transfer:
+            self._transfer.close()
 
     async def _hang_up(self) -> None:
         await self._client.aclose()
@@ -189,6 +207,7 @@ class Fleet:
         if not server.fault:
             server.fault = fault
             to_stderr(f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}")
+            server.asking, server.asked = asyncio.Lock(), None
             for call in server.calls:
                 call.cancel()
 
@@ -198,12 +217,12 @@ class Fleet:
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "seed": request.seed & (2**63 - 1),
-            "stop_token_ids": self._end_ids,
+            "stop_token_ids": self.end_ids,
             "logprobs": 0,
             "detokenize": False,
         }
         name = uuid4().hex
-        if self._entropy:
+        if self.entropy:
             parameters["extra_args"] = {"paw_entropy": [name, len(request.prompt_ids)]}
         body = {"token_ids": request.prompt_ids, "sampling_params": parameters}
         url = f"{server.url}/inference/v1/generate"
@@ -229,16 +248,35 @@ class Fleet:
             named = ", ".join(span.version for span in spans) or "without a version"
             raise WrongAnswer(f"weights {named} in place of {self.version}")
         entropy = None
-        if self._entropy:
-            call = {"method": "paw_entropy", "args": [[[name, len(ids)]]]}
-            reply = await self._client.post(f"{server.url}/collective_rpc", json=call)
-            if reply.status_code != 200:
-                raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
-            entropy = Entropies.model_validate_json(reply.content).results[0][0]
+        if self.entropy:
+            entropy = await self._entropy_of(server, name, len(ids))
             if entropy is not None and len(entropy) != len(ids):
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
         return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions)
+
+    async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
+        """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
+        if server.asked is None:
+            asked: list[tuple[str, int]] = []
+            server.asked = asked, asyncio.ensure_future(self._entropies(server, asked))
+            server.asked[1].add_done_callback(lambda call: call.cancelled() or call.exception())
+        asked, call = server.asked
+        asked.append((name, count))
+        place = len(asked) - 1
+        return (await asyncio.shield(call))[place]
+
+    async def _entropies(self, server: Server, asked: list[tuple[str, int]]) -> list[list[float] | None]:
+        async with server.asking:
+            server.asked = None
+            call = {"method": "paw_entropy", "args": [asked]}
+            reply = await self._client.post(f"{server.url}/collective_rpc", json=call)
+        if reply.status_code != 200:
+            raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
+        found = Entropies.model_validate_json(reply.content).results[0]
+        if len(found) != len(asked):
+            raise WrongAnswer(f"entropies of {len(found)} responses in place of {len(asked)}")
+        return found
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
         """The response up to where `request.stopped` says that it is complete; the server hears it from the connection,
@@ -298,10 +336,6 @@ class ServerEngine(Engine):
     def sync(self, parameters: Any, version: int) -> None:
         """Requests may be pending: what they go on with is sampled from the new weights."""
         self.fleet.sync(parameters, version)
-
-    def another(self) -> "ServerEngine":
-        assert self.positions
-        return ServerEngine(self.fleet, self.positions)
 
     def sleep(self) -> None:
         """Nothing: the servers have devices of their own."""

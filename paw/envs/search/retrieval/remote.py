@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from paw.envs.checked import problem
-from paw.envs.http import BadAnswer, Loop, bounded, import_httpx
+from paw.envs.http import KEEP_S, BadAnswer, Loop, bounded, import_httpx
 from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
@@ -49,7 +49,7 @@ class RemoteRetriever:
         self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._timeout_s, self._tries = timeout_s, TRIES
         # As many connections as callers, and no proxy: an address of the cluster is not to be asked of one.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
         self._loop = Loop()
         self._client = bounded(httpx.AsyncClient)(timeout=timeout_s, limits=limits, trust_env=False)
         self.search(["retriever"], 1)
