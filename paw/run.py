@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
-from paw.state.claim import claim
+from paw.state.claim import claim, claim_places
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
-from paw.state.train_state import save
+from paw.state.train_state import Saving
 from paw.types import Sample
 
 STARTING_OVER = -1
@@ -50,10 +50,14 @@ class Run(Parts):
     """Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `failed`."""
     signal: StopSignal
+    places: list[int]
+    """For each rank the lowest one that sees the same run directory."""
     step: int = 0
     """Updates done; the weight version."""
     saved: int = 0
-    """The step of the newest checkpoint."""
+    """The step of the newest checkpoint that is there."""
+    saving: Saving | None = None
+    """The one that is being written."""
     log: MetricsLog | None = None
     """Of rank 0, as `record` is."""
     record: RunRecord | None = None
@@ -102,7 +106,9 @@ class Run(Parts):
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Adds the seconds spent inside to `time/<phase>`."""
+        """Adds the seconds spent inside to `time/<phase>`; a checkpoint that has been written meanwhile comes first."""
+        if phase != "save":
+            self.settle(wait=False)
         started, self.phase = time.perf_counter(), phase
         with self.ranks.phase(phase):
             yield
@@ -162,14 +168,14 @@ class Run(Parts):
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
         last = self.step == self.config.run.updates
-        phases = sum(value for key, value in self.metrics.items() if key.startswith("time/"))
+        phases = sum(value for key, value in self.metrics.items() if key.startswith("time/") and key != "time/save")
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
         if last or (self._evaluation_due and not self.stop_requested()):
             self.evaluate(rollouts)
         self._write_metrics()
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
-            self.save()
+            self.save(wait=False)
 
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics.
@@ -200,13 +206,33 @@ class Run(Parts):
         self.call("on_update", self.metrics)
         self.metrics.clear()
 
-    def save(self) -> None:
-        """Write a checkpoint of weights, optimizer, random states and counters; drop the oldest beyond run.keep."""
+    def save(self, *, wait: bool = True) -> None:
+        """A checkpoint of weights, optimizer, random states and counters; drops the oldest beyond run.keep.
+
+        It is there when this returns, or without `wait` some time later, see `settle`: it is written in the background.
+        """
+        begun = self.saving and self.saving.step == self.step
+        self.settle()
+        if begun:
+            return
         if self.log:
             self.log.sync()
-        with self.ranks.phase("save"):
-            save(self.learners, self.step, self.directory / "checkpoints", self.ranks, keep=self.config.run.keep)
-        self.saved = self.step
+        folder, keep = self.directory / "checkpoints", self.config.run.keep
+        with self.clock("save"):
+            self.saving = Saving(
+                self.learners, self.step, folder, self.ranks, places=self.places, keep=keep, background=not wait
+            )
+        if wait:
+            self.settle()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, where all ranks are through with it, or `wait` for them."""
+        if not self.saving or not (wait or all(self.ranks.gather(self.saving.done))):
+            return
+        with self.clock("save"):
+            saving, self.saving = self.saving, None
+            saving.publish()
+        self.saved = saving.step
         if self.record:
             self.record.write()
 
@@ -235,7 +261,13 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
     try:
         with ExitStack() as stack:
             run = _start(config, stack, resume=resume, numbered=numbered)
-            yield run
+            try:
+                yield run
+            except Exception as error:
+                if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
+                    with suppress(UserError):
+                        run.settle()
+                raise
     except KeyboardInterrupt:
         if run and run.ranks.first:
             to_stderr(f"stopped at once: {what_is_saved(run.saved)}")
@@ -266,6 +298,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
+    places = claim_places(directory, ranks, stack, resume=resume)
     factory = check_environment(config)
     check_memory(config, device, ranks)
     parts = build(
@@ -273,7 +306,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     )
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
-    run = Run(**vars(parts), **own)
+    run = Run(**vars(parts), **own, places=places)
     run.info = about(run) | {"started": now()}
     if resume:
         from paw.state.restore import restore

@@ -15,7 +15,7 @@ from typing import Any
 import flashoptim
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from paw.model.host import HostMemory
@@ -25,7 +25,7 @@ GROUP = 32
 
 
 class FlashAdamW(flashoptim.FlashAdamW):
-    """Its state tensors by name: `parts`; whole ones to save and load: `state_tensors`, `load_tensors`."""
+    """Its state tensors by name: `parts`; to save and load: `state_tensors`, `load_tensors`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any):
         super().__init__(parameters, master_weight_bits=master_bits, **options)  # type: ignore[arg-type]
@@ -59,15 +59,13 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Put back whole tensors that `state_tensors` gave, on any number of ranks. KeyError where one is missing."""
+        """Put back what `state_tensors` gave: this rank's rows. KeyError where one is missing."""
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
             like = _get(owner, key)
             if tensors[name].dtype != _portable(like).dtype:
                 raise KeyError(f"{name} as {like.dtype}")
             tensor = tensors[name].to(p.device, copy=True)
-            if isinstance(p, DTensor):
-                tensor = distribute_tensor(tensor, p.device_mesh, p.placements).to_local()
             _set(owner, key, tensor.view(like.dtype).view(like.shape))
         self.state[p]["step"] = tensors["step"].clone()
         if self._offload:

@@ -1,6 +1,9 @@
-"""Page-locked host memory in slabs: torch rounds each tensor of `pin_memory` up to a power of two, 1.7 times at 14B."""
+"""Host memory: what is available, and page-locked slabs of it, for torch rounds each tensor of `pin_memory` up to a
+power of two, 1.7 times at 14B."""
 
 import math
+import re
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,3 +29,23 @@ class HostMemory:
             self._free = torch.empty(self._slab, dtype=torch.uint8, pin_memory=pin)
         part, self._free = self._free[: tensor.nbytes], self._free[size:]
         return part.view(tensor.dtype).view(tensor.shape)
+
+
+CONTAINER = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
+"""Files of a control group's limit and of what it uses: version 2's, and version 1's."""
+
+
+def available_memory(system: Path = Path("/")) -> int:
+    """Bytes that this machine, or the container's limit, has left, caches not counted; 0 where neither tells."""
+    room = _numbers(system / "proc/meminfo").get("MemAvailable", 0) * 1024
+    for limit, used in CONTAINER.items():
+        limited, taken = system / "sys/fs/cgroup" / limit, system / "sys/fs/cgroup" / used
+        if (most := _numbers(limited)) and (now := _numbers(taken)):
+            room = min(room, most[""] - now[""] + _numbers(taken.with_name("memory.stat")).get("inactive_file", 0))
+    return max(0, room)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines "name 5", "name: 5 kB" or "5" of a file of the kernel's."""
+    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M) if path.is_file() else []
+    return {name: int(value) for name, value in found}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from pydantic_core import to_json
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -86,19 +86,24 @@ class DistributedRanks(Ranks):
         yield
         self._watchdog.leave()
 
-    def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
+    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
         made, failure = None, None
-        if self.first:
-            try:
-                made = make()
-            except UserError as error:
-                failure = error
-        made, message = self.gather((made, failure and str(failure)), tuple[kind or Any, str | None])[0]
-        if message and not self.first:
-            raise PeerLostError(f"rank 0: {message}")
+        try:
+            made = make()
+        except UserError as error:
+            failure = error
+        found = self.gather((made, failure and str(failure)), tuple[kind | None if kind else Any, str | None])
         if failure:
             raise failure
-        return made  # type: ignore[return-value]
+        for rank, (_, message) in enumerate(found):
+            if message:
+                raise PeerLostError(f"rank {rank}: {message}")
+        return [made for made, _ in found]  # type: ignore[misc]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._watchdog.wait()
+        for part in tensor.view(-1).view(torch.uint8).split(1 << 30):  # gloo knows no int16
+            dist.broadcast(part, source)
 
     def agree(self, settings: str) -> None:
         digests = self.gather(hashlib.sha256(settings.encode()).hexdigest())

@@ -22,7 +22,7 @@ from paw.model.attention import ATTENTION, pack_rows, separate_rows
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
-from paw.model.ranks import distribute_like, full_tensor
+from paw.model.ranks import full_tensor, local_tensor, rows_like
 from paw_kernels import best_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
@@ -120,9 +120,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights in; `tensors` has exactly the names and shapes of `named_parameters_once`."""
+        """Copy weights in; `tensors` has exactly the names and whole shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
-            parameter.copy_(distribute_like(parameter, tensors[name]))
+            local_tensor(parameter).copy_(rows_like(parameter, tensors, name))
 
 
 def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:

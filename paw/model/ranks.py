@@ -1,6 +1,6 @@
 """The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -30,10 +30,19 @@ class Ranks:
         """Everybody's bytes, in the order of ranks."""
         return [data]
 
+    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
+        """What each rank makes, of type `kind`, in the order of ranks. Where that raises a UserError on any of them,
+        the others raise PeerLostError."""
+        return [make()]
+
     def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
         """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
         PeerLostError."""
-        return make()
+        made: Any = self.together(lambda: make() if self.first else None, kind)
+        return made[0]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor in host memory with that of the rank `source`."""
 
     def agree(self, settings: str) -> None:
         """Raise UserError on all ranks where they were not started with the same settings."""
@@ -84,11 +93,43 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return whole() if whole else tensor
 
 
-def distribute_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of a full tensor on `like`'s device, sharded as `like` is."""
-    tensor = tensor.to(like.device, copy=True)
-    if not hasattr(like, "placements"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def held_rows(tensor: Tensor) -> tuple[int, int] | None:
+    """(First, end) of the rows that this rank has of a sharded tensor; None for one that is whole."""
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            mesh = tensor.device_mesh  # type: ignore[attr-defined]
+            each = -(-len(tensor) // mesh.size(dim))
+            first = min(each * mesh.get_local_rank(dim), len(tensor))
+            return first, min(first + each, len(tensor))
+    return None
 
-    return distribute_tensor(tensor, like.device_mesh, like.placements)  # type: ignore[attr-defined]
+
+def in_first_replica(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that have the same rows of a sharded tensor."""
+    placed = enumerate(getattr(tensor, "placements", ()))
+    return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim, of in placed if of.is_replicate())  # type: ignore
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor  # type: ignore[attr-defined]
+
+
+def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
+    """Of the whole tensor `named[name]` the rows that this rank has of `like`; where it has `rows`, no more is read."""
+    rows = held_rows(like)
+    if rows is None:
+        return named[name]
+    return named.rows(name, *rows) if hasattr(named, "rows") else named[name][slice(*rows)]  # type: ignore
+
+
+def shard_like(like: Tensor, rows: Tensor) -> Tensor:
+    """A copy of `rows`, as `rows_like` gives them, on `like`'s device, sharded as `like` is."""
+    rows = rows.to(like.device, copy=True)
+    if not hasattr(like, "placements"):
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = like
+    options: Any = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, placed.device_mesh, placed.placements, **options)

@@ -4,16 +4,20 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from paw.config import Config
 from paw.errors import UserError, clean
 from paw.files import cause, fsync, writing
+
+if TYPE_CHECKING:
+    from paw.model.ranks import Ranks
 
 LOCK = ".lock"
 """Holds the id of the process that has the folder, or had it last; what counts is the kernel's lock on the file."""
@@ -98,6 +102,40 @@ def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]
     raise AssertionError("numbers do not end")
 
 
+def claim_places(directory: Path, ranks: "Ranks", stack: ExitStack, *, resume: str) -> list[int]:
+    """For each rank the lowest one that sees the same run directory, of which each machine may have its own. Those of
+    other machines than rank 0's are made, and locked until `stack` closes.
+
+    A call of all ranks. Raises UserError where such a directory holds another run, or is in use.
+    """
+    if ranks.world_size == 1:
+        return [0]
+    token = ranks.broadcast_from_rank0(lambda: secrets.token_hex(8), str)
+    marks = [directory / f".tmp_{token}_{rank}" for rank in range(ranks.world_size)]
+
+    def mark() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            fsync(directory.parent)
+            marks[ranks.rank].touch()
+        except OSError as error:
+            raise UserError(f"cannot create the run directory {directory}: {cause(error)}; set --run.dir") from None
+
+    ranks.together(mark)
+    lowest = next(rank for rank, path in enumerate(marks) if path.exists())
+    places = ranks.gather(lowest)
+    marks[ranks.rank].unlink(missing_ok=True)
+
+    def take() -> None:
+        if 0 != lowest == ranks.rank:
+            if not resume:
+                check_free(directory, resume="")
+            stack.enter_context(lock(directory))
+
+    ranks.together(take)
+    return places
+
+
 def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
     """Names a run may take: run.name, or with `numbered` those whose stem it is, of a new run without end, of one to
     resume the highest there is."""
@@ -116,7 +154,8 @@ def check_free(directory: Path, *, resume: str) -> None:
     resume."""
     metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
     if not resume:
-        if metrics.exists() and metrics.stat().st_size > 0:  # an empty log is of one that stopped before it had begun
+        # An empty log is of one that stopped before it had begun; checkpoints alone are those of another machine's run.
+        if (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints.glob("step_*")):
             raise InUseError(f"{directory} holds a run already; use --resume auto, or another --run.name")
         return
     if resume != "auto" and not re.fullmatch(r"step_\d+", resume):

@@ -8,7 +8,7 @@ from paw.errors import UserError
 
 
 class TrainingStopped(UserError):
-    """The run stopped itself; the message says why and what to change."""
+    """The run stopped itself, on all ranks at once; the message says why and what to change."""
 
 
 class UpdateGuard:

@@ -1,9 +1,11 @@
 """Reading checkpoints: checked against their manifest and against the run, put back bit for bit.
 
-Rank 0 reads the files; the others are sent their shares.
+Each rank reads its rows of the files that its machine has, and is sent what only another one has. Whether a checkpoint
+can be used is one verdict of all ranks; one process is a single rank.
 """
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,19 +14,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import load as from_bytes
 from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from paw.errors import UserError, describe, shown, to_stderr
 from paw.files import cause, json_object
-from paw.model.ranks import distribute_like
+from paw.model.ranks import Ranks, rows_like, shard_like
 from paw.state.checkpoint import (
     MANIFEST,
+    SHARDED,
     STATE,
     VERSION,
     CheckpointError,
+    ElsewhereError,
+    Files,
     Named,
     Tensors,
     damaged,
@@ -34,72 +37,147 @@ from paw.state.checkpoint import (
     saved,
 )
 from paw.state.guards import UpdateGuard
+from paw.state.stored import Stored
 
 if TYPE_CHECKING:
     from paw.run import Run
     from paw.state.train_state import Learner
 
 T = TypeVar("T")
+ALONE = Ranks()
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path, ranks: Ranks = ALONE, places: Sequence[int] = (0,)) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
+    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version;
+    the same on all ranks.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {path}")
-    files, _ = read_manifest(path)
-    found = {file.name for file in path.iterdir()} - {MANIFEST}
-    for name in sorted(files.keys() | found):
-        if name not in found:
-            raise damaged(path, name, "the file is missing")
-        if name not in files:
-            raise damaged(path, name, "not a file of this checkpoint")
-        try:
-            now = digest(path / name)
-        except OSError as error:
-            raise damaged(path, name, cause(error)) from None
-        for what in ("bytes", "sha256"):
-            if now[what] != files[name][what]:
-                raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
+    return _survey(path, ranks, places)[0]
+
+
+def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
+    """(What state.json holds, the files that each rank sees), see `verify`; who see the same files share them out."""
+    here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
+
+    def read_files() -> Files:
+        if not path.is_dir():
+            raise CheckpointError(f"no checkpoint at {path}")
+        return read_manifest(path)[0]
+
+    def check() -> list[str]:
+        found = {file.name for file in path.iterdir()} - {MANIFEST} if path.is_dir() else set()
+        if ranks.first and (surplus := sorted(found - files.keys())):
+            raise damaged(path, surplus[0], "not a file of this checkpoint")
+        ours = sorted(found & files.keys())
+        for name in ours[here.index(ranks.rank) :: len(here)]:
+            try:
+                now = digest(path / name)
+            except OSError as error:
+                raise damaged(path, name, cause(error)) from None
+            for what in ("bytes", "sha256"):
+                if now[what] != files[name][what]:
+                    raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
+        return ours
+
+    files = _agreed(ranks, lambda: read_files() if ranks.first else {}, Files)[0]
+    seen = [set(names) for names in _agreed(ranks, check, list[str])]
+    for name in sorted(files.keys() - set().union(*seen)):
+        writer = re.search(r"\.rank_(\d+)", name)
+        where = f": rank {writer[1]} wrote it, to the run directory of its machine" if writer else ""
+        missing = damaged(path, name, f"the file is missing{where}")
+        raise ElsewhereError(str(missing)) if writer else missing
+    return _agreed(ranks, lambda: _read_state(path, files) if ranks.first else {}, dict[str, Any])[0], seen
+
+
+def _agreed(ranks: Ranks, check: Callable[[], T], kind: Any) -> list[T]:
+    """What `check` returns on each rank; where it refuses on any, all raise the CheckpointError of the first."""
+    made, refused = None, ""
+    try:
+        made = check()
+    except CheckpointError as error:
+        refused = str(error)
+    found = ranks.gather((made, refused), tuple[kind | None, str])
+    for rank, (_, why) in enumerate(found):
+        if why:
+            raise CheckpointError(f"rank {rank}: {why}" if rank else why)
+    return [made for made, _ in found]  # type: ignore[misc]
+
+
+def _read_state(path: Path, files: Files) -> dict[str, Any]:
     state = json_object((path / STATE).read_bytes()) if STATE in files else None
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {shown(state.get('version'))}, not {VERSION}")
+    if state.get("version") not in (VERSION, SHARDED):
+        has, known = shown(state.get("version")), f"{VERSION} or {SHARDED}"
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {has}, not {known}")
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
         raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
     return state
 
 
-def load(path: Path, *, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> tuple[Tensors, dict[str, Any]]:
+def load(
+    path: Path,
+    ranks: Ranks = ALONE,
+    places: Sequence[int] = (0,),
+    *,
+    like: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
-    Raises CheckpointError for damage, another version, or, of the stems in `like`, other names, shapes or dtypes.
+    Raises CheckpointError, the same on all ranks, for damage, another version, or, of the stems in `like`, other names,
+    shapes or dtypes.
     """
-    state = verify(path)
-    tensors: Tensors = defaultdict(dict)
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            tensors[file.stem.partition("-")[0]].update(load_file(file))
-        except Exception as error:  # of whatever kind: the manifest says nothing about the sense of the bytes
-            raise damaged(path, file.name, cause(error)) from None
+    state, seen = _survey(path, ranks, places)
+    mapped: dict[str, dict[str, Tensor]] = {}
+
+    def read() -> dict[str, dict[str, tuple[str, list[int]]]]:
+        for name in (name for name in sorted(seen[ranks.rank]) if name.endswith(".safetensors")):
+            try:
+                mapped[name] = load_file(path / name)
+            except Exception as error:  # of whatever kind: the manifest says nothing about the sense of the bytes
+                raise damaged(path, name, cause(error)) from None
+        return {
+            file: {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in of.items()}
+            for file, of in mapped.items()
+            if not any(file in of_rank for of_rank in seen[: ranks.rank])
+        }
+
+    headers = _agreed(ranks, read, dict[str, dict[str, tuple[str, list[int]]]])
+    tensors: dict[str, Stored] = defaultdict(lambda: Stored(ranks, seen, mapped))
+    shapes = {file: of for own in headers for file, of in own.items()}
+    for file in sorted(shapes, key=_turn):
+        stem = tensors[re.split(r"[.-]", file)[0]]
+        for name, (dtype, shape) in shapes[file].items():
+            try:
+                stem.add(file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+            except RuntimeError as error:
+                raise damaged(path, file, describe(error)) from None
     for stem, expected in (like or {}).items():
-        _check_fit(tensors.get(stem, {}), expected, origin=f"{path / stem}.safetensors")
+        _check_fit(tensors[stem].whole, expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
+def _turn(file: str) -> tuple[int, str]:
+    """Files in the order of the rows that they hold, which is that of their ranks."""
+    writer = re.search(r"\.rank_(\d+)", file)
+    return int(writer[1]) if writer else 0, file
+
+
 def newest(
-    folder: Path, read: Callable[[Path], T] = verify, warn: Callable[[str], None] = to_stderr
+    folder: Path,
+    read: Callable[[Path], T] = verify,
+    warn: Callable[[str], None] = to_stderr,
+    names: Sequence[str] | None = None,
 ) -> tuple[Path, T] | None:
     """The checkpoint saved last that `read` takes, and what it makes of it; None where there is none at all.
 
-    `read` refuses with CheckpointError; `warn` hears of each one passed over. Saved last, not highest step: after a
-    rewind the new branch counts. Raises CheckpointError where there are only damaged ones, rather than starting over.
+    `read` refuses with CheckpointError; `warn` hears of each one passed over; `names` are those there, where that is
+    known. Saved last, not highest step: after a rewind the new branch counts. Raises CheckpointError where there are
+    only damaged ones, rather than starting over.
     """
     refused: list[CheckpointError] = []
-    for path in saved(folder):
+    for path in saved(folder) if names is None else [folder / name for name in names]:
         try:
             made = read(path)
         except CheckpointError as error:
@@ -157,64 +235,47 @@ def export_run(run: Path, *, checkpoint_name: str | None = None, out: Path | Non
 
 def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = "") -> str | None:
     """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from `chosen`, the name of another
-    one: its path, None without any. Raises CheckpointError where none fits; on the other ranks PeerLostError then.
+    one: its path, None without any. Raises CheckpointError, on all ranks, where none fits.
     """
-    tensors: Tensors = {}
     ranks, learners = run.ranks, run.learners
-
-    def check(path: Path) -> tuple[Tensors, dict[str, Any]]:
-        return _read(learners, path, ranks.world_size)
-
-    def read() -> dict[str, Any] | None:
-        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn)
-        if found is None:
-            return None
-        path, (files, state) = found
-        tensors.update(files)
-        shapes = {stem: {k: (str(v.dtype), v.shape) for k, v in named.items()} for stem, named in files.items()}
-        return {"path": str(path), "state": state, "shapes": shapes}
-
-    sent = ranks.broadcast_from_rank0(read, dict[str, Any] | None)
-    if sent is None:
+    check = partial(_read, learners, ranks, run.places)
+    names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
+    try:
+        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn, names)
+    except CheckpointError as error:  # on all ranks, each with its own path
+        raise CheckpointError(ranks.gather(str(error))[0]) from None
+    if found is None:
         return None
-    # What is not sharded goes to all as it is; of the rest the others need dtypes and shapes to be sent theirs.
-    small = {f"{stem}/{k}": v for stem, named in tensors.items() for k, v in named.items() if _small(stem, v.ndim)}
-    small = from_bytes(ranks.gather_bytes(to_bytes(small))[0])
-    if not ranks.first:
-        for stem, named in sent["shapes"].items():
-            tensors[stem] = {
-                name: small[f"{stem}/{name}"]
-                if _small(stem, len(shape))
-                else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                for name, (dtype, shape) in named.items()
-            }
-    state = sent["state"]
+    path, (tensors, state, randoms) = found
     for learner in learners:
         learner.model.load(tensors[f"{learner.prefix}model"])
         load_optimizer(learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"])
         learner.guard.load_state(state[f"{learner.prefix}guard"])
-    mine = rng_name(ranks.rank) if rng_name(ranks.rank) in state else rng_name(0)  # fewer ranks saved it
-    load_rng(tensors[mine], state[mine])
+    mine = rng_name(ranks.rank) if rng_name(ranks.rank) in randoms else rng_name(0)  # fewer ranks saved it
+    load_rng(randoms[mine], state[mine])
     run.step = run.saved = state["step"]
-    return sent["path"]
+    return str(path)
 
 
-def _read(learners: Sequence["Learner"], path: Path, world: int) -> tuple[Tensors, dict[str, Any]]:
-    """What a checkpoint holds. Raises CheckpointError where the run could not be put back from it."""
-    found, state = load(path, like={f"{of.prefix}model": of.parameters for of in learners})
+def _read(learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], path: Path) -> tuple[Any, Any, Tensors]:
+    """(Tensors, state, random states by file stem) of a checkpoint. Raises CheckpointError, on all ranks, where the run
+    could not be put back from it."""
+    found, state = load(path, ranks, places, like={f"{of.prefix}model": of.parameters for of in learners})
+    randoms: Tensors = {}
     try:
         for of in learners:
-            name = f"{of.prefix}optimizer"
+            whole = found[name := f"{of.prefix}optimizer"].whole
             if not hasattr(of.optimizer, "load_tensors"):  # what does not fit a compressed state is seen there
-                _check_fit(found[name], _moments(of, found[name]), origin=f"{path / name}.safetensors")
+                _check_fit(whole, _moments(of, whole), origin=f"{path / name}.safetensors")
             UpdateGuard(1).load_state(state[f"{of.prefix}guard"])
-        for rank in filter(lambda rank: not rank or rng_name(rank) in state, range(world)):
-            load_rng(found[rng_name(rank)], state[rng_name(rank)], trial=True)
+        for name in (rng_name(rank) for rank in range(ranks.world_size) if not rank or rng_name(rank) in state):
+            randoms[name] = dict(found[name])
+            load_rng(randoms[name], state[name], trial=True)
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, STATE, describe(error)) from None
     except CheckpointError as error:
         raise error if str(path) in str(error) else CheckpointError(f"checkpoint {path}: {error}") from None
-    return found, state
+    return found, state, randoms
 
 
 def _moments(learner: "Learner", found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,25 +286,25 @@ def _moments(learner: "Learner", found: Mapping[str, Tensor]) -> dict[str, Tenso
     return like | {f"{name}/step": torch.zeros(()) for name in named}
 
 
-def _small(stem: str, dimensions: int) -> bool:
-    return dimensions == 0 or stem.startswith(rng_name(0))
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]) -> None:
     """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
 
     Raises CheckpointError where a compressed state does not fit.
     """
-    by_name = dict(parameters)
-    restored: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    for full_name, tensor in tensors.items():
+    keys: dict[str, list[str]] = defaultdict(list)
+    for full_name in tensors:
         name, key = full_name.rsplit("/", 1)
-        restored[by_name[name]][key] = tensor
+        keys[name].append(key)
+    names = {parameter: name for name, parameter in parameters if name in keys}
     optimizer.state.clear()
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        for parameter in (each for each in group["params"] if each in restored):
-            values = restored[parameter]
+        for parameter in (each for each in group["params"] if each in names):
+            name = names[parameter]
+            moments = [key for key in keys[name] if key != "step"]
+            values = {key: rows_like(parameter, tensors, f"{name}/{key}") for key in moments}
+            if "step" in keys[name]:
+                values["step"] = tensors[f"{name}/step"]
             if hasattr(optimizer, "load_tensors"):
                 try:
                     optimizer.load_tensors(parameter, values)  # type: ignore[attr-defined]
@@ -252,7 +313,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors:
                     raise CheckpointError(f"optimizer.safetensors: {why}; was optim.master_bits another?") from None
                 continue
             step = {"step": values.pop("step").to(parameter.device if on_device else "cpu", copy=True)}
-            placed = {key: distribute_like(parameter, value) for key, value in values.items()}
+            placed = {key: shard_like(parameter, value) for key, value in values.items()}
             optimizer.state[parameter] = step | placed  # Optimizer.load_state_dict casts to the parameter's dtype
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError, clean
-from paw.state.checkpoint import saved
+from paw.state.checkpoint import ElsewhereError, saved
 from paw.state.claim import holder
 from paw.state.record import read_info
 from paw.state.restore import verify
@@ -40,7 +40,7 @@ def examine(directory: Path) -> dict[str, Any]:
     end: Any = info.get("ended")
     how, why = (end.get("how"), end.get("why")) if isinstance(end, dict) else (None, None)
     state = "running" if by else how if how in list(ENDS) else "killed" if log else "not begun"
-    checkpoints = {path.name: _problem(path) for path in saved(directory / "checkpoints")}
+    problems = {path.name: _problem(path) for path in saved(directory / "checkpoints")}
     written, last, resumed = None, log.updates if log else None, info.get("resumed")
     with suppress(OSError):
         mtime = (directory / "metrics.jsonl").stat().st_mtime
@@ -62,8 +62,8 @@ def examine(directory: Path) -> dict[str, Any]:
         "skipped_steps": log.last("optim/skipped") if log else None,
         "unreadable_lines": log.unreadable if log else 0,
         "missing_lines": log.updates + 1 - len(logged) if log else 0,
-        "checkpoints": checkpoints,
-        "resumes_from": next((name for name, problem in checkpoints.items() if problem is None), None),
+        "checkpoints": {name: problem for name, (problem, _) in problems.items()},
+        "resumes_from": next((name for name, (_, usable) in problems.items() if usable), None),
         "free_gib": round(shutil.disk_usage(directory).free / 2**30, 2),
     }
     return found | {"command": _command(directory, found, info)}
@@ -135,10 +135,11 @@ def _command(directory: Path, found: dict[str, Any], info: dict[str, Any]) -> st
     return shlex.join([*words, *([] if found["state"] == "not begun" else ["--resume", "auto"])])
 
 
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint; reads all of it."""
+def _problem(path: Path) -> tuple[str | None, bool]:
+    """What is wrong with a checkpoint, and whether it can be used all the same; reads all of it."""
     try:
         verify(path)
     except UserError as error:
-        return clean(str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": "))
-    return None
+        what = str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": ")
+        return clean(what), isinstance(error, ElsewhereError)
+    return None, True

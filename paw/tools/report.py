@@ -80,6 +80,7 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("time/update", "Update", "s", chart=False),
         Metric("time/sync", "Weight sync", "s", chart=False),
         Metric("time/eval", "Evaluation, when one ran", "s", chart=False),
+        Metric("time/save", "Training waited for a checkpoint", "s", chart=False),
     ],
     "Health": [
         Metric("health/env_failures", "Environment failures", "n", chart=False),

@@ -16,7 +16,7 @@ from paw.config import OptimConfig
 from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
 from paw.model.parallel import exit_now
-from paw.model.ranks import distribute_like, full_tensor
+from paw.model.ranks import full_tensor, rows_like, shard_like
 from paw.recipe import validate
 from paw.state import checkpoint, restore, train_state
 from paw.tools.plan import Plan
@@ -36,7 +36,7 @@ def make(*, offload=False, lr=1e-2, bits=32, model=None):
 def step(model, optimizer, i):
     for n, p in enumerate(model.parameters()):
         gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + n)).bfloat16()
-        p.grad = distribute_like(p, gradient)
+        p.grad = shard_like(p, rows_like(p, {"": gradient}, ""))
     optimizer.step()
 
 
