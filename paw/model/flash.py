@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from paw.model.host import HostMemory
+from paw.model.ranks import local_tensor, shard_like
 
 GROUP = 32
 """Values that share a scale."""
@@ -55,7 +56,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
             tensor = _portable(_get(owner, key)).view(-1, *_row(name, p))
-            tensors[name] = _as_shard(tensor.to(p.device), p) if isinstance(p, DTensor) else tensor
+            tensors[name] = shard_like(p, tensor) if isinstance(p, DTensor) else tensor
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
@@ -75,7 +76,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         if in_groups(p):
             return super()._ensure_state_initialized(p, hparams)
         if not self.state[p]:
-            weight = _local(p).detach().float()
+            weight = local_tensor(p).detach().float()
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             self.state[p].update(step=torch.tensor(0), weight=weight, **moments)
 
@@ -144,16 +145,6 @@ def _portable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
 def _row(name: str, p: Tensor) -> torch.Size | tuple[int]:
     """What one row of `p` has in the part `name` of its state."""
     return (math.prod(p.shape[1:]) // GROUP,) if name.endswith("::scales") else p.shape[1:]
-
-
-def _as_shard(tensor: Tensor, p: DTensor) -> DTensor:
-    shape = torch.Size([len(p), *tensor.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def held_rows(tensor: Tensor) -> tuple[int, int] | None:
     """(First, end) of the rows that this rank has of a sharded tensor; None for one that is whole."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_shard():
-            mesh = tensor.device_mesh  # type: ignore[attr-defined]
+            mesh = cast(Any, tensor).device_mesh
             each = -(-len(tensor) // mesh.size(dim))
             first = min(each * mesh.get_local_rank(dim), len(tensor))
             return first, min(first + each, len(tensor))
@@ -107,12 +107,12 @@ def held_rows(tensor: Tensor) -> tuple[int, int] | None:
 def in_first_replica(tensor: Tensor) -> bool:
     """Whether this rank is the first of those that have the same rows of a sharded tensor."""
     placed = enumerate(getattr(tensor, "placements", ()))
-    return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim, of in placed if of.is_replicate())  # type: ignore
+    return all(cast(Any, tensor).device_mesh.get_local_rank(dim) == 0 for dim, of in placed if of.is_replicate())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor; any other as it is."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor  # type: ignore[attr-defined]
+    return cast(Any, tensor).to_local() if hasattr(tensor, "placements") else tensor
 
 
 def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
@@ -120,16 +120,16 @@ def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
     rows = held_rows(like)
     if rows is None:
         return named[name]
-    return named.rows(name, *rows) if hasattr(named, "rows") else named[name][slice(*rows)]  # type: ignore
+    return cast(Any, named).rows(name, *rows) if hasattr(named, "rows") else named[name][slice(*rows)]
 
 
 def shard_like(like: Tensor, rows: Tensor) -> Tensor:
-    """A copy of `rows`, as `rows_like` gives them, on `like`'s device, sharded as `like` is."""
+    """A copy of `rows`, this rank's of a tensor that has as many as `like`, on its device and sharded as it is."""
     rows = rows.to(like.device, copy=True)
     if not hasattr(like, "placements"):
         return rows
     from torch.distributed.tensor import DTensor
 
-    placed: Any = like
-    options: Any = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(rows, placed.device_mesh, placed.placements, **options)
+    shape, placed = torch.Size([len(like), *rows.shape[1:]]), cast(Any, like)
+    sizes: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(rows, placed.device_mesh, placed.placements, run_check=False, **sizes)

@@ -26,7 +26,7 @@ from paw.model.host import available_memory
 from paw.model.parallel import DistributedRanks, exit_now
 from paw.model.policy import Policy
 from paw.model.ranks import full_tensor
-from paw.state import restore
+from paw.state import checkpoint, restore
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner, Saving
 
@@ -133,7 +133,7 @@ def started(commands, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):  # noqa: F811
-    """Training goes on meanwhile, and nothing counts as saved before all ranks are through."""
+    """Training goes on meanwhile, changes nothing of it, and nothing counts as saved before all ranks are through."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
     words, run = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO), tmp_path / "run"
     with started([words] * ranks, tmp_path) as ended:
@@ -148,6 +148,13 @@ def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkey
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_00000{i}" for i in (1, 2, 3)]
     assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
     assert lines(run)[-1]["time/save"] > 0
+
+    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)"))  # it holds what was there when it began
+    slow = train(tmp_path, start, "slow", gpus=ranks, run_updates=3, run_save_every=1, **PPO)
+    monkeypatch.delenv("FORKED_PATCH")
+    plain = run if ranks == 1 else train(tmp_path, start, "plain", gpus=2, run_updates=3, run_save_every=1, **PPO)
+    ours, theirs = (checkpoint.read_manifest(folder / "checkpoints/step_000002")[0] for folder in (slow, plain))
+    assert ours == theirs
 
 
 def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(start, tmp_path, monkeypatch):  # noqa: F811
