@@ -18,7 +18,7 @@ ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least ho
 HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
 PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state goes around that
 SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.model.host)
-CHECKPOINT_PART = 4.0 * GIB  # what rank 0 gathers before it writes a file of a checkpoint (paw.state.checkpoint)
+CHECKPOINT_PART = 4.0 * GIB  # what a rank has in host memory to write a file of a checkpoint (paw.state.checkpoint)
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
@@ -224,9 +224,13 @@ class Memory:
         }
         loaded = {"weights": self.whole, "reference": self.reference * n if several or offloads else 0}
         loaded |= {"critic": self.critic * n if several else 0}
+        # A rank's weights and optimizer state are copied where half of the room holds them; else a part at a time.
+        stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued) / self.N + self.optimizer
+        room = (self.host_gib or 0) * GIB - sum(resident.values())
+        part = min(CHECKPOINT_PART, stored) + self.c * s.embedding / self.N
         return {
             "load": processes | loaded,
             "update": resident | {"activations": activations},
-            "save": resident | {"checkpoint": min(CHECKPOINT_PART, self.whole) + self.c * s.embedding},
+            "save": resident | {"checkpoint": n * (stored if n * stored <= room / 2 else part)},
             "export": processes | {"weights": self.whole},
         }

@@ -274,6 +274,14 @@ def memory() -> Iterator[str]:
     yield importlib.import_module("bench.memory").table(common.read(common.RESULTS / "memory_plan.csv"))
 
 
+def reliability() -> Iterator[str]:
+    rows = read("checkpoints_cpu")
+    yield f"a model of {rows[0]['parameters'] / 1e6:.0f} million parameters ({rows[0]['gib']:.1f} GiB on the disk)"
+    waits = {way: median(row["waits_s"] for row in rows if row["way"] == way) for way in {row["way"] for row in rows}}
+    yield f"waits {waits['gathered']:.1f} s for a checkpoint that rank 0 gathers and writes"
+    yield f"{waits['shards']:.1f} s where each rank writes its own; {waits['background']:.1f} s where that is done"
+
+
 def retriever() -> Iterator[str]:
     def cells(case: str, batch: str = "0") -> list[tuple[str, str]]:
         """(Seconds by the clock, of a processor) of BM25 and dense retrieval; of one query where there is a batch."""
@@ -326,6 +334,7 @@ PAGES = {
     "docs/memory.md": memory,
     "docs/profile.md": profile,
     "docs/quickstart.md": quickstart,
+    "docs/reliability.md": reliability,
     "docs/rollout.md": rollout,
     "docs/rwml.md": rwml,
     "docs/search.md": retriever,

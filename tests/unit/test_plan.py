@@ -89,6 +89,14 @@ def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
     assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
 
 
+def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
+    """Float32 weights and two moments; else eight ranks hold a part of a file, and a share of the embedding."""
+    shape, plain = shape_of(NAME), low_memory(optim__name="adamw", optim__offload=False)
+    for host_gib, wanted in ((None, 8 * 4 * 2**30 + 2 * shape.embedding), (1000.0, 12 * shape.parameters)):
+        save = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib).host["save"]
+        assert save["checkpoint"] == pytest.approx(wanted / 2**30)
+
+
 def test_components_are_those_of_the_settings():
     shape, P = shape_of(NAME), SHAPES["Qwen2.5-14B"].parameters / 2**30
     update = Plan(low_memory(), shape, **CARD).phases["update"]
