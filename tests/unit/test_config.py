@@ -353,7 +353,10 @@ def test_a_program_hands_over_what_it_made():
         ({"policy.is_mask": "[2, 1]"}, r"policy.is_mask = [2.0, 1.0] is [low, high] with low < high"),
         ({"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"}, "need policy.old_logp = 'trainer'"),
         ({"policy.is_level": "response"}, "policy.tis_cap and policy.is_mask"),
-        ({"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"}, "policy.tis_cap and policy.loss = "),
+        (
+            {"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"},
+            "policy.tis_cap and policy.loss = ",
+        ),
         ({"policy.loss": "gspo", "policy.dual_clip": "2"}, "it needs policy.loss = 'ppo'"),
         ({"rollout.ahead": "1"}, "it needs engine.type = 'server'"),
     ],

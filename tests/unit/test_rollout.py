@@ -10,8 +10,8 @@ import torch
 from environments import Game, Honest, factory, raises
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
-from paw.algo.samples import sequences, to_samples
 from paw import plugins
+from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks
 from paw.rollout.engines.base import Request
