@@ -56,13 +56,14 @@ class Parts:
     """Of run.json: start (the model it began from), backend of the head, warmup_s."""
 
 
-def join_ranks(device: torch.device, *, tasks: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or outnumber the `tasks`."""
+def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
+    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or outnumber an update's
+    `episodes`."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
     from paw.model.parallel import DistributedRanks, read_variables
 
-    variables = read_variables(tasks)
+    variables = read_variables(episodes)
     return DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s) if variables[1] > 1 else Ranks()
 
 

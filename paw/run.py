@@ -292,7 +292,8 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     check_extras(config, device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device, tasks=config.rollout.tasks, peer_timeout_s=config.run.peer_timeout_s)
+    episodes = config.rollout.tasks * config.rollout.group_size
+    ranks = join_ranks(device, episodes=episodes, peer_timeout_s=config.run.peer_timeout_s)
     stack.callback(ranks.close)
     ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))

@@ -157,15 +157,16 @@ def _variable(name: str, default: int) -> int:
     return int(value)
 
 
-def read_variables(tasks: int) -> tuple[int, int, int]:
+def read_variables(episodes: int) -> tuple[int, int, int]:
     """torchrun's (rank, ranks, ranks of this machine). UserError where they do not fit, or for an idle rank."""
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     on_host = _variable("LOCAL_WORLD_SIZE", world_size)
     name, value = ("RANK", rank) if not 0 <= rank < world_size else ("LOCAL_WORLD_SIZE", on_host)
     if not (0 <= rank < world_size and 1 <= on_host <= world_size):
         raise UserError(f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun")
-    if tasks < world_size:
-        raise UserError(f"rollout.tasks = {tasks} on {world_size} ranks leaves some without a task; lower --gpus")
+    if episodes < world_size:
+        has = f"rollout.tasks x rollout.group_size = {episodes} episodes"
+        raise UserError(f"{has} on {world_size} ranks leaves some without one; lower --gpus")
     return rank, world_size, on_host
 
 

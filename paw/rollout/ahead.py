@@ -68,7 +68,7 @@ class Ahead:
                 self._begin(later, again)
         own = own or now.play_own(tasks, **options, progress=progress)
         set_tasks(own, {task.id: task for task in tasks})
-        return now.refill(now.share(own, tasks), step, count, progress)
+        return now.refill(now.share(own, tasks, options["group_size"]), step, count, progress)
 
     def evaluation(self, progress: Progress | None = None) -> Played:
         return self._now.evaluation(progress)

@@ -105,24 +105,32 @@ class Rollouts:
         return self.play(tasks, **options, seed=config.seed, stream="eval", progress=progress)
 
     def play(self, tasks: list[Task], **options: Any) -> Played:
-        """Play each task `group_size` times with the engine's current weights, each rank its share of them.
+        """Play each task `group_size` times with the engine's current weights, each rank its share of the episodes.
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left
         out; a group left with fewer than min(2, group_size) members is dropped. Returns the groups of all ranks, in the
         order of tasks.
         """
-        return self.share(self.play_own(tasks, **options), tasks)
+        return self.share(self.play_own(tasks, **options), tasks, options["group_size"])
 
-    def share(self, own: Played, tasks: list[Task]) -> Played:
-        """What all ranks have played of the tasks, in their order; takes all ranks."""
-        if self.ranks is None:
-            return own
-        set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-        played = self.ranks.gather(own, Played)
-        for part in played:
-            set_tasks(part, {task.id: task for task in tasks})
-        groups = [group for part, _ in played for group in part]
-        return sorted(groups, key=lambda group: group.place), RolloutStats.sum(stats for _, stats in played)
+    def share(self, own: Played, tasks: list[Task], group_size: int) -> Played:
+        """What all ranks have played of the tasks, in their order, the parts of a group put together; takes all ranks.
+
+        Groups left with too few members are dropped here, whichever rank played them.
+        """
+        parts = [own]
+        if self.ranks and self.ranks.world_size > 1:
+            set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
+            parts = self.ranks.gather(own, Played)
+            for part in parts:
+                set_tasks(part, {task.id: task for task in tasks})
+        groups = [Group(task, [], place) for place, task in enumerate(tasks)]
+        for group in (group for played, _ in parts for group in played):
+            groups[group.place].trajectories += group.trajectories
+        kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
+        stats = RolloutStats.sum(stats for _, stats in parts)
+        stats.groups_dropped = len(groups) - len(kept)
+        return kept, stats
 
     def play_own(
         self,
@@ -134,15 +142,20 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> Played:
-        """This rank's share of the tasks, for `share`."""
+        """This rank's share of the episodes, for `share`: one block of all, in the order of tasks and members.
+
+        So the members of a group stay together and share their prompt in the engine's cache, but for those at the ends.
+        """
         for task in tasks:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
                 name = type(self.factory).__name__
                 raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
         rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
+        members = [(place, member) for place in range(len(tasks)) for member in range(group_size)]
+        cuts = (len(members) * rank // count, len(members) * (rank + 1) // count)
         groups = [
-            Group(tasks[place], [Trajectory(tasks[place], member) for member in range(group_size)], place)
-            for place in range(rank, len(tasks), count)
+            Group(tasks[place], [Trajectory(tasks[place], member) for _, member in of], place)
+            for place, of in itertools.groupby(members[slice(*cuts)], key=lambda pair: pair[0])
         ]
         episodes = [Episode(t, group.place, seed, stream, temperature) for group in groups for t in group.trajectories]
         given_up, finished = self.threads.given_up, itertools.count(1)
@@ -156,9 +169,7 @@ class Rollouts:
             to_stderr(f"{stats.texts_cut} texts of the environment were cut to env.max_text = {most} (said once)")
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
-        kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
-        stats.groups_dropped = len(groups) - len(kept)
-        return kept, stats
+        return groups, stats
 
     def run(
         self,

@@ -80,7 +80,7 @@ def check(kind, checkpointing, ranks):
 
 
 def main():
-    ranks = join_ranks(CPU, tasks=2)
+    ranks = join_ranks(CPU, episodes=2)
     for kind, checkpointing in (("tied", "none"), ("tied", "selective"), ("untied", "full"), ("lora", "full")):
         found = check(kind, checkpointing, ranks)
         if ranks.first:

@@ -236,7 +236,7 @@ class Done:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "4"}, r"rollout\.tasks = 3 on 4 ranks leaves some without a task; lower --gpus"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, r"group_size = 3 episodes on 4 ranks leaves some without one; lower --gpus"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE = 3 and WORLD_SIZE = 2 do not"),
@@ -246,4 +246,4 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        join_ranks(torch.device("cpu"), tasks=3)
+        join_ranks(torch.device("cpu"), episodes=3)

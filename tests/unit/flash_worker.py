@@ -135,7 +135,7 @@ def planned(_):
 
 def shards(folder):
     """Several ranks, offloaded: the bits of one, and a checkpoint that any number can read."""
-    ranks = join_ranks(torch.device("cpu"), tasks=8)
+    ranks = join_ranks(torch.device("cpu"), episodes=8)
     one, first = make()
     two = copy.deepcopy(one)
     for layer in two:

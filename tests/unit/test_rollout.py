@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -14,8 +15,9 @@ from paw import plugins
 from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks
+from paw.model.parallel import DistributedRanks
 from paw.rollout.engines.base import Request
-from paw.rollout.episode import derive_seed
+from paw.rollout.episode import derive_seed, plain
 from paw.rollout.scheduler import Rollouts
 from paw.types import Outcome, Task
 
@@ -171,6 +173,57 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     rollouts = scripted(model, everywhere=True, **broken, close=raises(OSError("already gone")))
     groups, stats = play(rollouts)
     assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3) and rollouts.engine.pending == 0
+
+
+class Together(DistributedRanks):
+    """One of several ranks, each in a thread of this process."""
+
+    def __init__(self, rank, table, meeting):
+        self.rank, self.world_size, self.table, self.meeting = rank, len(table), table, meeting
+
+    def gather_bytes(self, data):
+        self.table[self.rank] = data
+        self.meeting.wait(10)
+        found = list(self.table)
+        self.meeting.wait(10)
+        return found
+
+
+async def one_fails(env, model):
+    """The second episode of the second task."""
+    if (env.task.id, env.episode.trajectory.member) == ("train/0/1", 1):
+        raise RuntimeError("broken")
+    await plain(env, model)
+
+
+@pytest.mark.parametrize(("size", "world"), [(4, 2), (2, 4), (2, 5), (4, 12), (1, 3)])
+def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, world):
+    """What comes of it does not depend on their number; a group is too small only when all have said what they have."""
+    alone = Rollouts(Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails)
+    table, meeting = [None] * world, threading.Barrier(world)
+    ranks = [Rollouts(alone.factory, make_engine(model), make_chat(), CONFIG, ranks=Together(rank, table, meeting),
+                      agent=one_fails) for rank in range(world)]  # fmt: skip
+    tasks = train_tasks(alone.factory, 0, 3, 0)
+    options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
+    own = [rank.play_own(tasks, **options) for rank in ranks]
+    played = [[(group.place, t.member) for group in groups for t in group.trajectories] for groups, _ in own]
+    assert sorted(itertools.chain(*played)) == [(p, m) for p in range(3) for m in range(size) if (p, m) != (1, 1)]
+    assert all(a < b for a, b in itertools.pairwise(filter(None, played)))
+    sizes = [len(members) + len(stats.failed) for members, (_, stats) in zip(played, own, strict=True)]
+    assert max(sizes) - min(sizes) <= 1
+    with ThreadPoolExecutor(world) as pool:
+        found = list(pool.map(lambda rank, its: rank.share(its, tasks, size), ranks, own))
+    wanted, stats = play(alone, tasks, group_size=size)
+    assert stats.groups_dropped == (size == 2) and len(stats.failed) == (size > 1)
+    for groups, its in found:
+        assert [(g.task, g.place) for g in groups] == [(g.task, g.place) for g in wanted]
+        assert vars(its).keys() == vars(stats).keys() and its.metrics() == stats.metrics()
+        assert its.failures == stats.failures
+        for ours, theirs in zip(turns_of(groups), turns_of(wanted), strict=True):
+            assert (ours.prompt_ids, ours.response_ids) == (theirs.prompt_ids, theirs.response_ids)
+            assert (ours.outcome, ours.version) == (theirs.outcome, theirs.version)
+            assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
+            assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
 
 
 def test_environments_are_closed_once(model):
