@@ -80,7 +80,8 @@ class Run(Parts):
 
     def make_rollouts(self) -> Rollouts:
         """What plays the run's episodes: each update's when it is asked for, or `rollout.ahead` updates early."""
-        now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks)
+        encode = self.encode_observation if self.config.wm.enabled else None
+        now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode)
         if self.config.rollout.ahead:
             from paw.rollout.ahead import Ahead
 
@@ -126,8 +127,13 @@ class Run(Parts):
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world_size)
         scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
-        parts = self.ranks.gather(scored, dict[int, tuple[list[float], float]])
-        found = {i: values for part in parts for i, values in part.items()}
+        entropies = self.ranks.gather({i: entropy for i, (_, entropy) in scored.items()}, dict[int, float])
+        rows = self.ranks.gather_rows([logp for logp, _ in scored.values()], float)
+        found = {
+            i: (logp, entropy)
+            for its, of in zip(entropies, rows, strict=True)
+            for (i, entropy), logp in zip(its.items(), of, strict=True)
+        }
         return [found[i] for i in range(len(samples))]
 
     @contextmanager

@@ -271,8 +271,8 @@ def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples
     this rank's, the entropies too, where the sampler gives any."""
     action, current = ~tokens.observation, [version == run.step for sample in samples for version in sample.versions]
     entropy = [value for sample in samples for value in sample.sampled_entropy or []]
-    rows = out.logp[action].tolist(), tokens.sampled_logp[action].tolist(), current
-    ours, theirs, of = zip(*run.ranks.gather(rows, tuple[list[float], list[float], list[bool]]), strict=True)
+    rows = [out.logp[action].tolist(), tokens.sampled_logp[action].tolist()]
+    (ours, theirs), of = zip(*run.ranks.gather_rows(rows, float), strict=True), run.ranks.gather(current)
     if all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
         if len(entropy) == len(current):
             sampler_mismatch([out.entropy[action].tolist()], [entropy], [current], what="entropies")

@@ -58,6 +58,8 @@ class Turn:
     """Weight version the response was sampled from: the number of updates done. The oldest, where it changed."""
     versions: list[int] | None = None
     """Of each response token, where it changed."""
+    observation_ids: list[int] | None = None
+    """Of the outcome's observation, where the rank that played it has encoded it."""
 
 
 @dataclass

@@ -41,7 +41,9 @@ def to_samples(
             before: list[int] = []
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
-                target = encode_observation(turn.outcome.observation) if encode_observation else []
+                target = turn.observation_ids
+                if encode_observation is None or target is None:
+                    target = encode_observation(turn.outcome.observation) if encode_observation else []
                 samples.append(
                     Sample(
                         group=group_index,

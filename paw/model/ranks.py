@@ -35,6 +35,10 @@ class Ranks:
         the others raise PeerLostError."""
         return [make()]
 
+    def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
+        """Everybody's rows of float (as float32) or of int (0 to 2^31 - 1), in the order of ranks."""
+        return [rows]
+
     def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
         """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
         PeerLostError."""

@@ -21,13 +21,13 @@ from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_
 from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
+from paw.rollout.exchange import Played, exchange
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
     from paw.model.ranks import Ranks
 
-Played = tuple[list[Group], RolloutStats]
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
@@ -41,7 +41,8 @@ STOP_S = 1.0
 class Rollouts:
     """Plays episodes by the agent of agent.type, or `agent`; keeps its environments (some are processes) between plays.
 
-    `engine` and `chat` are those of the model; None where `run` is told who answers.
+    `engine` and `chat` are those of the model; None where `run` is told who answers. `encode_observation` gives the
+    world model's targets, which each of several ranks makes of what it has played.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Rollouts:
         ranks: "Ranks | None" = None,
         *,
         agent: Callable[..., Any] | None = None,
+        encode_observation: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.factory, self.engine, self.chat, self.config, self.ranks = factory, engine, chat, config, ranks
+        self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
         self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
@@ -120,10 +123,7 @@ class Rollouts:
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
-            set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-            parts = self.ranks.gather(own, Played)
-            for part in parts:
-                set_tasks(part, {task.id: task for task in tasks})
+            parts = exchange(own, tasks, self.ranks, self.encode_observation)
         groups = [Group(task, [], place) for place, task in enumerate(tasks)]
         for group in (group for played, _ in parts for group in played):
             groups[group.place].trajectories += group.trajectories
@@ -322,9 +322,3 @@ def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
         returns = {member.episode_return for member in group.trajectories}
         found[len(group.trajectories) > 1 and len(returns) == 1].append(group)
     return found
-
-
-def set_tasks(played: Played, by_id: dict[str, Task]) -> None:
-    groups, stats = played
-    for holder in (*groups, *(t for group in groups for t in group.trajectories), *stats.failed):
-        holder.task = by_id[holder.task.id]

@@ -327,6 +327,16 @@ def profile() -> Iterator[str]:
             yield f"at {cells[2].partition(' %')[0][1:]} % of the update"
 
 
+def scale() -> Iterator[str]:
+    rows = {way: read("exchange_cpu", way=way) for way in ("arrays", "json")}
+    (tokens,) = {row["tokens"] for way in rows for row in rows[way]}
+    yield f"{tokens / 1e6:.0f} million tokens"
+    for way, told in (("arrays", "{:.1f} s, {:.1f} GiB at most and {:.1f} in the end"),
+                      ("json", "{:.1f} s, {:.1f} and {:.1f} GiB")):  # fmt: skip
+        sizes = (max(row[key] - row["base_gib"] for row in rows[way]) for key in ("peak_gib", "end_gib"))
+        yield told.format(max(row["cpu_s"] for row in rows[way]), *sizes)
+
+
 PAGES = {
     "README.md": readme,
     "docs/environments.md": environments,
@@ -337,6 +347,7 @@ PAGES = {
     "docs/reliability.md": reliability,
     "docs/rollout.md": rollout,
     "docs/rwml.md": rwml,
+    "docs/scale.md": scale,
     "docs/search.md": retriever,
 }
 SETTINGS = """

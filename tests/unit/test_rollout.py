@@ -181,8 +181,8 @@ class Together(DistributedRanks):
     def __init__(self, rank, table, meeting):
         self.rank, self.world_size, self.table, self.meeting = rank, len(table), table, meeting
 
-    def gather_bytes(self, data):
-        self.table[self.rank] = data
+    def gather_flat(self, own):
+        self.table[self.rank] = own
         self.meeting.wait(10)
         found = list(self.table)
         self.meeting.wait(10)
