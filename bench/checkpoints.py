@@ -74,12 +74,12 @@ def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
 
 def sharded(learner: Learner, ranks: Ranks, folder: Path, way: str) -> dict[str, Any]:
     began = time.perf_counter()
-    saving = Saving([learner], 1, folder, ranks, keep=1, places=[0, 0], background=way == "background")
+    saving = Saving([learner], 1, folder, ranks, [0, 0], background=way == "background")
     begun = time.perf_counter()
     while not all(ranks.gather(saving.done)):
         time.sleep(0.1)
     through = time.perf_counter()
-    saving.publish()
+    saving.publish(1)
     there = time.perf_counter()
     return {"waits_s": round(begun - began + there - through, 3), "there_s": round(there - began, 3)}
 

@@ -223,11 +223,9 @@ class Run(Parts):
             return
         if self.log:
             self.log.sync()
-        folder, keep = self.directory / "checkpoints", self.config.run.keep
+        folder = self.directory / "checkpoints"
         with self.clock("save"):
-            self.saving = Saving(
-                self.learners, self.step, folder, self.ranks, places=self.places, keep=keep, background=not wait
-            )
+            self.saving = Saving(self.learners, self.step, folder, self.ranks, self.places, background=not wait)
         if wait:
             self.settle()
 
@@ -237,7 +235,7 @@ class Run(Parts):
             return
         with self.clock("save"):
             saving, self.saving = self.saving, None
-            saving.publish()
+            saving.publish(self.config.run.keep)
         self.saved = saving.step
         if self.record:
             self.record.write()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paw.state.train_state import Learner
 
 T = TypeVar("T")
+Shapes = Mapping[str, Mapping[str, Tensor]]
 ALONE = Ranks()
 
 
@@ -117,11 +118,7 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
 
 
 def load(
-    path: Path,
-    ranks: Ranks = ALONE,
-    places: Sequence[int] = (0,),
-    *,
-    like: Mapping[str, Mapping[str, Tensor]] | None = None,
+    path: Path, ranks: Ranks = ALONE, places: Sequence[int] = (0,), *, like: Shapes | None = None
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
@@ -165,19 +162,17 @@ def _turn(file: str) -> tuple[int, str]:
 
 
 def newest(
-    folder: Path,
-    read: Callable[[Path], T] = verify,
-    warn: Callable[[str], None] = to_stderr,
-    names: Sequence[str] | None = None,
+    folder: Path, read: Callable[[Path], T] = verify, warn: Callable[[str], None] = to_stderr, ranks: Ranks = ALONE
 ) -> tuple[Path, T] | None:
-    """The checkpoint saved last that `read` takes, and what it makes of it; None where there is none at all.
+    """The checkpoint saved last that `read` takes, and what it makes of it; None where rank 0's folder has none at all.
 
-    `read` refuses with CheckpointError; `warn` hears of each one passed over; `names` are those there, where that is
-    known. Saved last, not highest step: after a rewind the new branch counts. Raises CheckpointError where there are
-    only damaged ones, rather than starting over.
+    `read` refuses with CheckpointError, on all ranks; `warn` hears of each one passed over. Saved last, not highest
+    step: after a rewind the new branch counts. Raises CheckpointError where there are only damaged ones, rather than
+    starting over.
     """
     refused: list[CheckpointError] = []
-    for path in saved(folder) if names is None else [folder / name for name in names]:
+    names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
+    for path in (folder / name for name in names):
         try:
             made = read(path)
         except CheckpointError as error:
@@ -239,9 +234,8 @@ def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: st
     """
     ranks, learners = run.ranks, run.learners
     check = partial(_read, learners, ranks, run.places)
-    names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
     try:
-        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn, names)
+        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn, ranks)
     except CheckpointError as error:  # on all ranks, each with its own path
         raise CheckpointError(ranks.gather(str(error))[0]) from None
     if found is None:

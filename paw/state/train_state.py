@@ -50,12 +50,10 @@ class Saving:
         step: int,
         folder: Path,
         ranks: Ranks,
-        *,
-        places: Sequence[int] = (0,),
-        keep: int,
-        background: bool = False,
+        places: Sequence[int],
+        background: bool,
     ) -> None:
-        self.step, self._folder, self._ranks, self._keep = step, folder, ranks, keep
+        self.step, self._folder, self._ranks = step, folder, ranks
         self._leads, several = places[ranks.rank] == ranks.rank, ranks.world_size > 1
         state: dict[str, Any] = {f"{of.prefix}guard": of.guard.state() for of in learners}
         random_tensors, random_state = rng_tensors()
@@ -84,22 +82,22 @@ class Saving:
         """Whether this rank has written its files, or failed."""
         return self._written.done()
 
-    def publish(self) -> None:
+    def publish(self, keep: int) -> None:
         """Wait for all ranks, rename it into place, drop the oldest beyond `keep`. UserError where a disk refuses."""
         ranks, apart = self._ranks, self._leads and not self._ranks.first
         try:
             written = ranks.together(self._written.result, checkpoint.Files)
             ranks.together(lambda: self._draft.reveal() if apart else None)  # before rank 0's, which makes it count
-            kept = ranks.broadcast_from_rank0(lambda: self._name(written), list[str])
+            kept = ranks.broadcast_from_rank0(lambda: self._name(written, keep), list[str])
         finally:
             if self._leads:
                 self._draft.discard()
         if apart:
             checkpoint.prune_shards(self._folder, kept)
 
-    def _name(self, written: Sequence[checkpoint.Files]) -> list[str]:
+    def _name(self, written: Sequence[checkpoint.Files], keep: int) -> list[str]:
         self._draft.publish({name: about for files in written for name, about in files.items()})
-        return checkpoint.prune(self._folder, self._keep)
+        return checkpoint.prune(self._folder, keep)
 
 
 def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:

@@ -185,7 +185,7 @@ def replicas(rank, port, folder):
     ranks, places = DistributedRanks(rank, 4, 2, torch.device("cpu")), [0, 0, 2, 2]
     mesh, mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks")), folder / f"machine{rank // 2}"
     saved, other = trained(mesh, 0), trained(mesh, 1)
-    Saving([saved], 1, mine, ranks, places=places, keep=1, background=True).publish()
+    Saving([saved], 1, mine, ranks, places, background=True).publish(1)
     assert restore.restore(SimpleNamespace(ranks=ranks, places=places, learners=[other]), mine, warn=pytest.fail)
     for one, two in zip(saved.model.parameters(), other.model.parameters(), strict=True):
         for a, b in ((one, two), *((saved.optimizer.state[one][k], v) for k, v in other.optimizer.state[two].items())):
