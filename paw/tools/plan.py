@@ -50,7 +50,7 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's own engine",
     "host": "measured: 1.5 us a token on a CPU core",
-    "checkpoint": "published: 1.6 GB/s, over run.save_every updates",
+    "checkpoint": "published: 1.6 GB/s, or where host memory has room assumed: a copy; over run.save_every updates",
 }
 """Of each component of an update's seconds."""
 
@@ -167,11 +167,10 @@ class Plan(Memory):
         scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)  # engines tell entropies
         steps = max(1, round(play.episodes * play.turns / optim.minibatch_samples)) * optim.epochs
         state = 2 * self.optimizer / (PCIE if optim.offload else self.bandwidth)
-        stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued)
-        moved = 4 * stored / self.N / self.bandwidth  # weights and gradients, read and written
+        moved = 4 * self.stored / self.N / self.bandwidth  # weights and gradients, read and written
         sent = self.c * (self.trained if self.lora.rank else s.parameters)
         rates = {"files": FILES, "nccl": NCCL, "auto": NCCL} if self.served else {}
-        saved = (stored + self.N * self.optimizer) / FILES
+        saved = self.saved / PCIE if self.copied else self.N * self.saved / FILES
         return {
             "score": max((acting * scored + judging) / rate, scored * micro * gather),
             "update": optim.epochs * (max(learning / rate, micro * (2 * gather + reduce)) + copied),

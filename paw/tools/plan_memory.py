@@ -66,6 +66,9 @@ class Memory:
         self.critic = self.w * self.valued / self.N
         plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0
         self.optimizer = (self.state * (self.trained + self.valued) + plain) / self.N
+        self.stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued)
+        self.saved = self.stored / self.N + self.optimizer
+        """What a rank has of weights and optimizer state, and writes into a checkpoint."""
         # With LoRA the reference is the policy without its adapters.
         self.reference = self.whole / self.N if config.policy.kl_coef and not self.lora.rank else 0
         self.phases, self.host = (
@@ -225,12 +228,12 @@ class Memory:
         loaded = {"weights": self.whole, "reference": self.reference * n if several or offloads else 0}
         loaded |= {"critic": self.critic * n if several else 0}
         # A rank's weights and optimizer state are copied where half of the room holds them; else a part at a time.
-        stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued) / self.N + self.optimizer
         room = (self.host_gib or 0) * GIB - sum(resident.values())
-        part = min(CHECKPOINT_PART, stored) + self.c * s.embedding / self.N
+        self.copied = n * self.saved <= room / 2
+        part = min(CHECKPOINT_PART, self.saved) + self.c * s.embedding / self.N
         return {
             "load": processes | loaded,
             "update": resident | {"activations": activations},
-            "save": resident | {"checkpoint": n * (stored if n * stored <= room / 2 else part)},
+            "save": resident | {"checkpoint": n * (self.saved if self.copied else part)},
             "export": processes | {"weights": self.whole},
         }

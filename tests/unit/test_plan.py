@@ -93,8 +93,9 @@ def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
     """Float32 weights and two moments; else eight ranks hold a part of a file, and a share of the embedding."""
     shape, plain = shape_of(NAME), low_memory(optim__name="adamw", optim__offload=False)
     for host_gib, wanted in ((None, 8 * 4 * 2**30 + 2 * shape.embedding), (1000.0, 12 * shape.parameters)):
-        save = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib).host["save"]
-        assert save["checkpoint"] == pytest.approx(wanted / 2**30)
+        plan = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib)
+        assert plan.host["save"]["checkpoint"] == pytest.approx(wanted / 2**30)
+        assert (plan.seconds["checkpoint"] < 0.1) == (host_gib is not None)  # training waits for the copy alone
 
 
 def test_components_are_those_of_the_settings():
