@@ -29,6 +29,7 @@ from paw.model.ranks import full_tensor
 from paw.state import checkpoint, restore
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner, Saving
+from paw.tools.postmortem import examine
 
 pytestmark = pytest.mark.slow
 PPO = {"advantage_type": "ppo", "critic_lr": 3e-3, "eval_every": 0, "run_keep": 9}
@@ -102,6 +103,9 @@ def test_machines_that_share_no_disk_keep_their_own_shards(start, tmp_path):  # 
     saving = ("--run.updates", "2", "--run.save_every", "1")
     assert [code for code, _ in two_machines(tmp_path, recipe, *saving)] == [0, 0]
     assert {path.name.partition(".")[2] for path in (runs[1] / "step_000002").iterdir()} == {"rank_1.safetensors"}
+
+    found = examine(runs[0].parent)  # by one process, which does not see the other machine's
+    assert found["resumes_from"] == "step_000002" and "rank 1 wrote it" in found["checkpoints"]["step_000002"]
 
     def resumed(*options):
         return two_machines(tmp_path, recipe, *saving, "--resume", "auto", *options)
