@@ -53,7 +53,10 @@ def main() -> None:
     context = limits.max_prompt_tokens + limits.max_response_tokens
     with tempfile.TemporaryDirectory() as name:
         command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
+        server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, {server_core})  # what is started has it too
         servers = Servers(command, [[]], Path(name))
+        os.sched_setaffinity(0, {trainer_core})
         try:
             servers.wait()
             common = ("--model.path", model, "--run.dir", name, "--run.threads", 1, "--run.updates", options.updates)
