@@ -178,7 +178,7 @@ def build(
 
             compile_layers(model.lm)
         kept_out = config.policy.offload_reference and model is reference is not policy
-        ranks.shard(model, model.dtype, offload=kept_out)
+        ranks.shard(model, model.dtype, offload=kept_out, apart=config.model.shard == "node")
     check_path(policy, path)
 
     learners = [

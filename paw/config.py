@@ -31,6 +31,7 @@ from paw.values import (
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
 FLASH = Only("optim.name", ("flash-adamw",))
 SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
+_DEFAULT: Any = {}  # validated like a table: a plug-in's section has the plug-in's type
 
 
 def listed(value: Any) -> Any:
@@ -89,6 +90,8 @@ class ModelConfig(Section):
     """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give equal log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
+    shard: Literal["world", "node"] = "world"
+    """Several ranks: divide weights, gradients and moments among all; or within a machine, with a copy on each."""
     liger: bool = False
     """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
@@ -319,9 +322,6 @@ class EvalConfig(Section):
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
     """Seed of the draws and of sampling."""
-
-
-_DEFAULT: Any = {}  # validated like a table: a plug-in's section has the plug-in's type
 
 
 class Config(Section):

@@ -299,7 +299,11 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     episodes = config.rollout.tasks * config.rollout.group_size
     ranks = join_ranks(device, episodes=episodes, peer_timeout_s=config.run.peer_timeout_s)
     stack.callback(ranks.close)
-    ranks.agree(config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}")
+    settings = config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}"
+    ranks.agree(settings, "rank {} was started with other settings than rank 0: use the same recipe and options")
+    if config.model.shard == "node":
+        why = "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; start as many on each"
+        ranks.agree(str(ranks.on_host), f"{why}, or use --model.shard world")
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GradientCheckpointingLayer
@@ -44,6 +44,8 @@ FOREVER = timedelta(days=30)
 
 class DistributedRanks(Ranks):
     """This process among its peers."""
+
+    _mesh: DeviceMesh | None = None
 
     def __init__(
         self, rank: int, world_size: int, on_host: int, device: torch.device, *, peer_timeout_s: float = 600.0
@@ -129,22 +131,21 @@ class DistributedRanks(Ranks):
         for part in tensor.view(-1).view(torch.uint8).split(1 << 30):  # gloo knows no int16
             dist.broadcast(part, source)
 
-    def agree(self, settings: str) -> None:
-        digests = self.gather(hashlib.sha256(settings.encode()).hexdigest())
+    def agree(self, text: str, otherwise: str) -> None:
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
         if len(set(digests)) > 1:
-            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise UserError(
-                f"rank {other} was started with other settings than rank 0: use the same recipe and options"
-            )
+            raise UserError(otherwise.format(next(i for i, digest in enumerate(digests) if digest != digests[0])))
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False) -> None:
+    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, apart: bool = False) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
         `policy` is in host memory, its values rank 0's; what the others hold is replaced. Only calls of `policy` see
         whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
-        optimizer's. `offload` keeps the shards in host memory.
+        optimizer's. `offload` keeps the shards in host memory. `apart`: each machine's ranks, of which all machines
+        have as many, share a whole model among them, and gradients are summed over machines.
         """
-        options: dict[str, Any] = {"mesh": init_device_mesh(self._device.type, (self.world_size,))}
+        self._mesh = self._mesh or self._make_mesh(apart)
+        options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
             options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -160,6 +161,14 @@ class DistributedRanks(Ranks):
             value = source.pop(name).to(self._device)
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # scattered by rank 0
             parameter.to_local().detach().copy_(shard.to_local())
+
+    def _make_mesh(self, apart: bool) -> DeviceMesh:
+        """Of all ranks, or [machines, ranks of each]: FSDP replicates over the first, and shards over the second."""
+        if not apart or self.on_host == self.world_size:
+            return init_device_mesh(self._device.type, (self.world_size,))
+        grid = torch.arange(self.world_size).view(-1, self.on_host)
+        groups: Any = [dist.new_subgroups_by_enumeration(of.tolist(), timeout=FOREVER)[0] for of in (grid.T, grid)]
+        return DeviceMesh.from_group(groups, self._device.type, mesh=grid, mesh_dim_names=("machine", "rank"))
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         if isinstance(policy, FSDPModule):

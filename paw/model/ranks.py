@@ -48,14 +48,14 @@ class Ranks:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a tensor in host memory with that of the rank `source`."""
 
-    def agree(self, settings: str) -> None:
-        """Raise UserError on all ranks where they were not started with the same settings."""
+    def agree(self, text: str, otherwise: str) -> None:
+        """Raise UserError on all ranks where one has another text than rank 0: `otherwise`, with that rank for {}."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """What the watchdog of the other ranks may take to last."""
         return nullcontext()
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False) -> None:
+    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, apart: bool = False) -> None:
         """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:

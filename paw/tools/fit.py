@@ -180,7 +180,8 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     if gpu_gib is not None:
         machine = {"gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": -(-gpus // on_host)}
         return check_fits(config, shape, gpus=gpus + config.engine.gpus, **machine)
-    parts = Plan(config, shape, gpus=gpus + config.engine.gpus, gpu_gib=host_gib).phases["update"]
+    hosts = -(-gpus // on_host)
+    parts = Plan(config, shape, gpus=gpus + config.engine.gpus, gpu_gib=host_gib, hosts=hosts).phases["update"]
     need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
     if need > host_gib:
         raise UserError(

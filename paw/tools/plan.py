@@ -102,7 +102,7 @@ class Plan(Memory):
         super().__init__(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=hosts)
         self.flops, memory, link = CARDS[min(CARDS, key=lambda size: abs(size - gpu_gib))]
         self.bandwidth = REACHED * memory
-        self.link = NETWORK if self.on_host < self.N else REACHED * link
+        self.link = NETWORK if self.on_host < self.shards else REACHED * link
         self.play = play or Play.of(config)
         self.seconds = {"rollout": self._rollout()} | self._training()
         """By component, in order; with rollout.ahead the rollout and what follows overlap."""
@@ -162,15 +162,17 @@ class Plan(Memory):
         # the arithmetic in the published runs.
         gather = self.c * (s.parameters + self.valued) / self.link if self.N > 1 else 0
         reduce = 4 * (self.trained + self.valued) / self.link if self.N > 1 else 0
+        if self.shards < self.N:  # each card then sums its shard over hosts: what it has goes out and comes back
+            reduce += 2 * 4 * (self.trained + self.valued) / self.shards / NETWORK
         micro = turns * tokens / self.T
         copied = 2 * self._kept() * micro / PCIE if config.model.offload_activations else 0
         scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)  # engines tell entropies
         steps = max(1, round(play.episodes * play.turns / optim.minibatch_samples)) * optim.epochs
         state = 2 * self.optimizer / (PCIE if optim.offload else self.bandwidth)
-        moved = 4 * self.stored / self.N / self.bandwidth  # weights and gradients, read and written
+        moved = 4 * self.stored / self.shards / self.bandwidth  # weights and gradients, read and written
         sent = self.c * (self.trained if self.lora.rank else s.parameters)
         rates = {"files": FILES, "nccl": NCCL, "auto": NCCL} if self.served else {}
-        saved = self.saved / PCIE if self.copied else self.N * self.saved / FILES
+        saved = self.saved / PCIE if self.copied else self.shards * self.saved / FILES
         return {
             "score": max((acting * scored + judging) / rate, scored * micro * gather),
             "update": optim.epochs * (max(learning / rate, micro * (2 * gather + reduce)) + copied),

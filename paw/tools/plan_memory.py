@@ -39,6 +39,7 @@ class Memory:
         if self.N < 1:
             raise UserError(f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on")
         self.on_host = min(self.N, -(-gpus // hosts))
+        self.shards = self.on_host if config.model.shard == "node" else self.N
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
         self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
         self.c = 2 if config.model.dtype == "bfloat16" else 4
@@ -63,14 +64,14 @@ class Memory:
         self.valued = 0
         if config.advantage.type == "ppo":
             self.valued = shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden + 1
-        self.critic = self.w * self.valued / self.N
+        self.critic = self.w * self.valued / self.shards
         plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0
-        self.optimizer = (self.state * (self.trained + self.valued) + plain) / self.N
+        self.optimizer = (self.state * (self.trained + self.valued) + plain) / self.shards
         self.stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued)
-        self.saved = self.stored / self.N + self.optimizer
+        self.saved = self.stored / self.shards + self.optimizer
         """What a rank has of weights and optimizer state, and writes into a checkpoint."""
         # With LoRA the reference is the policy without its adapters.
-        self.reference = self.whole / self.N if config.policy.kl_coef and not self.lora.rank else 0
+        self.reference = self.whole / self.shards if config.policy.kl_coef and not self.lora.rank else 0
         self.phases, self.host = (
             {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
             for sizes in (self._phases(), self._host())
@@ -112,7 +113,7 @@ class Memory:
         """In the dtype of what is trained; float32 adapters. With grad_sync "last" whole float32 sums, unsharded."""
         if self.N > 1 and self.config.optim.grad_sync == "last":
             return 4 * self.trained
-        return (4 if self.lora.rank else self.w) * self.trained / self.N
+        return (4 if self.lora.rank else self.w) * self.trained / self.shards
 
     def _layer_saved(self) -> int:
         """What one decoder layer keeps for its backward pass."""
@@ -193,7 +194,7 @@ class Memory:
         s, optim, offloaded = self.shape, self.config.optim, self.config.policy.offload_reference
         adapters = 4 * self.trained if self.lora.rank else 0
         optimizer = 0 if optim.offload else self.optimizer
-        weights = {"weights": (self.whole + adapters) / self.N, "critic": self.critic, "optimizer": optimizer}
+        weights = {"weights": (self.whole + adapters) / self.shards, "critic": self.critic, "optimizer": optimizer}
         resident = weights | {"reference": 0 if offloaded else self.reference}
         training = resident | {"gradients": self._gradients()}
         awake = self._engine() | {"overhead": OVERHEAD}
@@ -204,7 +205,8 @@ class Memory:
         forward = self._layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
         activations, head = self._update()
         # The step: the state of one parameter at a time, where it is offloaded.
-        step = self.state * max(s.embedding, 2 * s.experts * s.intermediate * s.hidden) / self.N if optim.offload else 0
+        largest = max(s.embedding, 2 * s.experts * s.intermediate * s.hidden)
+        step = self.state * largest / self.shards if optim.offload else 0
         server = {"server": self._server(self.tensor_parallel) | {"overhead": OVERHEAD}} if self.served else {}
         return {
             "rollout": resident | awake,
@@ -230,7 +232,7 @@ class Memory:
         # A rank's weights and optimizer state are copied where half of the room holds them; else a part at a time.
         room = (self.host_gib or 0) * GIB - sum(resident.values())
         self.copied = n * self.saved <= room / 2
-        part = min(CHECKPOINT_PART, self.saved) + self.c * s.embedding / self.N
+        part = min(CHECKPOINT_PART, self.saved) + self.c * s.embedding / self.shards
         return {
             "load": processes | loaded,
             "update": resident | {"activations": activations},

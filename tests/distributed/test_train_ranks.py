@@ -49,9 +49,10 @@ def words_of(folder, start, name, *options, **changes):
     return ["train", str(recipe), "--run.name", name, *options]
 
 
-def train(folder, start, name, *options, gpus=1, **changes):
-    """The directory of a finished run, in a forked process for each rank."""
-    found = run_ranks([words_of(folder, start, name, *options, **changes)] * gpus, [folder] * gpus, on_host=gpus)
+def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
+    """The directory of a finished run, in a forked process for each rank; `on_host` of them a machine (0: all)."""
+    words = words_of(folder, start, name, *options, **changes)
+    found = run_ranks([words] * gpus, [folder] * gpus, on_host=on_host or gpus)
     assert [code for code, _ in found] == [0] * gpus, found
     return folder / name
 
@@ -138,6 +139,47 @@ def test_two_ranks_with_an_engine_each(start, tmp_path):
     assert 0 < distance(weights(two), weights(one)) < 1e-5
     last = json.loads((two / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["health/sampler_mismatch"] < 1e-4 and last["optim/grad_norm"] > 0
+
+
+HELD = """
+from pathlib import Path
+class Held:
+    def on_start(self, run):
+        parameters = list(run.policy.parameters())
+        here, whole = sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
+        Path(f"held-{run.ranks.rank}").write_text(str(here / whole))
+"""
+
+
+@pytest.mark.slow
+def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path):
+    """Policy and critic sharded within a machine, a copy on each; and more ranks than tasks."""
+    ppo = {"advantage_type": "ppo", "critic_lr": 3e-3, "rollout_tasks": 3, "optim_minibatch_samples": 16}
+    node = {"gpus": 4, "on_host": 2, "model_shard": "node", "run_callbacks": ["held.py:Held"]}
+    (tmp_path / "held.py").write_text(HELD)
+    one, four = (
+        train(tmp_path, start, "one", run_updates=1, **ppo),
+        train(tmp_path, start, "four", run_updates=1, **ppo, **node),
+    )
+    assert [float((tmp_path / f"held-{rank}").read_text()) for rank in range(4)] == pytest.approx([0.5] * 4, abs=0.02)
+    for file in ("model", "critic_model", "optimizer", "critic_optimizer"):
+        assert weights(one, file).keys() == weights(four, file).keys()
+        assert distance(weights(four, file), weights(one, file)) < 1e-5
+    assert distance(weights(four), weights(one)) > 0
+    lines = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (one, four)]
+    for key in ("policy/loss", "wm/loss", "critic/loss", "optim/grad_norm", "critic/grad_norm", "eval/success"):
+        assert lines[1][key] == pytest.approx(lines[0][key], rel=1e-4)
+    assert distance(load_file(four / "hf" / "model.safetensors"), weights(four)) == 0
+
+    # What either saved the other resumes.
+    shutil.copytree(one, tmp_path / "one-as-four")
+    shutil.copytree(four, tmp_path / "four-as-one")
+    later = [train(tmp_path, start, name, "--resume", "auto", run_updates=2, **ppo, **how)
+             for name, how in (("one", {}), ("one-as-four", node), ("four-as-one", {}))]  # fmt: skip
+    apart = [
+        distance(weights(run, file), weights(later[0], file)) for run in later for file in ("model", "critic_model")
+    ]
+    assert max(apart) < 1e-5, apart
 
 
 OUT_OF_MEMORY = """

@@ -87,6 +87,8 @@ def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
     assert half.peak <= 76.0 and one.phases == two.phases
     assert two.host["update"]["processes"] == half.host["update"]["processes"]
     assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
+    copies = Plan(low_memory(model__shard="node"), shape_of(NAME), gpus=16, gpu_gib=80.0, hosts=2)
+    assert copies.phases == half.phases and copies.host == half.host
 
 
 def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
@@ -208,7 +210,9 @@ def test_what_follows_a_rollout():
     # Cut into small micro-batches, gathers over the network take longer than the arithmetic.
     small = low_memory(optim__micro_batch_tokens=1024)
     one, two = (Plan(small, shape, hosts=hosts, **cards) for hosts in (1, 2))
+    copies = Plan(changed(small, {"model.shard": "node"}), shape, hosts=2, **cards)
     assert two.seconds["update"] > 1.5 * one.seconds["update"]
+    assert one.seconds["update"] < copies.seconds["update"] < two.seconds["update"]
 
 
 @pytest.mark.parametrize("run", [run for run in PAGES.RUNS if run.held], ids=lambda run: f"{run.model}-{run.length}")
