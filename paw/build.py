@@ -20,6 +20,7 @@ from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
+from paw.model.folder import on_this_machine
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
@@ -52,6 +53,8 @@ class Parts:
     engine: Engine
     learners: list[Learner]
     encode_observation: Callable[[str], list[int]]
+    path: str
+    """Of the model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
     """Of run.json: start (the model it began from), backend of the head, warmup_s."""
 
@@ -118,11 +121,18 @@ def build(
     `run` is the directory of a run to resume, which began from its own warm-up model.
     """
     device = pick_device(config.model.device)
-    backend = pick_backend(config.model.head_backend, device, config.model.dtype)
-    attention = pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
+
+    def pick() -> tuple[str, str]:
+        backend = pick_backend(config.model.head_backend, device, config.model.dtype)
+        return backend, pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
+
+    backend, attention = ranks.everywhere(pick)
+    other = "rank {} has other kernels than rank 0: install the same, or name some in model.attention and head_backend"
+    ranks.agree(f"{backend} {attention}", other)
     began = time.monotonic()
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
+    path = on_this_machine(path, ranks)
     servers = None
     if config.engine.servers and ranks.first:
         from paw.rollout.engines.servers import start_servers
@@ -130,7 +140,7 @@ def build(
         folder = config.run.dir / config.run.name / "servers"
         servers = start_servers(config, path, folder, device=device, ranks=ranks, entropy=wants_entropy(config))
         stack.callback(servers.close)
-    tokenizer = load_tokenizer(path)
+    tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
 
     alone, ppo = ranks.world_size == 1, config.advantage.type == "ppo"
@@ -205,5 +215,6 @@ def build(
         learners=learners,
         # environments repeat themselves
         encode_observation=lru_cache(65536)(lambda text: chat.observation_ids(text, config.wm.max_tokens)),
+        path=path,
         info=info,
     )

@@ -11,10 +11,13 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from paw import __version__
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
+
+if TYPE_CHECKING:
+    from paw.config import Config
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (docs/keys.md has all keys)"
 SHORT = {"--agent": "agent.type", "--env": "env.name", "--endpoint": "endpoint.url", "--model": "endpoint.model"}
@@ -69,6 +72,10 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
     except UserError as error:
         to_stderr(f"paw: {clean(error, LINE_CHARS)}")
+        if "RANK" in os.environ:
+            from paw.model.parallel import decline
+
+            decline(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -137,7 +144,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.recipe import load_named, warnings
-    from paw.state.claim import check_free, run_names
+    from paw.state.claim import run_names
 
     resume, numbered = options.resume, "run.name" not in overrides
     config = load_named(options.recipe, overrides)
@@ -152,22 +159,12 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     if config.endpoint.url:
         why = "an endpoint plays in `paw eval`, it cannot be trained"
         raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
-    # What needs no model is checked before torch is loaded, which takes seconds.
-    if "RANK" not in os.environ:  # a rank's directory is that of rank 0, maybe of another machine
-        check_free(config.run.dir / name, resume=resume)
-    data = getattr(config.env, "data", None)
-    if data and not data.expanduser().exists():
-        from paw.envs import make_factory
-
-        make_factory(config)  # says what is missing and how to get it
-    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
-        from paw.hub import check_hub
-
-        check_hub(config.model.path)
     if "RANK" in os.environ:
         from paw.model.launcher import die_with_launcher
 
         die_with_launcher()
+    else:
+        _check(config, name, resume)
     if options.gpus != 1:
         from paw.model.launcher import launch
 
@@ -181,6 +178,23 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     if os.environ.get("RANK", "0") == "0" and report.is_file():
         print(f"report: {report}")
     return 0
+
+
+def _check(config: "Config", name: str, resume: str) -> None:
+    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have met: all are to know
+    what one of them, maybe on another machine, lacks."""
+    from paw.state.claim import check_free
+
+    check_free(config.run.dir / name, resume=resume)
+    data = getattr(config.env, "data", None)
+    if data and not data.expanduser().exists():
+        from paw.envs import make_factory
+
+        make_factory(config)  # says what is missing and how to get it
+    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
+        from paw.hub import check_hub
+
+        check_hub(config.model.path)
 
 
 def _unknown(word: str, overrides: bool) -> str:

@@ -19,6 +19,7 @@ from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
+from paw.envs.base import EnvFactory
 from paw.errors import LINE_CHARS, UserError, clean, to_stderr
 from paw.files import write_file, writing
 from paw.model.policy import Policy, full_parameters, pick_device
@@ -85,7 +86,7 @@ class Run(Parts):
         if self.config.rollout.ahead:
             from paw.rollout.ahead import Ahead
 
-            now = Ahead(now, self.info["start"])
+            now = Ahead(now, self.path)
         return now
 
     def call(self, hook: str, *given: Any) -> None:
@@ -293,7 +294,6 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     plugins = [load("callbacks", name) for name in names]
     callbacks = [plugin() if isinstance(plugin, type) else plugin for plugin in plugins]
     device = pick_device(config.model.device)
-    check_extras(config, device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     episodes = config.rollout.tasks * config.rollout.group_size
@@ -304,12 +304,20 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     if config.model.shard == "node":
         why = "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; start as many on each"
         ranks.agree(str(ranks.on_host), f"{why}, or use --model.shard world")
+    ranks.everywhere(lambda: check_extras(config, device))
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
     places = claim_places(directory, ranks, stack, resume=resume)
-    factory = check_environment(config)
-    check_memory(config, device, ranks)
+
+    def check() -> EnvFactory:
+        check_memory(config, device, ranks)
+        return check_environment(config)
+
+    factory = ranks.everywhere(check)
+    if ranks.world_size > 1:
+        other = "rank {} has other games than rank 0: its machine needs the same files for env.name = "
+        ranks.agree(factory.fingerprint(), f"{other}'{config.env.name}'")
     parts = build(
         config, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
     )

@@ -12,7 +12,7 @@ import socket
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate, pairwise
@@ -36,6 +36,7 @@ from paw.model.watchdog import Watchdog
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
 """Variable of rank 0: the open socket for the store, from `paw train --gpus`."""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
 """For the ranks to find each other."""
 FOREVER = timedelta(days=30)
@@ -46,6 +47,8 @@ class DistributedRanks(Ranks):
     """This process among its peers."""
 
     _mesh: DeviceMesh | None = None
+    met = False
+    """Whether this process has heard from all others."""
 
     def __init__(
         self, rank: int, world_size: int, on_host: int, device: torch.device, *, peer_timeout_s: float = 600.0
@@ -63,7 +66,8 @@ class DistributedRanks(Ranks):
             for library in ("GLOO", "NCCL"):  # nothing of this machine's ranks concerns the network
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
         try:
-            store, watched = _stores(rank, world_size)
+            store, watched = _stores(rank)
+            _meet(store, rank, world_size)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
         except (ValueError, RuntimeError, OSError) as error:
@@ -134,7 +138,8 @@ class DistributedRanks(Ranks):
     def agree(self, text: str, otherwise: str) -> None:
         digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
         if len(set(digests)) > 1:
-            raise UserError(otherwise.format(next(i for i, digest in enumerate(digests) if digest != digests[0])))
+            other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+            raise UserError(otherwise.replace("{}", str(other)))
 
     def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, apart: bool = False) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
@@ -210,7 +215,30 @@ def exit_now() -> NoReturn:
     os._exit(0)
 
 
-def _stores(rank: int, world: int) -> tuple[Any, Any]:
+def decline(why: str) -> None:
+    """Tell the other ranks, which wait for this one, why it does not come. Nothing where they have met."""
+    with suppress(UserError, RuntimeError, OSError):
+        rank = _variable("RANK", 0)
+        if not DistributedRanks.met and (rank or _AGENT_STORE in os.environ):
+            store, _ = _stores(rank, timedelta(seconds=30))
+            store.set(_start_key(rank), f"rank {rank}: {why}")
+
+
+def _meet(store: Any, rank: int, world: int) -> None:
+    """Wait for all ranks. PeerLostError where one declines."""
+    store.set(_start_key(rank), "here")
+    words = store.multi_get([_start_key(other) for other in range(world)])
+    DistributedRanks.met = True
+    for word in words:
+        if word != b"here":
+            raise PeerLostError(word.decode())
+
+
+def _start_key(rank: int) -> str:
+    return f"paw/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
     """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has.
 
     torch's own would listen on every interface; this one on MASTER_ADDR's alone where that is of this machine only.
@@ -218,12 +246,13 @@ def _stores(rank: int, world: int) -> tuple[Any, Any]:
     host, port = os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)
     if not host or not port:
         raise UserError("MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun")
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    options: dict[str, Any] = {}
+    opens = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    first = options | {"is_master": opens}
     if opens and (listening := os.environ.pop(STORE, None)):
-        options["master_listen_fd"] = int(listening)
+        first["master_listen_fd"] = int(listening)
     elif opens and (host == "localhost" or host.startswith("127.")):
-        options["master_listen_fd"] = socket.create_server((host, port)).detach()
+        first["master_listen_fd"] = socket.create_server((host, port)).detach()
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = connect(host, port, world, opens, timeout=MEETING, **options)
-    return store, connect(host, port, is_master=False, timeout=MEETING, wait_for_workers=False)
+    store = connect(host, port, **first)
+    return store, connect(host, port, **options)

@@ -48,6 +48,12 @@ class Ranks:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a tensor in host memory with that of the rank `source`."""
 
+    def everywhere(self, make: Callable[[], T]) -> T:
+        """What this rank makes with what its machine has, see `together`."""
+        made: list[T] = []
+        self.together(lambda: made.append(make()))
+        return made[0]
+
     def agree(self, text: str, otherwise: str) -> None:
         """Raise UserError on all ranks where one has another text than rank 0: `otherwise`, with that rank for {}."""
 
