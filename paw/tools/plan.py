@@ -50,7 +50,7 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's own engine",
     "host": "measured: 1.5 us a token on a CPU core",
-    "checkpoint": "published: 1.6 GB/s, or where host memory has room assumed: a copy; over run.save_every updates",
+    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a copy; by run.save_every",
 }
 """Of each component of an update's seconds."""
 
@@ -172,7 +172,7 @@ class Plan(Memory):
         moved = 4 * self.stored / self.shards / self.bandwidth  # weights and gradients, read and written
         sent = self.c * (self.trained if self.lora.rank else s.parameters)
         rates = {"files": FILES, "nccl": NCCL, "auto": NCCL} if self.served else {}
-        saved = self.saved / PCIE if self.copied else self.shards * self.saved / FILES
+        saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
         return {
             "score": max((acting * scored + judging) / rate, scored * micro * gather),
             "update": optim.epochs * (max(learning / rate, micro * (2 * gather + reduce)) + copied),
