@@ -201,8 +201,9 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     """What comes of it does not depend on their number; a group is too small only when all have said what they have."""
     alone = Rollouts(Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails)
     table, meeting = [None] * world, threading.Barrier(world)
+    encode = {"encode_observation": lambda text: [len(text), 1]}
     ranks = [Rollouts(alone.factory, make_engine(model), make_chat(), CONFIG, ranks=Together(rank, table, meeting),
-                      agent=one_fails) for rank in range(world)]  # fmt: skip
+                      agent=one_fails, **encode) for rank in range(world)]  # fmt: skip
     tasks = train_tasks(alone.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
     own = [rank.play_own(tasks, **options) for rank in ranks]
@@ -211,6 +212,9 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     assert all(a < b for a, b in itertools.pairwise(filter(None, played)))
     sizes = [len(members) + len(stats.failed) for members, (_, stats) in zip(played, own, strict=True)]
     assert max(sizes) - min(sizes) <= 1
+    firsts = [episode for groups, _ in own for episode in episodes_of(groups) if episode.member == 0]
+    for turn in (turn for episode in firsts for turn in episode.turns):  # no entropies, and other weights meanwhile
+        turn.versions, turn.entropy = [7] * len(turn.response_ids), None
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(lambda rank, its: rank.share(its, tasks, size), ranks, own))
     wanted, stats = play(alone, tasks, group_size=size)
@@ -219,11 +223,16 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
         assert [(g.task, g.place) for g in groups] == [(g.task, g.place) for g in wanted]
         assert vars(its).keys() == vars(stats).keys() and its.metrics() == stats.metrics()
         assert its.failures == stats.failures
-        for ours, theirs in zip(turns_of(groups), turns_of(wanted), strict=True):
+        members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]
+        for member, ours, theirs in zip(members, turns_of(groups), turns_of(wanted), strict=True):
             assert (ours.prompt_ids, ours.response_ids) == (theirs.prompt_ids, theirs.response_ids)
             assert (ours.outcome, ours.version) == (theirs.outcome, theirs.version)
             assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
-            assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
+            assert ours.observation_ids == [len(ours.outcome.observation), 1]
+            if member:
+                assert ours.versions is None and ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
+            else:
+                assert ours.versions == [7] * len(ours.response_ids) and ours.entropy is None
 
 
 def test_environments_are_closed_once(model):
