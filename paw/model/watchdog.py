@@ -12,7 +12,8 @@ from typing import Any
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""For a phase that no update has been through yet, as loading."""
+"""For a phase that no update has been through yet, as loading, and for "save": some begin a checkpoint, others wait for
+the disk."""
 DONE = -1
 
 
@@ -60,7 +61,7 @@ class Watchdog:
                     " is stopped, or its machine is gone"
                 )
         bound = self.timeout_s + max(self._longest.values(), default=0) * TICK_S
-        if self._phase not in self._longest:
+        if self._phase not in self._longest or self._phase == "save":
             bound = max(bound, PATIENCE_S)
         spent = (self._tick - self._moved) * TICK_S
         if spent <= bound + 2 * TICK_S:  # a rank that was stopped in this phase is found silent first

@@ -122,6 +122,11 @@ def test_machines_that_share_no_disk_keep_their_own_shards(start, tmp_path):  # 
     assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing: rank 1 wrote it" in line
     assert "no other checkpoint in" in line
 
+    (runs[1].parents[1] / "taken/checkpoints/step_000001").mkdir(parents=True)  # of another run
+    (code, line), (other, its) = two_machines(tmp_path, recipe, "--run.name", "taken")
+    assert (code, other) == (3, 2) and line == f"paw: rank 1: {its[5:]}"
+    assert its.startswith(f"paw: {runs[1].parents[1] / 'taken'} holds a run already; use --resume auto, or another")
+
 
 @contextmanager
 def started(commands, folder):
