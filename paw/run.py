@@ -28,6 +28,7 @@ from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
+from paw.rollout.sync import StaleWeightsError
 from paw.state.claim import claim, claim_places
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
@@ -158,6 +159,13 @@ class Run(Parts):
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
+
+    def play_again(self, error: StaleWeightsError) -> None:
+        """Leave the servers out that have other weights, for good. Raises the error where no others are left, or where
+        episodes that are played ahead have tokens of them too."""
+        if self.config.rollout.ahead or not self.engine.leave_out(error.servers):
+            raise error
+        self.say(f"update {self.step + 1}: {error}; {', '.join(error.servers)} left out, its episodes are played again")
 
     # --- between updates ---------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from paw.model.ranks import full_tensor
 from paw.rollout.episode import bind
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
-from paw.rollout.sync import push_weights, sampler_mismatch
+from paw.rollout.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
 from paw.types import Group, Sample
@@ -65,11 +65,13 @@ def update(run: Run, rollouts: Rollouts) -> None:
     if not groups:  # told to stop
         return
     run.engine.sleep()  # until the next weights: training needs the memory
-    log.update(rollout_metrics(groups + sampled.uniform))
-    log.update(sampled.metrics())
-
-    with run.clock("score"):
-        samples = prepare(run, groups)
+    log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
+    try:
+        with run.clock("score"):
+            samples = prepare(run, groups)
+    except StaleWeightsError as error:
+        run.play_again(error)
+        return update(run, rollouts)
     with run.clock("update"):
         log.update(optimize(run, samples))
     run.step += 1
@@ -174,9 +176,8 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
             "resume an earlier checkpoint with a lower optim.lr"
         )
     if pass_needed:
-        current = [[version == run.step for version in sample.versions] for sample in samples]
-        sampled = [sample.sampled_logp for sample in samples]
-        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], sampled, current))
+        sampled, servers = [sample.sampled_logp for sample in samples], sampled_by(samples, run.step)
+        run.metrics.update(sampler_mismatch([logp for logp, _ in scored], sampled, servers))
     for sample, (logp, entropy) in zip(samples, scored, strict=True):
         sample.old_logp = sample.sampled_logp if from_engine else logp
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
@@ -262,20 +263,19 @@ def zero_gradient(config: Config, sample: Sample) -> bool:
     """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
     options = config.policy
     others = options.kl_coef > 0.0 or options.entropy_coef > 0.0 or options.loss not in ("ppo", "cispo", "gspo")
-    learns = others or any(sample.advantages)
-    return not learns and sample.wm_weight == 0.0
+    return not (others or any(sample.advantages) or sample.wm_weight)
 
 
 def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples: list[Sample]) -> dict[str, float]:
     """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step. Of
     this rank's, the entropies too, where the sampler gives any."""
-    action, current = ~tokens.observation, [version == run.step for sample in samples for version in sample.versions]
+    action, servers = ~tokens.observation, [server for part in sampled_by(samples, run.step) for server in part]
     entropy = [value for sample in samples for value in sample.sampled_entropy or []]
     rows = [out.logp[action].tolist(), tokens.sampled_logp[action].tolist()]
-    (ours, theirs), of = zip(*run.ranks.gather_rows(rows, float), strict=True), run.ranks.gather(current)
+    (ours, theirs), of = zip(*run.ranks.gather_rows(rows, float), strict=True), run.ranks.gather(servers)
     if all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
-        if len(entropy) == len(current):
-            sampler_mismatch([out.entropy[action].tolist()], [entropy], [current], what="entropies")
+        if len(entropy) == len(servers):
+            sampler_mismatch([out.entropy[action].tolist()], [entropy], [servers], what="entropies")
         return sampler_mismatch(ours, theirs, of)
     return {}
 

@@ -60,6 +60,8 @@ class Turn:
     """Of each response token, where it changed."""
     observation_ids: list[int] | None = None
     """Of the outcome's observation, where the rank that played it has encoded it."""
+    server: str = ""
+    """URL of the server that sampled it, where there are servers."""
 
 
 @dataclass
@@ -112,6 +114,8 @@ class Sample:
     sampled_entropy: list[float] | None = None
     versions: list[int] = field(default_factory=list)
     """Weight version that each response token was sampled from."""
+    server: str = ""
+    """URL of the server that sampled the response, where there are servers."""
     score: float = 0.0
     """Episode return less this sample's own invalid penalty."""
     episode_return: float = 0.0

@@ -57,6 +57,7 @@ def to_samples(
                         sampled_logp=turn.sampled_logp,
                         sampled_entropy=turn.entropy,
                         versions=turn.versions or [turn.version] * len(turn.response_ids),
+                        server=turn.server,
                         score=episode_return - penalty,
                         episode_return=episode_return,
                         reward=turn.outcome.reward,

@@ -255,6 +255,7 @@ class EngineModel(Model):
         versions = sampled.versions and sampled.versions[:n]
         turn.version = min(versions) if versions else self.player.engine.version
         turn.versions = versions if versions and len(set(versions)) > 1 else None
+        turn.server = sampled.server
         turn.response = opened + chat.decode(turn.response_ids)
         if not isinstance(context, str):
             self.said = [*(message["content"] for message in context), turn.response]

@@ -1,7 +1,8 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain, compress
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from paw.errors import UserError
 from paw.model.policy import full_parameters
 from paw.rollout.engines.base import Engine
+from paw.types import Sample
 
 LIMIT, TOLERATED = 0.5, 0.05
 """Nats that a token's two log-probs may differ by, and the share of tokens that may be beyond it. Rounding costs up to
@@ -16,7 +18,11 @@ LIMIT, TOLERATED = 0.5, 0.05
 
 
 class StaleWeightsError(UserError):
-    """The sampler's log-probabilities are not those of the trainer's weights."""
+    """The sampler's log-probabilities are not those of the trainer's weights. `servers`: of whose tokens."""
+
+    def __init__(self, message: str, servers: Sequence[str]) -> None:
+        super().__init__(message)
+        self.servers = servers
 
 
 class Weights:
@@ -50,27 +56,38 @@ def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
     engine.sync(Weights(model, engine.checkpoint_names), version)
 
 
+def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
+    """Which server sampled each response token, "" where there are none; None for tokens of other weights."""
+    return [[sample.server if made == version else None for made in sample.versions] for sample in samples]
+
+
 def sampler_mismatch(
     trainer: Sequence[list[float]],
     sampled: Sequence[list[float]],
-    current: Sequence[list[bool]] | None = None,
+    servers: Sequence[Sequence[str | None]] | None = None,
     what: str = "log-probs",
 ) -> dict[str, float]:
     """health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's log-probs of some
-    responses are from the sampler's. Of the tokens that are `current`, sampled from these weights; {} for none.
+    responses are from the sampler's. `servers`: who sampled each token, those of None are left out; {} for none.
 
-    StaleWeightsError when more than `TOLERATED` are beyond `LIMIT`, or not finite.
+    StaleWeightsError when more than `TOLERATED` of a server's are beyond `LIMIT`, or not finite.
     """
-    pairs = zip(chain(*trainer), chain(*sampled), strict=True)
-    distances = [abs(a - b) for a, b in (compress(pairs, chain(*current)) if current is not None else pairs)]
+    of = chain(*servers) if servers is not None else ("" for part in trainer for _ in part)
+    distances: dict[str, list[float]] = defaultdict(list)
+    for ours, theirs, server in zip(chain(*trainer), chain(*sampled), of, strict=True):
+        if server is not None:
+            distances[server].append(abs(ours - theirs))
     if not distances:
         return {}
-    off = sum(not d <= LIMIT for d in distances) / len(distances)  # a NaN is off as well
-    largest, mean = max(distances), sum(distances) / len(distances)
-    if off > TOLERATED:
+    off = {server: sum(not d <= LIMIT for d in found) / len(found) for server, found in distances.items()}  # NaN too
+    wrong = [server for server, share in sorted(off.items()) if share > TOLERATED]
+    every = list(chain(*(distances[server] for server in wrong or distances)))
+    largest, mean = max(every), sum(every) / len(every)
+    if wrong:
+        where = ", ".join(f"{off[url]:.0%} of {len(distances[url])} tokens" + (url and f" of {url}") for url in wrong)
         raise StaleWeightsError(
-            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on {off:.0%}"
-            f" of {len(distances)} tokens (mean {mean:.3g}, max {largest:.3g}); the engine does not hold the"
-            " weights it was sent"
+            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on {where}"
+            f" (mean {mean:.3g}, max {largest:.3g}); the engine does not hold the weights it was sent",
+            wrong,
         )
     return {"health/sampler_mismatch": largest, "health/sampler_mismatch_mean": mean}

@@ -196,7 +196,7 @@ def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     bad.habit = habit
     found = ask(engine)
     assert [completion.token_ids for completion in found] == [[(key + i) % 50 for i in range(4)] for key in range(6)]
-    assert not any(completion.failure for completion in found)
+    assert not any(completion.failure for completion in found) and {c.server for c in found} == {good.url}
     assert bad.asked and list(engine.faults) == [bad.url]
     assert HABITS[habit] in engine.faults[bad.url]
     told = capsys.readouterr().err
@@ -208,6 +208,15 @@ def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     push_weights(nn.Linear(2, 3), engine, version=2)
     assert not engine.faults and not any(completion.failure for completion in ask(engine))
     assert bad.asked > before
+
+
+def test_a_server_that_is_left_out_gets_nothing_any_more(connected):
+    bad, good = Peer(), Peer()
+    engine = connected(bad, good)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    assert engine.leave_out([bad.url]) and not engine.leave_out([good.url])
+    push_weights(nn.Linear(2, 3), engine, version=2)
+    assert {completion.server for completion in ask(engine)} == {good.url} and bad.version == "1"
 
 
 def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(connected):
@@ -294,7 +303,8 @@ def test_a_response_that_is_complete_ends_the_request(connected):
 def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
     """No token is of weights older than `ahead` updates; those that failed, or whose process was killed, are played
     again; the end drops the rest."""
-    engine, updates, K = connected(Peer(), Peer()), 6, 2
+    peers, updates, K = (Peer(), Peer()), 6, 2
+    engine, urls = connected(*peers), [peer.url for peer in peers]
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=K),
@@ -311,7 +321,8 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         turns, wanted = ([t for g in played for e in g.trajectories for t in e.turns] for played in (groups, expected))
         assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(turns) > 4
         assert [(g.task, g.task.payload) for g in groups] == [(g.task, g.task.payload) for g in expected]
-        assert all(step - K <= turn.version <= step for turn in turns) and stats.response_tokens
+        assert all(step - K <= turn.version <= step and turn.server in urls for turn in turns)
+        assert stats.response_tokens
         assert sorted(rollouts._playing) == [u for u in range(step + 1, step + K + 1) if u < updates]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     told = capfd.readouterr().err

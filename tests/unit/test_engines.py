@@ -172,6 +172,9 @@ def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
     assert sampler_mismatch([*same, [-2.0]], [*same, [-1.0]])["health/sampler_mismatch"] == 1.0
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
         sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
+    servers = [["http://b"] * 4 + [None], ["http://a"] * 99]  # None: of other weights
+    with pytest.raises(StaleWeightsError, match=r"0\.5 nats on 100% of 4 tokens of http://b \(mean 2, max 2\)"):
+        sampler_mismatch([[-1.0] * 5, *same], [[-3.0] * 5, *same], servers)
     with pytest.raises(StaleWeightsError):
         sampler_mismatch([[float("nan")]], [[-1.0]])
     with pytest.raises(ValueError, match="zip"):

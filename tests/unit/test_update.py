@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import statistics
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -195,6 +196,40 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
         with pytest.raises(StaleWeightsError, match="the engine does not hold the weights it was sent"):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
         assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
+
+
+class TwoServers(TransformersEngine):
+    """Answers by turns as two servers, of which those that are `wrong` have other weights."""
+
+    def __init__(self, *args, wrong, **options):
+        super().__init__(*args, **options)
+        self.urls, self.wrong = ["http://a", "http://b"], wrong
+
+    def step(self):
+        found = []
+        for completion in super().step():
+            url = self.urls[completion.key % len(self.urls)]
+            logp = [value - (url in self.wrong) for value in completion.logp]
+            found.append(replace(completion, server=url, logp=logp))
+        return found
+
+    def leave_out(self, servers):
+        self.urls = [url for url in self.urls if url not in servers] or self.urls
+        return not set(self.urls) & set(servers)
+
+
+def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(start, tmp_path, capsys):
+    config = make_config(start, tmp_path)
+    with open_run(config) as run:
+        run.engine = TwoServers(run.policy.lm, end_ids=run.chat.end_ids, wrong=["http://b"])
+        push_weights(run.policy.lm, run.engine, version=0)
+        update(run, Rollouts(run.factory, run.engine, run.chat, config))
+        assert run.step == 1 and run.log.history[-1]["health/sampler_mismatch"] < 1e-4
+        told = capsys.readouterr().out
+        assert "more than 0.5 nats on 100% of" in told and "http://b left out" in told and "http://a" not in told
+        run.engine.wrong = ["http://a"]
+        with pytest.raises(StaleWeightsError, match="http://a"):
+            update(run, Rollouts(run.factory, run.engine, run.chat, config))
 
 
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])

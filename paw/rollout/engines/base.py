@@ -5,7 +5,7 @@ queued in one step; vLLM batches continuously.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Completion:
     """Prompt tokens served from the prefix cache."""
     versions: list[int] | None = None
     """Of the weights that each token was sampled from; None: all from the engine's."""
+    server: str = ""
+    """URL of the server that answered."""
     failure: str = ""
     """Why nothing was sampled, through no fault of the request: it fails its episode."""
 
@@ -94,6 +96,10 @@ class Engine(ABC):
     def sleep(self) -> None:
         """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
         self._must_be_idle("sleep")
+
+    def leave_out(self, servers: Collection[str]) -> bool:
+        """Ask nothing of these any more; False where no others are left. Nothing may be pending."""
+        return False
 
     def close(self) -> None:
         self._requests.clear()

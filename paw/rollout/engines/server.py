@@ -253,7 +253,7 @@ class Fleet:
             if entropy is not None and len(entropy) != len(ids):
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
-        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions)
+        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.url)
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
         """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
@@ -349,6 +349,11 @@ def open_fleet(
     config: Config, end_ids: Collection[int], device: torch.device, ranks: Ranks, servers: Servers | None, entropy: bool
 ) -> Fleet:
     """The servers of engine.urls, or those that rank 0 has started, once they answer; a call of all ranks.
+    def leave_out(self, servers: Collection[str]) -> bool:
+        others = [server for server in self.fleet.servers if server.url not in servers]
+        self.fleet.servers = others or self.fleet.servers
+        return bool(others)
+
 
     Raises UserError for one that does not come up.
     """
