@@ -133,12 +133,13 @@ def build(
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
     path = on_this_machine(path, ranks)
-    servers = None
+    lora, servers = config.lora if config.lora.rank and config.lora.send == "adapters" else None, None
     if config.engine.servers and ranks.first:
         from paw.rollout.engines.servers import start_servers
 
         folder = config.run.dir / config.run.name / "servers"
-        servers = start_servers(config, path, folder, device=device, ranks=ranks, entropy=wants_entropy(config))
+        own: Any = {"entropy": wants_entropy(config), "lora": lora}
+        servers = start_servers(config, path, folder, device=device, ranks=ranks, **own)
         stack.callback(servers.close)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
@@ -175,7 +176,7 @@ def build(
 
         for model in models:
             apply_liger(model.lm)
-    apart = {"own_weights": not alone, "check": ranks.first}
+    apart: Any = {"lora": lora, "own_weights": not alone, "check": ranks.first}
     engine = make_engine(config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart)
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs

@@ -29,7 +29,7 @@ from paw.values import (
 )
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
-FLASH = Only("optim.name", ("flash-adamw",))
+FLASH, LORA = Only("optim.name", ("flash-adamw",)), Only("lora.rank")
 SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
 _DEFAULT: Any = {}  # validated like a table: a plug-in's section has the plug-in's type
 
@@ -99,16 +99,16 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters instead of the weights; the engine and the export get the merged weights."""
+    """Train low-rank adapters instead of the weights; the export has the merged weights."""
 
     rank: Natural = 0
     """Rank of the adapters; 0 trains every weight."""
-    alpha: Annotated[Positive, Only("lora.rank")] = 32.0
+    alpha: Annotated[Positive, LORA] = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: Annotated[list[str], Only("lora.rank")] = [
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    ]  # fmt: skip
+    targets: Annotated[list[str], LORA] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers that get adapters."""
+    send: Annotated[Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))] = "adapters"
+    """What vLLM gets after each update: adapters alone, beside the base weights that it has, or merged weights."""
 
 
 class EnvConfig(PluginSection):

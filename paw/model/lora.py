@@ -3,7 +3,8 @@
     W' = W + alpha / rank * B A        W [out, in], A [rank, in] random and B [out, rank] zero at the start
 
 peft puts its layers into the model in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
-`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Engine and export see W' under the old names alone.
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM is sent
+those alone (or W'); the export, and the transformers engine of several ranks, see W' under the old names.
 The frozen weights stay in the dtype of the forward pass, the adapters in float32.
 """
 
@@ -78,6 +79,13 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     (key,) = layer.scaling
     a, b = (full_tensor(part[key].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.float(), b, a, alpha=layer.scaling[key]).to(weight.dtype)
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name as in peft's files, full tensor) of every A and B, one gathered at a time."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            yield f"base_model.model.{name.replace('.default.', '.')}", full_tensor(parameter.detach())
 
 
 def _layers(lm: nn.Module) -> list[Any]:

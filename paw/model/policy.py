@@ -125,8 +125,8 @@ class Policy(nn.Module):
             local_tensor(parameter).copy_(rows_like(parameter, tensors, name))
 
 
-def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged.
+def full_parameters(model: nn.Module, *, once: bool = False, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged, or without them.
 
     A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
     embedding's name does not reach.
@@ -138,7 +138,8 @@ def full_parameters(model: nn.Module, *, once: bool = False) -> Iterator[tuple[s
         if ".base_layer." in name:
             from paw.model.lora import merged
 
-            name, weight = name.replace(".base_layer.", "."), merged(model, name, weight)
+            weight = merged(model, name, weight) if merge else weight
+            name = name.replace(".base_layer.", ".")
         yield name, weight
 
 

@@ -92,7 +92,8 @@ class Ahead:
         self._pipe, self._lost = Connection(os.dup(self._socket.fileno())), None
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
         ranks, urls = now.ranks or Ranks(), [server.url for server in fleet.servers]
-        given = {"timeout_s": now.config.engine.timeout_s, "end_ids": fleet.end_ids, "entropy": fleet.entropy}
+        own = {"end_ids": fleet.end_ids, "entropy": fleet.entropy, "model": fleet.model}
+        given = own | {"timeout_s": now.config.engine.timeout_s}
         parts = now.config.model_dump_json(), self._model, now.engine.positions
         self._send(*parts, urls, (ranks.rank, ranks.world_size), given)
         self._send("expect", fleet.coming)

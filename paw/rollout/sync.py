@@ -26,15 +26,27 @@ class StaleWeightsError(UserError):
 
 
 class Weights:
-    """Every parameter of a Hugging Face causal LM as an engine takes them: each pass is a collective call of all
-    ranks where the model is sharded."""
+    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged: each pass is a
+    collective call of all ranks where the model is sharded."""
 
-    def __init__(self, model: nn.Module, checkpoint_names: bool) -> None:
-        self._model, self._checkpoint_names = model, checkpoint_names
+    def __init__(self, model: nn.Module, checkpoint_names: bool, merge: bool = True) -> None:
+        self._model, self._checkpoint_names, self._merge = model, checkpoint_names, merge
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one gathered at a time."""
-        return self._named(full_parameters(self._model))
+        return self._named(full_parameters(self._model, merge=self._merge))
+
+    @property
+    def base(self) -> "Weights":
+        """The same without adapters."""
+        return Weights(self._model, self._checkpoint_names, merge=False)
+
+    @property
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, full tensor) of LoRA's, for one pass."""
+        from paw.model.lora import adapters
+
+        return adapters(self._model)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of each, without gathering."""

@@ -1,6 +1,7 @@
 """vLLM's own server as the sampler: the tokens of the engine in the process, weights changed under running requests,
 servers that are killed, and nothing left behind."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +17,23 @@ import torch
 from forked import run_ranks
 from transformers import AutoModelForCausalLM
 
+from paw.config import LoraConfig
+from paw.errors import UserError
+from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
+from paw.rollout.engines.adapters import AdapterTransfer
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers, vllm_command
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
 from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.sync import push_weights
+from paw.rollout.sync import Weights, push_weights
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+LORA = LoraConfig(rank=4, alpha=8.0)
 LIMIT, GUESS = 512, Path(__file__).parents[2] / "docs" / "example_environment.py"
 
 
@@ -47,7 +54,7 @@ def folder(tmp_path_factory, tiny_llm):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    command = vllm_command(folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True)
+    command = vllm_command(folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True, lora=LORA)
     started = Servers(command, [[]], folder / "servers")
     started.wait()
     yield started
@@ -110,12 +117,14 @@ def wait_until(done, seconds=30):
     assert done()
 
 
-def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, tmp_path):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, tmp_path, rank):
     """By the sampler's log-probs and entropies: no log-prob pass."""
     where = {"env.name": f"{GUESS}:Guess", "model.path": folder, "run.dir": tmp_path, "run.name": "run"}
     engine = {"engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine"}
     own = {"policy.kl_coef": 0, "rollout.max_response_tokens": 8, "rollout.max_prompt_tokens": 500, "optim.lr": 1e-3}
     own |= {"rollout.ahead": 1, "run.updates": 3, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2}
+    own |= {"lora.rank": rank}
     settings = {key: value for key, value in (quick | where | engine | own).items() if not key.startswith("warmup.")}
     words = ["train", "quickstart", *(part for key, value in settings.items() for part in (f"--{key}", str(value)))]
     found = run_ranks([words, words], [tmp_path, tmp_path], on_host=2)
@@ -150,6 +159,91 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(folder, servers
     fleet.close()
 
 
+def adapted(model, seed):
+    """The model with adapters that no other seed gives."""
+    model = copy.deepcopy(model)
+    if seed == 0:
+        add_adapters(model, LORA, seed=0)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=g))
+    return model
+
+
+def test_adapters_alone_are_sent_also_under_running_requests(folder, servers, monkeypatch):
+    """In the process and to a server: tokens are those of the merged weights, each log-prob is that of one version."""
+    pytest.importorskip("peft")
+    base = make_model(folder, seed=1)
+    models = [adapted(base, seed=0)]
+    models.append(adapted(models[0], seed=1))
+    options = {"end_ids": [257], "timeout_s": 60, "ranks": Ranks()}
+    merging = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options)
+    whole = ServerEngine(merging, LIMIT)
+    push_weights(models[0], whole, version=0)
+    asked = requests()
+    expected = play(whole, asked)
+    merging.close()
+
+    adapters = AdapterTransfer(torch.float32, 60, None, LORA)
+    fleet = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options, adapters=adapters)
+    over_http = ServerEngine(fleet, LIMIT)
+    here = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, dtype="float32", lora=LORA)
+    for engine in (here, over_http):
+        push_weights(models[0], engine, version=0)
+        found = play(engine, asked)
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        for one, other in zip(found, expected, strict=True):
+            assert one.logp == pytest.approx(other.logp, abs=1e-4)
+    longest = max(asked, key=lambda request: len(request.prompt_ids))
+    assert play(over_http, [longest])[0].cached_tokens > 0 and play(here, [longest])[0].cached_tokens > 0
+
+    monkeypatch.setattr(Weights, "base", property(lambda self: pytest.fail("base weights were sent again")))
+    long = [replace(request, key=request.key + 100, max_tokens=350) for request in asked]
+    for request in long:
+        over_http.submit(request)
+    time.sleep(0.5)
+    push_weights(models[1], here, version=1)
+    push_weights(models[1], over_http, version=1)
+    completions = []
+    while over_http.pending:
+        completions += over_http.step()
+    assert {completion.failure for completion in completions} == {""}
+    assert {0, 1} in [set(completion.versions) for completion in completions]
+    for completion in completions:
+        request = next(request for request in long if request.key == completion.key)
+        of = [truth(model, request, completion)[0] for model in models]
+        right = [of[version][place] for place, version in enumerate(completion.versions)]
+        assert completion.logp == pytest.approx(right, abs=1e-4)
+    for engine in (here, over_http):
+        (again,) = play(engine, [longest])
+        assert again.logp == pytest.approx(truth(models[1], longest, again)[0], abs=1e-4)
+        assert again.cached_tokens == 0 or engine is over_http  # where the requests above computed it anew
+    for version in (2, 3):
+        push_weights(models[0], over_http, version=version)
+    assert [c.token_ids for c in play(over_http, asked)] == [c.token_ids for c in expected] and not fleet.faults
+    (held,) = adapters.post(servers.urls[0], "collective_rpc", {"method": "list_loras"})["results"]
+    assert len(held) == 1  # of all versions one
+    assert {path.name for path in adapters._folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    here.close()
+    fleet.close()
+
+
+def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
+    large = LoraConfig(rank=9)
+    transfers = FileTransfer(torch.float32, 60), AdapterTransfer(torch.float32, 60, None, large)
+    fleet = Fleet(
+        servers.urls, transfers[0], end_ids=[], timeout_s=60, ranks=Ranks(), adapters=transfers[1], have_base=True
+    )
+    model = make_model(folder)
+    add_adapters(model, large, seed=0)
+    refused = r"takes no LoRA adapters: it needs .* --max-lora-rank 16, .*rank 9 is greater than max_lora_rank 8"
+    with pytest.raises(UserError, match=refused):
+        push_weights(model, ServerEngine(fleet, LIMIT), version=0)
+    fleet.close()
+
+
 def test_servers_end_with_their_run_however_it_ends(folder, tmp_path):
     """A process that has started a server is killed while that is coming up."""
     code = f"""
@@ -166,6 +260,23 @@ time.sleep(600)
     groups = set(map(os.getpgid, pids(tmp_path)))
     run.kill()
     wait_until(lambda: not members(groups))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sleep_level", [1, 2])
+def test_adapters_beside_bf16_weights_that_sleep_keeps_or_drops(folder, sleep_level):
+    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "sleep_level": sleep_level, "lora": LORA}
+    engine = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, **options)
+    model = adapted(make_model(folder, seed=1).to("cuda", torch.bfloat16), seed=0)
+    for version in range(3):
+        push_weights(model, engine, version=version)
+        for request, completion in zip(requests(), play(engine, requests()), strict=True):
+            logp, _ = truth(copy.deepcopy(model).cpu().float(), request, completion)
+            assert completion.logp == pytest.approx(logp, abs=0.1)
+        engine.sleep()
+        model = adapted(model, seed=version + 1)
+    engine.close()
 
 
 @pytest.mark.gpu

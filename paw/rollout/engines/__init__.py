@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from paw.rollout.engines.base import Engine
 
 if TYPE_CHECKING:
-    from paw.config import Config
+    from paw.config import Config, LoraConfig
     from paw.model.policy import Policy
     from paw.model.ranks import Ranks
     from paw.rollout.chat import Chat
@@ -27,6 +27,7 @@ def make_engine(
     model_path: str | Path,
     ranks: "Ranks | None" = None,
     servers: "Servers | None" = None,
+    lora: "LoraConfig | None" = None,
     own_weights: bool = False,
     check: bool = True,
 ) -> Engine:
@@ -34,7 +35,8 @@ def make_engine(
 
     `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at any that the model's
     generation config names. `own_weights` keeps the transformers engine apart from the policy, whose weights are about
-    to be sharded; `check` holds what it samples against the model. `servers`: those that rank 0 has started.
+    to be sharded; `check` holds what it samples against the model. `servers`: those that rank 0 has started. `lora`: of
+    adapters that the model will have, which vLLM is sent apart from the other weights.
     """
     named, limits = policy.lm.generation_config and policy.lm.generation_config.eos_token_id, config.rollout
     context = limits.max_prompt_tokens + limits.max_response_tokens
@@ -43,7 +45,8 @@ def make_engine(
         from paw.model.ranks import Ranks
         from paw.rollout.engines.server import ServerEngine, open_fleet
 
-        fleet = open_fleet(config, end_ids, policy.device, ranks or Ranks(), servers, entropy=wants_entropy(config))
+        own = {"entropy": wants_entropy(config), "lora": lora}
+        fleet = open_fleet(config, end_ids, policy.device, ranks or Ranks(), servers, **own)
         return ServerEngine(fleet, context)
     if config.engine.type == "vllm":
         from paw.rollout.engines.vllm import VllmEngine
@@ -56,6 +59,7 @@ def make_engine(
             gpu_memory_utilization=config.engine.memory_share,
             sleep_level=config.engine.sleep_level,
             entropy=wants_entropy(config),
+            lora=lora,
         )
     from paw.model.precision import parameters_as
     from paw.rollout.engines.transformers import TransformersEngine, check_sampling

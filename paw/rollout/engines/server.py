@@ -18,12 +18,13 @@ from uuid import uuid4
 import torch
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
-from paw.config import Config
+from paw.config import Config, LoraConfig
 from paw.envs.checked import problem
 from paw.envs.http import KEEP_S, Loop, bounded, import_httpx
 from paw.errors import UserError, clean, describe, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
+from paw.rollout.engines.adapters import AdapterTransfer
 from paw.rollout.engines.base import Completion, Engine, Request
 from paw.rollout.engines.servers import Servers
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer, Transfer
@@ -97,8 +98,9 @@ class Fleet:
     """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
 
     `timeout_s` is for a whole answer. `started`: those of them that the run has started. `entropy`: completions have
-    it; the servers need this package for that, see `vllm_command`. Without `transfer` another fleet sends the weights,
-    and `expect` and `arrive` say how far they are.
+    it; the servers need this package for that, see `vllm_command`. `adapters`: how LoRA's are sent, alone but for the
+    first time, when `transfer` sends the base weights, where the servers do not `have_base`. Without `transfer` another
+    fleet sends the weights, LoRA's by the name `model`, and `expect` and `arrive` say how far they are.
     """
 
     def __init__(
@@ -111,6 +113,9 @@ class Fleet:
         ranks: Ranks,
         started: Servers | None = None,
         entropy: bool = False,
+        adapters: AdapterTransfer | None = None,
+        have_base: bool = False,
+        model: str = "",
     ) -> None:
         httpx = import_httpx("engine.type = 'server'")
         first = ranks.rank % len(urls)
@@ -119,6 +124,8 @@ class Fleet:
         """Of the weights that all servers have, and of those on their way."""
         self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
         self.end_ids, self.entropy = sorted(end_ids), entropy
+        self._adapters, self._have_base = adapters, have_base
+        self.model = ranks.broadcast_from_rank0(lambda: adapters.model) if adapters else model
         self.tell: Callable[..., None] = lambda *_: None
         """Hears of calls of `expect` and `arrive`."""
         self._loop = Loop()
@@ -140,14 +147,20 @@ class Fleet:
         """Send every parameter from rank 0 to every server, those that failed before too; takes all ranks."""
         self.expect(version)
         faults: dict[str, str] = {}
-        if self._ranks.first and self._transfer:
-            if self._started:
-                for line in self._started.revive():
-                    to_stderr(line)
-            faults = self._transfer.send(weights, [server.url for server in self.servers], version)
-        else:
-            for _ in weights:
-                pass  # gathering them takes all ranks
+        parts: list[tuple[Transfer | None, Any]] = [(self._transfer, weights)]
+        if self._adapters:
+            parts = [] if self._have_base else [(self._transfer, weights.base)]
+            parts.append((self._adapters, weights.adapters))
+        if self._ranks.first and self._started:
+            for line in self._started.revive():
+                to_stderr(line)
+        for transfer, part in parts:
+            if self._ranks.first and transfer:
+                faults |= transfer.send(part, [s.url for s in self.servers if s.url not in faults], version)
+            else:
+                for _ in part:
+                    pass  # gathering them takes all ranks
+        self._have_base = True
         faults = self._ranks.broadcast_from_rank0(lambda: faults)
         for url, fault in faults.items():
             if self.version < 0:  # nothing has been sampled yet: a mistake
@@ -172,8 +185,8 @@ class Fleet:
         with suppress(Exception):
             self._loop.run(self._hang_up(), timeout_s=5)
         self._loop.close()
-        if self._transfer:
-            self._transfer.close()
+        for transfer in filter(None, (self._transfer, self._adapters)):
+            transfer.close()
 
     async def _hang_up(self) -> None:
         await self._client.aclose()
@@ -224,7 +237,9 @@ class Fleet:
         name = uuid4().hex
         if self.entropy:
             parameters["extra_args"] = {"paw_entropy": [name, len(request.prompt_ids)]}
-        body = {"token_ids": request.prompt_ids, "sampling_params": parameters}
+        body: dict[str, Any] = {"token_ids": request.prompt_ids, "sampling_params": parameters}
+        if self.model:
+            body["model"] = self.model
         url = f"{server.url}/inference/v1/generate"
         if request.stopped:
             choice, cached = await self._stream(url, body, request), 0
@@ -337,6 +352,11 @@ class ServerEngine(Engine):
         """Requests may be pending: what they go on with is sampled from the new weights."""
         self.fleet.sync(parameters, version)
 
+    def leave_out(self, servers: Collection[str]) -> bool:
+        others = [server for server in self.fleet.servers if server.url not in servers]
+        self.fleet.servers = others or self.fleet.servers
+        return bool(others)
+
     def sleep(self) -> None:
         """Nothing: the servers have devices of their own."""
 
@@ -346,14 +366,16 @@ class ServerEngine(Engine):
 
 
 def open_fleet(
-    config: Config, end_ids: Collection[int], device: torch.device, ranks: Ranks, servers: Servers | None, entropy: bool
+    config: Config,
+    end_ids: Collection[int],
+    device: torch.device,
+    ranks: Ranks,
+    servers: Servers | None,
+    *,
+    entropy: bool,
+    lora: LoraConfig | None,
 ) -> Fleet:
     """The servers of engine.urls, or those that rank 0 has started, once they answer; a call of all ranks.
-    def leave_out(self, servers: Collection[str]) -> bool:
-        others = [server for server in self.fleet.servers if server.url not in servers]
-        self.fleet.servers = others or self.fleet.servers
-        return bool(others)
-
 
     Raises UserError for one that does not come up.
     """
@@ -372,6 +394,6 @@ def open_fleet(
         transfer: Transfer = NcclTransfer(dtype, options.timeout_s, address)
     else:
         transfer = FileTransfer(dtype, options.timeout_s, options.weights_dir)
-    return Fleet(
-        found, transfer, end_ids=end_ids, timeout_s=options.timeout_s, ranks=ranks, started=servers, entropy=entropy
-    )
+    adapters = lora and AdapterTransfer(dtype, options.timeout_s, options.weights_dir, lora)
+    own: Any = {"entropy": entropy, "adapters": adapters, "have_base": options.servers > 0}
+    return Fleet(found, transfer, end_ids=end_ids, timeout_s=options.timeout_s, ranks=ranks, started=servers, **own)

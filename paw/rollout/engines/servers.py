@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from paw.config import Config
+from paw.config import Config, LoraConfig
 from paw.envs.http import import_httpx
 from paw.errors import UserError, clean
 from paw.files import text_of
 from paw.model.ranks import Ranks
+from paw.rollout.engines.vllm import lora_options
 
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
@@ -42,6 +43,7 @@ def vllm_command(
     tensor_parallel: int = 1,
     nccl: bool = False,
     entropy: bool = False,
+    lora: LoraConfig | None = None,
 ) -> list[str]:
     """What serves `model`, a folder or Hugging Face name, but for the port. The options are those of `VllmEngine`."""
     options: dict[str, Any] = {
@@ -61,10 +63,14 @@ def vllm_command(
         module = "paw.rollout.engines.entropy"
         options |= {"logits-processors": f"{module}:Entropy", "worker-extension-cls": f"{module}.Extension"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if lora:
+        rank = str(lora_options(lora)["max_lora_rank"])
+        words += ["--enable-lora", "--max-lora-rank", rank, "--lora-target-modules", *lora.targets]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *(f"--{flag}" for flag in flags)]
 
 
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+VARIABLES["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS += ("VLLM_ENABLE_V1_MULTIPROCESSING",)
@@ -72,7 +78,14 @@ OF_RANKS += ("VLLM_ENABLE_V1_MULTIPROCESSING",)
 
 
 def start_servers(
-    config: Config, model: str, folder: Path, *, device: torch.device, ranks: Ranks, entropy: bool
+    config: Config,
+    model: str,
+    folder: Path,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    entropy: bool,
+    lora: LoraConfig | None,
 ) -> "Servers":
     """Start engine.servers on the GPUs after the ranks' own. Raises UserError where there are too few."""
     options, limits = config.engine, config.rollout
@@ -96,6 +109,7 @@ def start_servers(
         tensor_parallel=options.tensor_parallel,
         nccl=options.transfer == "nccl" or (options.transfer == "auto" and device.type == "cuda"),
         entropy=entropy,
+        lora=lora,
     )
     return Servers(command, gpus, folder)
 

@@ -12,8 +12,10 @@ Written for vLLM 0.32; everything that knows its internals is in this file. What
 - What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
 """
 
+import json
 import os
 import random
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from paw.config import LoraConfig
 from paw.errors import UserError, describe
+from paw.files import writing
 from paw.model.ranks import lost_peer, out_of_memory
 from paw.rollout.engines.base import Completion, Engine, Request
 
@@ -36,6 +40,10 @@ ENVIRONMENT = {
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, at most: what vLLM may be started with."""
+
+
 class EngineDiedError(UserError):
     """vLLM cannot go on, whatever is asked of it next."""
 
@@ -44,8 +52,8 @@ class EngineDiedError(UserError):
 
 class VllmEngine(Engine):
     """One vLLM engine; under torchrun one in each rank. `model_dir` needs only the architecture (config.json): weights
-    are random until the first `sync`. `entropy`: completions have it. Raises UserError when vLLM is missing or cannot
-    serve the model."""
+    are random until the first `sync`. `entropy`: completions have it. `lora`: `sync` takes its adapters apart from
+    the base weights, and those where it has none. Raises UserError when vLLM is missing or cannot serve the model."""
 
     continuous = checkpoint_names = True
     version = -1
@@ -61,6 +69,7 @@ class VllmEngine(Engine):
         gpu_memory_utilization: float = 0.5,
         sleep_level: int = 2,
         entropy: bool = False,
+        lora: LoraConfig | None = None,
     ):
         super().__init__(max_model_len)
         vllm = self._vllm = import_vllm()
@@ -86,6 +95,8 @@ class VllmEngine(Engine):
             disable_log_stats=True,
             seed=0,
         )
+        if lora:
+            arguments |= lora_options(lora)
         if entropy:
             arguments |= dict(logits_processors=["paw.rollout.engines.entropy:Entropy"])
         try:
@@ -105,6 +116,7 @@ class VllmEngine(Engine):
                 f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
             ) from error
         self._sleep_level, self._end_ids, self._asleep = sleep_level, sorted(end_ids), False
+        self._lora, self._adapters, self._have_base = lora, None, False
         self._entropy: Any = None
         if entropy:
             from paw.rollout.engines.entropy import take
@@ -127,7 +139,7 @@ class VllmEngine(Engine):
             extra_args={"paw_entropy": [str(request.key), len(request.prompt_ids)]} if self._entropy else None,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
-        self._llm.llm_engine.add_request(str(request.key), prompt, parameters)
+        self._llm.llm_engine.add_request(str(request.key), prompt, parameters, lora_request=self._adapters)
 
     def step(self) -> list[Completion]:
         """One token for every running request; the requests that finished with it."""
@@ -151,15 +163,20 @@ class VllmEngine(Engine):
             self._llm.llm_engine.abort_request(early)  # our names, not the engine's own: it ignores those
         return completions
 
-    def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def sync(self, parameters: Any, version: int) -> None:
         """Load every parameter in place and drop cached prompts, whose keys and values belong to the old weights."""
         super().sync(parameters, version)
         if self._asleep:
             torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
             self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(parameters)))
-        if self._on_cpu:
-            self._llm.apply_model(_repack_experts)
+        if not (self._lora and self._have_base):
+            weights = iter(parameters.base if self._lora else parameters)
+            self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+            self._have_base = True
+            if self._on_cpu:
+                self._llm.apply_model(_repack_experts)
+        if self._lora:
+            self._load_adapters(parameters.adapters, self._lora)
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -172,7 +189,15 @@ class VllmEngine(Engine):
         if not (self._on_cpu or self._asleep):
             with _naming("going to sleep"):
                 self._llm.sleep(level=self._sleep_level)
-            self._asleep = True
+            self._asleep, self._have_base = True, self._sleep_level == 1
+
+    def _load_adapters(self, adapters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> None:
+        make = self._vllm.lora.request.LoRARequest
+        with tempfile.TemporaryDirectory(prefix="paw-") as folder:
+            dtype = self._llm.llm_engine.model_config.dtype
+            write_adapters(Path(folder), adapters, dtype, lora, "adapter_model.safetensors")
+            self._llm.llm_engine.add_lora(make("paw", 1, folder, load_inplace=True))
+        self._adapters = make("paw", 1, "loaded")  # with load_inplace vLLM would read the files at every step
 
     def close(self) -> None:
         """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
@@ -181,6 +206,29 @@ class VllmEngine(Engine):
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             super().close()
+
+
+def lora_options(lora: LoraConfig) -> dict[str, Any]:
+    """vLLM's, for adapters of one policy on the layers that have them. UserError for a rank that it does not serve."""
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise UserError(
+            f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]}; use --lora.send merged"
+        )
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "lora_target_modules": lora.targets}
+
+
+def write_adapters(
+    folder: Path, adapters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, lora: LoraConfig, name: str
+) -> None:
+    """A folder as peft writes it, the tensors in file `name`; every rank takes part in gathering them."""
+    from safetensors.torch import save_file
+
+    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
+    settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
+    with writing(folder, " (engine.weights_dir says where)"):
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(tensors, folder / name, {"format": "pt"})
 
 
 def checkpoint_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -223,6 +271,7 @@ def import_vllm(what: str = "engine.type = 'vllm'") -> Any:
     try:
         import vllm
         import vllm.inputs
+        import vllm.lora.request
         import vllm.platforms
         import vllm.sampling_params
     except ImportError as error:
