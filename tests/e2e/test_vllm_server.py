@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,8 +61,10 @@ def servers(folder):
     yield started
     groups = set(map(os.getpgid, pids(folder)))
     assert len(groups) == 1 and len(members(groups)) >= 2  # with its engine
-    started.close()
+    for pid in (started._running[0].pid, *groups):  # what looks after it, and the API server: the first of its group
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not members(groups))
+    started.close()
 
 
 def play(engine, requests):

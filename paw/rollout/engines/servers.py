@@ -66,7 +66,7 @@ def vllm_command(
     if lora:
         rank = str(lora_options(lora)["max_lora_rank"])
         words += ["--enable-lora", "--max-lora-rank", rank, "--lora-target-modules", *lora.targets]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *(f"--{flag}" for flag in flags)]
+    return [sys.executable, "-m", "paw.rollout.engines.served", *words, *(f"--{flag}" for flag in flags)]
 
 
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
