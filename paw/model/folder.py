@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load, save
 
 from paw.cache import cached
+from paw.files import write_file
 
 if TYPE_CHECKING:
     from paw.model.ranks import Ranks
@@ -35,7 +36,7 @@ def on_this_machine(path: str, ranks: "Ranks") -> str:
 
     def fill(folder: Path) -> None:
         for name, content in load(sent.numpy().tobytes()).items():
-            (folder / Path(name).name).write_bytes(content.numpy().tobytes())
+            write_file(folder / Path(name).name, content.numpy().tobytes())
 
     return path if found[ranks.rank] == found[0] else str(cached(f"model-{digest[:16]}", fill))
 
