@@ -170,14 +170,17 @@ class Plan(Memory):
         steps = max(1, round(play.episodes * play.turns / optim.minibatch_samples)) * optim.epochs
         state = 2 * self.optimizer / (PCIE if optim.offload else self.bandwidth)
         moved = 4 * self.stored / self.shards / self.bandwidth  # weights and gradients, read and written
-        sent = self.c * (self.trained if self.lora.rank else s.parameters)
-        rates = {"files": FILES, "nccl": NCCL, "auto": NCCL} if self.served else {}
+        # Adapters alone, as files, to a vLLM that keeps the base weights.
+        keeps = self.served or (self.vllm and config.engine.sleep_level == 1)
+        adapters = bool(self.lora.rank) and self.lora.send == "adapters" and keeps
+        sent = self.c * (self.trained if adapters else s.parameters)
+        to_server = FILES if config.engine.transfer == "files" else NCCL
         saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
         return {
             "score": max((acting * scored + judging) / rate, scored * micro * gather),
             "update": optim.epochs * (max(learning / rate, micro * (2 * gather + reduce)) + copied),
             "step": steps * (STEP_S + state + moved),
-            "sync": sent / rates.get(config.engine.transfer, PCIE),
+            "sync": sent / (FILES if adapters else to_server if self.served else PCIE),
             "host": self.N * turns * tokens * HOST_S,
             "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
         }

@@ -199,8 +199,13 @@ def test_what_follows_a_rollout():
 
     base, P = seconds(), shape.parameters
     assert seconds(engine__transfer="files")["sync"] == pytest.approx(2 * P / 1.6e9)
-    adapters = seconds(lora__rank=16, optim__name="adamw", optim__offload=False, policy__offload_reference=False)
-    assert adapters["sync"] < base["sync"] / 50 and adapters["checkpoint"] < base["checkpoint"] / 20
+    lora = {"lora__rank": 16, "optim__name": "adamw", "optim__offload": False, "policy__offload_reference": False}
+    adapters, merged = seconds(**lora), seconds(**lora, lora__send="merged")
+    assert adapters["sync"] < base["sync"] / 40 and adapters["checkpoint"] < base["checkpoint"] / 20
+    assert merged["sync"] == pytest.approx(base["sync"])
+    engines = [low_memory(**lora, engine__type="vllm", engine__sleep_level=level) for level in (1, 2)]
+    beside = [Plan(config, shape, **cards).seconds["sync"] for config in engines]
+    assert beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)  # a vLLM that drops the base weights gets them
     assert seconds(run__save_every=50)["checkpoint"] == pytest.approx(base["checkpoint"] / 2)
     assert seconds(run__save_every=0)["checkpoint"] == 0
     assert seconds(policy__old_logp="engine")["score"] == pytest.approx(base["score"] / 2)  # the reference's is left
