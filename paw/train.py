@@ -208,7 +208,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     acting, watching = token_losses(config)
     weighing: Any = {"tis_cap": options.tis_cap if options.old_logp == "trainer" else None, "is_mask": options.is_mask}
     loss = losses.joint(acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, **weighing)
-    tally = partial(losses.tally, policy=acting, wm=watching, is_mask=options.is_mask)
+    tally = partial(losses.tally, policy=acting, wm=watching, **weighing)
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
     found = run.critic.optimize(run.minibatches(samples)) if run.critic else {}
@@ -249,7 +249,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             norms.append(norm)
         run.optimizer.zero_grad(set_to_none=True)
     sums = [sum(parts) for parts in zip(*ranks.gather(sums, list[float]), strict=True)]
-    masks: Any = {"masks": config.wm.loss == "cmae", "is_mask": options.is_mask is not None}
+    masks: Any = {"masks": config.wm.loss == "cmae"} | {key: value is not None for key, value in weighing.items()}
     return {
         **losses.metrics(sums, steps=steps, reference=options.kl_coef > 0.0, **masks),
         **found,

@@ -293,7 +293,7 @@ def log_probs(
 
 
 SUMS = ("actions", "observations", "with_gradient", "masked", "clipped", "policy_loss", "wm_loss", "wm_token_loss",
-        "entropy", "kl", "is_masked")  # fmt: skip
+        "entropy", "kl", "is_masked", "is_capped")  # fmt: skip
 """What `tally` counts and adds up over the tokens of an update's micro-batches."""
 
 
@@ -302,10 +302,13 @@ def tally(
     tokens: TokenBatch,
     policy: TokenLossFunction,
     wm: TokenLossFunction,
+    *,
+    tis_cap: float | None = None,
     is_mask: tuple[float, float] | None = None,
 ) -> list[float]:
     """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no gradient; masked:
-    observation tokens of which `wm` has none."""
+    observation tokens of which `wm` has none; the last two: response tokens whose pi_old / pi_sampler is not within
+    `is_mask`, or above `tis_cap`."""
 
     if of_response(policy):
         tokens = with_response_gap(tokens, out.logp)
@@ -332,12 +335,13 @@ def tally(
         out.entropy[action].sum(),
         kl.sum(),
         (action & outside(tokens, is_mask or (0.0, math.inf))).sum(),
+        (action & outside(tokens, (0.0, tis_cap or math.inf))).sum(),
     ]
     return torch.stack([value.double() for value in sums]).tolist()  # one transfer
 
 
 def metrics(
-    sums: Sequence[float], *, steps: int, reference: bool, masks: bool, is_mask: bool = False
+    sums: Sequence[float], *, steps: int, reference: bool, masks: bool, is_mask: bool = False, tis_cap: bool = False
 ) -> dict[str, float]:
     """Losses are means over the optimizer `steps`, fractions and means are over tokens.
 
@@ -355,6 +359,8 @@ def metrics(
         }
         if is_mask:
             found["policy/is_masked_frac"] = of["is_masked"] / of["actions"]
+        if tis_cap:
+            found["policy/tis_capped_frac"] = of["is_capped"] / of["actions"]
         if reference:
             found["policy/kl"] = of["kl"] / of["actions"]
     if of["observations"]:

@@ -283,6 +283,22 @@ def test_adapters_beside_bf16_weights_that_sleep_keeps_or_drops(folder, sleep_le
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_log_probs_and_entropies_of_a_gpus_model_runner_are_the_trainers(folder):
+    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "entropy": True}
+    engine = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, **options)
+    for version in range(2):
+        model = make_model(folder, seed=version).to("cuda", torch.bfloat16)
+        push_weights(model, engine, version=version)
+        for request, completion in zip(requests(), play(engine, requests()), strict=True):
+            logp, entropy = truth(model.cpu().float(), request, completion)
+            assert completion.logp == pytest.approx(logp, abs=0.1)
+            assert completion.entropy == pytest.approx(entropy, abs=0.1)
+        engine.sleep()
+    engine.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_reach_a_server_by_nccl(folder):
     """And its entropies are those of the GPU's model runner."""

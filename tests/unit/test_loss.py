@@ -1,5 +1,6 @@
 """The joint loss against full logits in float64, and that no way of cutting the batch changes its gradient."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -187,6 +188,20 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(poli
 
     with torch.no_grad():
         assert torch.equal(action_logps(batch.input_ids), action_logps(bare))
+
+
+def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, rows):
+    objective, cap, (low, high) = Objective(), 1.1, (0.8, 1.2)
+    rows = [replace(row, sampled_logp=[old + 0.15 * (i % 5 - 2) for i, old in enumerate(row.old_logp)]) for row in rows]
+    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
+    out, tokens = objective.forward(policy, batch, rows, len(rows))
+    sums = losses.tally(out, tokens, *objective.terms, tis_cap=cap, is_mask=(low, high))
+    found = losses.metrics(sums, steps=1, reference=False, masks=True, tis_cap=True, is_mask=True)
+    ratios = [math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)]
+    capped, masked = (sum(f(r) for r in ratios) for f in (lambda r: r > cap, lambda r: not low <= r <= high))
+    assert 0 < capped < len(ratios) and 0 < masked < len(ratios)
+    assert found["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))
+    assert found["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
 
 
 def metrics(policy, rows, objective, budget):
