@@ -3,10 +3,10 @@
     python bench/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
     python bench/ahead.py --learn 0 1 2
 
-Trainer and server have a core each; EPOCHS passes over the samples make an update take about as long as its episodes
-do. The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv,
-the median seconds of each run's updates and of their phases (but the first two, when the pipeline fills), and prints
-the ratio of the medians.
+Trainer and server have a core each. The model has seen one step of the quickstart's warm-up, so that it does not end
+its responses: OPTIONS make an update take about as long as its episodes do. The server is started once; runs take
+turns. Writes bench/results/ahead_cpu.csv, the median seconds of each run's updates and of their phases (but the first
+two and the last, when the pipeline fills and empties), and prints the ratio of the medians.
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update old, the oldest
 that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same seeds with ahead = 0 are in
@@ -35,7 +35,10 @@ from paw.rollout.engines.servers import Servers, vllm_command
 from paw.rollout.scheduler import Played, Rollouts
 from paw.tools.rundir import load_run
 
-FILL, EPOCHS = 2, 8
+FILL = 2
+MODEL = {"warmup.max_steps": 1, "warmup.hidden_size": 128}
+OPTIONS = {"rollout.tasks": 8, "rollout.group_size": 4, "env.max_turns": 6, "rollout.max_response_tokens": 48,
+           "eval.every": 0, "eval.games": 1}  # fmt: skip
 PHASES = ("rollout", "score", "update", "sync")
 
 
@@ -47,10 +50,10 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if options.learn:
         return learn(options.learn)
-    model = Path(paw("warmup", "quickstart").splitlines()[-1])
+    model = Path(paw("warmup", "quickstart", *words(MODEL)).splitlines()[-1])
     os.environ["OMP_NUM_THREADS"] = "1"
     limits, rows = load("quickstart").rollout, []
-    context = limits.max_prompt_tokens + limits.max_response_tokens
+    context = limits.max_prompt_tokens + OPTIONS["rollout.max_response_tokens"]
     with tempfile.TemporaryDirectory() as name:
         command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
         server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
@@ -61,12 +64,12 @@ def main() -> None:
             servers.wait()
             common = ("--model.path", model, "--run.dir", name, "--run.threads", 1, "--run.updates", options.updates)
             common += ("--engine.type", "server", "--engine.urls", json.dumps(servers.urls))
-            common += ("--eval.every", 0, "--eval.games", 1, "--optim.epochs", EPOCHS, *overrides)
+            common += (*words(OPTIONS), *overrides)
             for run in range(2 * options.repeats):
                 ahead = run % 2
                 paw("train", "quickstart", *common, "--rollout.ahead", ahead, "--run.name", f"run-{run}")
                 text = (Path(name) / f"run-{run}" / "metrics.jsonl").read_text(encoding="utf-8")
-                lines = [json.loads(line) for line in text.splitlines()][1 + FILL :]
+                lines = [json.loads(line) for line in text.splitlines()][1 + FILL : -1]
                 seconds = {phase: median(line[f"time/{phase}"] for line in lines) for phase in PHASES}
                 row = {"ahead": ahead, "repeat": run // 2, "seconds": sum(seconds.values())} | seconds
                 row = {key: round(value, 3) for key, value in row.items()}
@@ -77,6 +80,10 @@ def main() -> None:
     write(RESULTS / "ahead_cpu.csv", rows)
     zero, one = (median(row["seconds"] for row in rows if row["ahead"] == ahead) for ahead in (0, 1))
     print(f"an update takes {zero:.2f} s with ahead = 0 and {one:.2f} s with 1: {zero / one:.2f} times the speed")
+
+
+def words(options: dict[str, Any]) -> list[Any]:
+    return [word for key, value in options.items() for word in (f"--{key}", value)]
 
 
 class Late(Rollouts):

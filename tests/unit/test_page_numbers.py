@@ -335,6 +335,16 @@ def scale() -> Iterator[str]:
                       ("json", "{:.1f} s, {:.1f} and {:.1f} GiB")):  # fmt: skip
         sizes = (max(row[key] - row["base_gib"] for row in rows[way]) for key in ("peak_gib", "end_gib"))
         yield told.format(max(row["cpu_s"] for row in rows[way]), *sizes)
+    keys = ("seconds", "rollout", "update")
+    zero, ahead = ({key: median(row[key] for row in read("ahead_cpu", ahead=of)) for key in keys} for of in "01")
+    faster = zero["seconds"] / ahead["seconds"]
+    yield f"takes {zero['seconds']:.1f} s with 0 and {ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
+    yield f"episodes take {zero['rollout']:.1f} s and the optimizer's part {zero['update']:.1f} s"
+    late, now = ({row["seed"]: row["success"] for row in exact(read(name, update="240")) if row["seed"] < 3}
+                 for name in ("ahead_learning", "quickstart"))  # fmt: skip
+    for told, of in (("quickstart](quickstart.md) to {} % of the unseen games", late), ("itself to {} %", now)):
+        yield told.format("{}, {} and {}".format(*map(per_cent, of.values())))
+    yield f"a difference of {points(paired(now, late), sign=True)} points"
 
 
 PAGES = {
