@@ -64,9 +64,10 @@ class Ahead:
             except EOFError:
                 to_stderr(f"the process that plays ahead has ended ({self._ending()}): its episodes are played again")
                 self._start()
+                for later, (again, of) in list(self._playing.items()):
+                    if later != step and of.exception():  # what had been played before it ended is kept
+                        self._begin(later, again)
             del self._playing[step]
-            for later, (again, _) in list(self._playing.items()) if own is None else ():
-                self._begin(later, again)
         own = own or now.play_own(tasks, **options, progress=progress)
         set_tasks(own, {task.id: task for task in tasks})
         return now.refill(now.share(own, tasks, options["group_size"]), step, count, progress)
@@ -126,9 +127,10 @@ class Ahead:
 
     def _tell_lost(self) -> None:
         """Whoever waits for a process that has ended waits no longer."""
-        for _, future in list(self._playing.values()) if self._lost else ():
+        lost = self._lost  # which another process, once started, sets to None
+        for _, future in list(self._playing.values()) if lost else ():
             with suppress(InvalidStateError):
-                future.set_exception(self._lost)
+                future.set_exception(lost)
 
     def _ending(self) -> str:
         try:
