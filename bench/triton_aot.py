@@ -1,6 +1,6 @@
 """What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    python bench/triton_aot.py            compile the tabled configurations and their neighbours, write the CSV
+    python bench/triton_aot.py            compile the tabled configurations and the candidates, write the CSV
     python bench/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
 
 The backend runs on tensors without data; its launches are recorded and compiled ahead of time for each architecture,
@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from paw_kernels import _triton
 from paw_kernels._head import Head
-from paw_kernels._triton import TILES, Tiles, TritonRows
+from paw_kernels._triton import Tiles, TritonRows
 
 CSV = Path(__file__).parent / "results" / "triton_aot.csv"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -47,31 +47,6 @@ CASES = {
 }
 """By architecture; D = 4095 rules tensor descriptors out."""
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 89}
-NEIGHBOURS = {
-    "sm_80": [
-        {"stages": 3},
-        {"halves": True},
-        {"depth": 32, "stages": 5},
-        {"rows": 256, "cols": 128},
-        {"cols": 128, "depth": 32, "warps": 4},
-    ],
-    "sm_90": [
-        {"stages": 3},
-        {"flatten": False},
-        {"halves": False, "stages": 3},
-        {"depth": 128, "stages": 2},
-        {"cols": 128, "warps": 4, "stages": 3},
-        {"tma": False, "flatten": False},
-    ],
-    "sm_100": [
-        {"flatten": True},
-        {"halves": True, "stages": 4},
-        {"halves": True, "stages": 4, "flatten": True},
-        {"cols": 128, "stages": 5},
-        {"cols": 128, "stages": 5, "flatten": True},
-    ],
-}
-"""Changes to the table's entry for 16 bits that were weighed against it."""
 
 
 def main() -> None:
@@ -83,10 +58,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         return
     rows = [{"table": "yes", **row} for row in tabled()]
-    for arch, changes in NEIGHBOURS.items():
-        for change in changes:
-            neighbour = compiled(arch, TILES[arch, 2]._replace(**change), {}, kernels=("forward_kernel",))
-            rows += [{"table": "no", **row} for row in neighbour]
+    for arch, number in CAPABILITY.items():
+        for tiles in _triton.candidates(divmod(number, 10))[1:]:
+            rows += [{"table": "no", **row} for row in compiled(arch, tiles, {}, kernels=("forward_kernel",))]
     if CSV.exists():  # of other versions of Triton
         with CSV.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__] + rows

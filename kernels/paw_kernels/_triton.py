@@ -36,6 +36,8 @@ class Tiles(NamedTuple):
     """Loads and stores through tensor descriptors; False: through pointers (cp.async)."""
     flatten: bool = True
     """One loop over tiles and depth: the next tile is on its way during the epilogue."""
+    specialize: bool = False
+    """Loads, products and epilogue each in warps of their own; sm_100 alone (on sm_90 it does not compile)."""
     group: int = 16
     """Row tiles that share a tile of the weight in the L2 cache."""
     span: int = 4096
@@ -60,6 +62,36 @@ TILES = {
 fits in shared memory and spills next to nothing, the table takes the most loads in flight. On sm_90 `flatten` keeps
 wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills.
 float32 takes smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
+
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "sm_80": (
+        {"stages": 3},
+        {"halves": True},
+        {"depth": 32, "stages": 5},
+        {"rows": 256, "cols": 128},
+        {"cols": 128, "depth": 32, "warps": 4},
+    ),
+    "sm_90": (
+        {"stages": 3},
+        {"flatten": False},
+        {"group": 8},
+        {"cols": 128, "warps": 4, "stages": 3},
+        {"tma": False, "flatten": False},
+    ),
+    "sm_100": (
+        {"specialize": True},
+        {"specialize": True, "cols": 128, "stages": 4},
+        {"specialize": True, "cols": 128, "stages": 4, "group": 8},
+        {"cols": 128, "stages": 5},
+        {"halves": True, "stages": 4},
+    ),
+    "other": ({"cols": 64}, {"warps": 4, "cols": 64}, {"rows": 64}, {"depth": 32, "stages": 4}, {"group": 8}),
+    "interpreter": ({"cols": 16}, {"halves": False}, {"tma": False, "halves": False}, {"rows": 32}, {"group": 1}),
+}
+"""To the table's entry for 16 bits: what may well be faster on a GPU. Compiled ahead of time as the table is."""
+
+TUNED: dict[tuple[int, int, int], Tiles] = {}
+"""By V, D and bytes of an element: what `tiles_for` takes in place of the table's entry, once it has been timed."""
 
 _MERGE_ROWS = 32
 """Of a program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
@@ -107,6 +139,7 @@ class TritonRows:
             HALVES=tiles.halves,
             TMA=tiles.tma,
             FLATTEN=tiles.flatten,
+            SPECIALIZE=tiles.specialize,
             RAGGED=V % tiles.cols != 0,
             PRECISION="tf32x3",  # exact to 2^-22 for float32 inputs, on the tensor cores; not read for 16 bits
             INTERPRETED=INTERPRETED,  # the interpreter's dot reads the bits of bfloat16 as integers
@@ -156,17 +189,27 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
 
 
 def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None) -> Tiles:
-    """The table's entry for a weight [V, D]; smaller and with pointers where tensor descriptors cannot describe it.
+    """What is tuned or tabled for a weight [V, D]; smaller, with pointers, where tensor descriptors cannot describe it.
 
     Smaller under a soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
     """
-    arch = arch or ("interpreter" if INTERPRETED else _architecture(weight.device))
-    tiles = TILES[arch, weight.element_size()]
+    arch = arch or _architecture(None if INTERPRETED else torch.cuda.get_device_capability(weight.device))
+    size = weight.element_size()
+    tiles = TUNED.get((*weight.shape, size)) or TILES[arch, size]
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128))
-    row_bytes = [weight.element_size() * length for length in (weight.stride(0), weight.shape[1])]
+    row_bytes = [size * length for length in (weight.stride(0), weight.shape[1])]
     fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
     return tiles if fits else tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
+
+
+def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]:
+    """What is worth timing on a GPU of that capability (None: the interpreter) for elements of `size` bytes.
+
+    The table's entry first. To run the head with one: TUNED[V, D, size] = it.
+    """
+    arch = _architecture(capability)
+    return [TILES[arch, size], *(TILES[arch, 2]._replace(**change) for change in CHANGES[arch] if size == 2)]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -192,10 +235,11 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None
         kernel[(programs,)](*arguments, **options, enable_fp_fusion=True)
 
 
-def _architecture(device: torch.device) -> str:
+def _architecture(capability: tuple[int, int] | None) -> str:
     """A key of TILES. "other" is the capabilities with at most 99 KiB of shared memory a block: 8.6, 8.9, 12.x."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get((major, minor), "sm_100" if major == 10 else "other")
+    if capability is None:
+        return "interpreter"
+    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get(capability, "sm_100" if capability[0] == 10 else "other")
 
 
 def _processors(device: torch.device) -> int:

@@ -102,6 +102,7 @@ def forward_kernel(
     HALVES: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -114,7 +115,8 @@ def forward_kernel(
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+    first, tiles, programs = tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)
+    for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=SPECIALIZE):
         group = tile // (GROUP * col_tiles)
         inside = tile % (GROUP * col_tiles)
         size = min(row_tiles - group * GROUP, GROUP)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dense_reference import assert_close, dense_stats, leaves
+from dense_reference import assert_close, dense_stats, leaves, problem
 from triton_interpreted import backend as _triton
 
 from paw_kernels import token_stats
@@ -59,3 +59,17 @@ def test_why_not_names_value_and_fix(monkeypatch):
     assert "cuda:0 has 7.5" in reason and "backend='torch'" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert _triton.why_not(torch.device("cuda", 0), torch.bfloat16) is None
+
+
+@pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is for machines without a GPU")
+def test_the_head_runs_with_every_candidate(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    hidden, weight, target, _, _ = problem(40, 70, 16)
+    want = dense_stats(hidden.double(), weight.double(), target)
+    candidates = _triton.candidates(None)
+    assert len(set(candidates)) == 6 and candidates[0] == _triton.tiles_for(weight, None)
+    for tiles in candidates:
+        monkeypatch.setitem(_triton.TUNED, (70, 16, 4), tiles)
+        assert _triton.tiles_for(weight, None) == tiles
+        for got, exact in zip(token_stats(hidden, weight, target, backend="triton"), want, strict=True):
+            assert_close(got, exact)
