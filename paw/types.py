@@ -38,6 +38,10 @@ class ToolCall:
     def __str__(self) -> str:
         return f"{self.name}({json.dumps(self.arguments, ensure_ascii=False)})"
 
+    def answer(self, text: str) -> dict[str, Any]:
+        """The message of a tool with its result."""
+        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": text}
+
 
 class Reply(str):
     """A model's answer in an environment with tools: the raw text, and what its format's parser found in it.
@@ -92,6 +96,8 @@ class Outcome:
     """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its sample."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], where it has one (WebShop)."""
+    results: tuple[str, ...] = ()
+    """Of an answer with several calls the result of each, a tool message each; the observation is all of them."""
 
 
 @dataclass
@@ -115,7 +121,10 @@ class Turn:
     versions: list[int] | None = None
     """Of each response token, where it changed."""
     observation_ids: list[int] | None = None
-    """Of the outcome's observation, where the rank that played it has encoded it."""
+    """Of the outcome's observation, where they are known: of several results, or where the rank that played it has
+    encoded it."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Of several results: where each stands in them, between what the template writes."""
     server: str = ""
     """URL of the server that sampled it, where there are servers."""
     separator_ids: list[int] | None = None
@@ -175,6 +184,8 @@ class Sample:
     response_ids: list[int]
     separator_ids: list[int] = field(default_factory=list)
     observation_ids: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """[start, end) of `observation_ids` that are targets, where not all are: the results of several calls."""
     sampled_logp: list[float] = field(default_factory=list)
     sampled_entropy: list[float] | None = None
     versions: list[int] = field(default_factory=list)
@@ -207,6 +218,11 @@ class Sample:
     """1 / (G * response tokens of the group in the update): of a response token, with policy.loss_norm = "group"."""
     wm_weight: float = 0.0
     """lambda_g / (G |S_g|) for a selected sample with a target, else 0 (PaW Eq. (11))."""
+
+    @property
+    def targets(self) -> list[tuple[int, list[int]]]:
+        """(place in `observation_ids`, ids) of what the world model learns."""
+        return [(a, self.observation_ids[a:b]) for a, b in self.spans or [(0, len(self.observation_ids))]]
 
     @property
     def advantages(self) -> list[float]:

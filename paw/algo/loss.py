@@ -222,7 +222,8 @@ def token_batch(
     index: list[int] = []
     for place, i in enumerate(batch.indices):
         sample = minibatch[i]
-        m = len(sample.observation_ids) if batch.with_observation and sample.wm_weight > 0.0 else 0
+        observed = batch.with_observation and sample.wm_weight > 0.0
+        m = sum(len(ids) for _, ids in sample.targets) if observed else 0
         n = len(sample.response_ids)
         columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
         index += [place] * (n + m)

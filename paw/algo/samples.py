@@ -55,6 +55,7 @@ def to_samples(
                         response_ids=turn.response_ids,
                         separator_ids=separator if target else [],
                         observation_ids=target,
+                        spans=turn.spans if target else [],
                         sampled_logp=turn.sampled_logp,
                         sampled_entropy=turn.entropy,
                         versions=turn.versions or [turn.version] * len(turn.response_ids),
@@ -149,7 +150,7 @@ def collate(
             spans = [(at, sample.response_ids, False)]
             if with_observation and sample.wm_weight > 0.0:
                 at += len(sample.response_ids) + len(sample.separator_ids)
-                spans.append((at, sample.observation_ids, True))
+                spans += [(at + place, ids, True) for place, ids in sample.targets]
             for at, ids, observed in spans:
                 position.extend(range(at - 1, at + len(ids) - 1))
                 target.extend(ids)

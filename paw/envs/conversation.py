@@ -10,8 +10,6 @@ from paw.errors import UserError
 from paw.types import THINKING, Outcome, Reply, Task, ToolCall
 
 Message = dict[str, Any]
-UNREAD = "call00000"
-"""Id of a call that could not be read, of the length that Mistral's templates ask for."""
 
 
 class Conversation(ABC):
@@ -73,27 +71,24 @@ class Conversation(ABC):
     def refuse(self, reply: Reply) -> Outcome:
         """Nothing is played: the model is told what is wrong."""
         text = f"Invalid call: {reply.problem}."
-        for call in reply.calls or [ToolCall("", {}, UNREAD)]:
-            self._result(call, text)
+        self.messages += [call.answer(text) for call in reply.calls or [unread(len(self.messages))]]
         return Outcome(text, 0.0, done=False, won=False, action=_action(reply), valid=False)
 
     def answer(self, reply: Reply, results: Sequence[str | Outcome]) -> Outcome:
         """The results of the calls of `reply` are the next messages; together they are its outcome."""
         outcomes = [Outcome(one, 0.0, done=False, won=False) if isinstance(one, str) else one for one in results]
-        for call, outcome in zip(reply.calls, outcomes, strict=True):
-            self._result(call, outcome.observation)
+        texts = [outcome.observation for outcome in outcomes]
+        self.messages += [call.answer(text) for call, text in zip(reply.calls, texts, strict=True)]
         return Outcome(
-            "\n".join(outcome.observation for outcome in outcomes),
+            "\n".join(texts),
             sum(outcome.reward for outcome in outcomes),
             done=any(outcome.done for outcome in outcomes),
             won=any(outcome.won for outcome in outcomes),
             action=_action(reply),
             valid=all(outcome.valid for outcome in outcomes),
             score=next((outcome.score for outcome in reversed(outcomes) if outcome.score is not None), None),
+            results=tuple(texts) if len(texts) > 1 else (),
         )
-
-    def _result(self, call: ToolCall, text: str) -> None:
-        self.messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
 
 
 class Retold(Conversation):
@@ -111,6 +106,11 @@ class Retold(Conversation):
 
 def _action(reply: Reply) -> str:
     return "; ".join(map(str, reply.calls)) or reply.content
+
+
+def unread(place: int) -> ToolCall:
+    """What could not be read as a call, as one: with an id that nothing else has at that place of a conversation."""
+    return ToolCall("", {}, f"none{place:05}")
 
 
 def opening(instruction: Path | None, text: str) -> list[Message]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from paw.envs.conversation import UNREAD, Message
+from paw.envs.conversation import Message, unread
 from paw.envs.settings import VerifiersConfig
 from paw.errors import EnvironmentFailure, shown
 from paw.types import THINKING, Outcome, Reply, Task
@@ -56,7 +56,7 @@ class InvertedEnv:
         """Answer the request; the observation is what the next one adds."""
         reply = response if isinstance(response, Reply) else Reply(response)
         before = self._request.body["messages"]
-        self._request.answer.set_result(_wire(reply))
+        self._request.answer.set_result(_wire(reply, len(before)))
         action = "; ".join(map(str, reply.calls)) or reply.content
         valid = bool(action.strip()) and not reply.problem
         found = await self._next()
@@ -70,8 +70,9 @@ class InvertedEnv:
         else:  # another conversation, or the same one rewritten
             self._messages = [_plain(m) for m in after]
             added = self._messages[-1:]
-        seen = "\n".join(message["content"] for message in added)
-        return Outcome(seen, 0.0, done=False, won=False, action=action, valid=valid)
+        seen = [message["content"] for message in added]
+        results = tuple(seen) if len(seen) > 1 else ()
+        return Outcome("\n".join(seen), 0.0, done=False, won=False, action=action, valid=valid, results=results)
 
     async def close(self) -> None:
         """End the rollout, and whatever else runs on the loop, which is this episode's own."""
@@ -155,11 +156,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
-def _wire(reply: Reply) -> Message:
+def _wire(reply: Reply, place: int) -> Message:
     """A reply as an endpoint writes it, thoughts apart. A call that cannot be read has what is wrong as arguments."""
     calls = [(call.id, call.name, _json(call.arguments)) for call in reply.calls]
     if reply.problem and not calls:
-        calls = [(UNREAD, "invalid_call", reply.problem)]
+        calls = [(unread(place).id, "invalid_call", reply.problem)]
     thought, closed, content = reply.content.rpartition(THINKING[1])
     message = {"role": "assistant", "content": content.lstrip() if closed else content}
     message |= {"reasoning_content": thought.replace(THINKING[0], "").strip()} if closed else {}

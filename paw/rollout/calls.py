@@ -19,7 +19,8 @@ from paw.types import THINKING, Reply, ToolCall
 if TYPE_CHECKING:
     from paw.rollout.chat import Chat
 
-Reader = Callable[[str, list[Any]], Reply]
+Reader = Callable[[str, list[Any], int], Reply]
+"""Of a text, the tools, and the number of the first call, in an episode one after another."""
 Found = tuple[str, list[tuple[str, Any]]]
 """(text without calls, (name, arguments) of each call)."""
 Read = Callable[[str, list[Any]], Found]
@@ -98,7 +99,7 @@ def _reader(read: Read, written: str) -> Reader:
     opening = (re.match(r'[^\s{"]+|\{', head) or [""])[0]
     """How a call begins in this format ("<tool_call>", "{"): what begins so and is not found to be one is broken."""
 
-    def reply(text: str, tools: list[Any]) -> Reply:
+    def reply(text: str, tools: list[Any], called: int) -> Reply:
         body = text.rpartition(THINKING[1])[2]
         if THINKING[0] in body:  # it never ended its thought
             return Reply(text, "")
@@ -110,11 +111,11 @@ def _reader(read: Read, written: str) -> Reader:
         if begun and not found:
             return Reply(text, body.strip(), (), f"the call cannot be read{_json_problem(body.partition(opening))}")
         calls, problem = [], ""
-        for place, (name, arguments) in enumerate(found):
+        for number, (name, arguments) in enumerate(found, called):
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 problem = problem or f"the arguments of '{clean(name, 60)}' are no JSON object"
                 arguments = {}
-            calls.append(ToolCall(str(name), arguments, f"call{place:05}"))
+            calls.append(ToolCall(str(name), arguments, f"call{number:05}"))  # nine, as Mistral's templates ask
         return Reply(text, content.strip(), calls, problem)
 
     return reply

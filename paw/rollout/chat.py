@@ -10,7 +10,7 @@ place of texts.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -20,11 +20,12 @@ from paw.errors import EnvironmentFailure, UserError, clean
 from paw.rollout.marks import PROBE, TOOLS, Marks
 from paw.types import THINKING, Reply, ToolCall
 
+AWAITS_RESULT = "<|eom_id|>"
+"""How Llama 3 ends an answer that calls a tool, where it does not end its turn; in its generation config, too."""
 MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
 SPACED = f" \n{MARK}\n "
 Context = str | list[dict[str, Any]]
 """One user message, or a conversation of messages {"role", "content"} (paw/envs/base.py)."""
-ANSWERED = {"role": "tool", "name": PROBE.name, "tool_call_id": PROBE.id, "content": REPLY}
 
 
 class ContextFull(Exception):
@@ -68,7 +69,7 @@ class Chat:
         self._backend.no_padding()
 
         self._tokenizer, self._options, self._tool_parser = tokenizer, dict(options or {}), tool_parser
-        self._read: Callable[[str, list[Any]], Reply] | None = None
+        self._read: Callable[[str, list[Any], int], Reply] | None = None
 
         def render(*contents: str, ask: bool = True) -> str:
             roles = ("user", "assistant", "user")
@@ -101,7 +102,8 @@ class Chat:
 
         ids = self.encode(between)
         self._turn_end: int = next((i for i in ids if i in self._control), tokenizer.eos_token_id)
-        self.end_ids: frozenset[int] = frozenset({tokenizer.eos_token_id, self._turn_end} - {None})
+        ends = {tokenizer.eos_token_id, self._turn_end, self._backend.token_to_id(AWAITS_RESULT)}
+        self.end_ids: frozenset[int] = frozenset(ends - {None})
         """Tokens that end a response."""
         self._unsaid = (unsaid | self.end_ids) - thinking
         self.separator_ids: list[int] = ids[next((n + 1 for n, i in enumerate(ids) if i in self.end_ids), 0) :]
@@ -173,17 +175,16 @@ class Chat:
         pieces += self._plain(buffer)
         return ids if self._controls(ids) == self._controls(pieces) else pieces
 
-    def added_ids(self, answer: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[list[int], list[int], str]:
-        """What stands between the end of an `answer` and the text of the first of `messages`; all from that text to the
-        next response; that text.
+    def added(self, answer: dict[str, Any], messages: list[dict[str, Any]]) -> list[tuple[list[int], str]]:
+        """What follows the end of an `answer`: of each of `messages` (ids that come before its text, the text as the
+        template writes it), then (ids up to the next response, "").
 
         It is the template's own where it renders a user message, the answer and those; earlier ones take no part, so
-        that what it drops or merges there stays as the model had it. Each text is encoded on its own: so it is found as
-        a target of the world model. Raises EnvironmentFailure for messages that the template does not take.
+        that what it drops or merges there stays as the model had it. Raises EnvironmentFailure for messages that the
+        template does not take.
         """
         if [message["role"] for message in messages] == ["user"]:
-            text = messages[0]["content"]
-            return self.separator_ids, self.observation_ids(text) + self.reply_ids, text
+            return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
         problem: Exception | None = None
         plain = {"role": "assistant", "content": REPLY}
         for said in (answer | plain, answer | {"content": ""}, plain):  # not all take a text with calls, or many calls
@@ -192,12 +193,15 @@ class Chat:
             try:
                 rendered = self.render(asked + [marks.message(message, spaces=False) for message in messages])
                 literals, texts, numbers = marks.split(rendered, lambda text: text)
-                at = numbers.index(min(marks.needed))
-                before = self._each(literals[: at + 1], texts[:at])
-                ends = [place for place, i in enumerate(before) if i in self.end_ids]
+                places = [-1, *sorted(map(numbers.index, marks.needed)), len(texts)]
+                pieces = [
+                    (self._each(literals[before + 1 : at + 1], texts[before + 1 : at]), [*texts, ""][at])
+                    for before, at in pairwise(places)
+                ]
+                ends = [place for place, i in enumerate(pieces[0][0]) if i in self.end_ids]
                 if not ends:
                     raise ValueError("it ends an answer with no token")
-                return before[ends[-1] + 1 :], self._each(["", *literals[at + 1 :]], texts[at:]), texts[at]
+                return [(pieces[0][0][ends[-1] + 1 :], pieces[0][1]), *pieces[1:]]
             except Exception as error:
                 problem = problem or error
         raise self._refused([answer, *messages], problem)
@@ -227,13 +231,14 @@ class Chat:
         unsaid = self.end_ids if calls else self._unsaid
         return self._backend.decode([i for i in ids if i not in unsaid], skip_special_tokens=False)
 
-    def reply(self, text: str, tools: list[Any]) -> Reply:
-        """An answer with the calls that the parser of the model's format finds. UserError where there is none."""
+    def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
+        """An answer with the calls that the parser of the model's format finds, numbered from `called` on. UserError
+        where there is none."""
         if self._read is None:
             from paw.rollout.calls import make_reader
 
             self._read = make_reader(self._tokenizer, self._tool_parser, self)
-        return self._read(text, tools)
+        return self._read(text, tools, called)
 
     def _each(self, literals: list[str], texts: list[str]) -> list[int]:
         """Ids of each piece on its own, control tokens in what the template wrote alone."""
@@ -253,7 +258,7 @@ class Chat:
     def _with_tools(self) -> str:
         """The template's text of a conversation with tools, as much of it as it takes; whether it shows them."""
         user, texts = {"role": "user", "content": MARK}, []
-        for messages in ([user], [user, Reply.of("", PROBE).message(), ANSWERED]):
+        for messages in ([user], [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]):
             with suppress(Exception):
                 texts.append(self.render(messages, TOOLS))
         self._shows_tools = any(PROBE.name in text for text in texts[:1])

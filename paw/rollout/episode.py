@@ -247,6 +247,8 @@ class EngineModel(Model):
         self.player = player
         self.said: list[dict[str, Any]] = []
         """The messages of the last conversation."""
+        self.called = 0
+        """Calls of tools so far."""
 
     async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
         chat, stats, limits, ends = self.player.chat, self.episode.stats, self.config.rollout, None
@@ -275,7 +277,9 @@ class EngineModel(Model):
         turn.server = sampled.server
         turn.response = opened + chat.decode(turn.response_ids, calls=bool(tools))
         if tools:
-            self.reply = chat.reply(turn.response.partition(found)[0] if found else turn.response, tools)
+            text = turn.response.partition(found)[0] if found else turn.response
+            self.reply = reply = chat.reply(text, tools, self.called)
+            self.called += len(reply.calls)
         self.said = [] if isinstance(context, str) else context
         return found
 
@@ -283,7 +287,8 @@ class EngineModel(Model):
         if self.reply is not None and (self.reply.calls or self.reply.problem):
             from paw.rollout.further import add_result
 
-            add_result(self.player.chat, self.episode.trajectory.turns[-1], self.reply)
+            turn, limit = self.episode.trajectory.turns[-1], self.config.wm.max_tokens
+            add_result(self.player.chat, turn, self.reply, limit)
 
 
 Agent = Callable[[EnvHandle, Model], Awaitable[None]]

@@ -24,11 +24,11 @@ def exchange(
     """
     ids, values = list[list[int]](), list[list[float]]()
     for turn in _turns(own):
-        observation = encode(turn.observation) if encode else []
+        observation = (turn.observation_ids or encode(turn.observation)) if encode else []
         ids += turn.prompt_ids, turn.response_ids, turn.versions or [], observation
         values += turn.sampled_logp, turn.entropy or []
         turn.prompt_ids, turn.response_ids, turn.sampled_logp = [], [], []
-        turn.entropy = turn.versions = None
+        turn.entropy = turn.versions = turn.observation_ids = None
     set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
     parts = ranks.gather(own, Played)
     all_ids, all_values = ranks.gather_rows(ids, int), ranks.gather_rows(values, float)

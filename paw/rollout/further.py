@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paw.envs.conversation import UNREAD
+from paw.envs.conversation import unread
 from paw.errors import EnvironmentFailure
 from paw.rollout.chat import Chat, Context, ContextFull, shown
 from paw.rollout.marks import conversation, stands_for
@@ -32,7 +32,8 @@ def further(model: "EngineModel", context: Context, continues: "Earlier") -> tup
         answer = model.reply.message() if model.reply is not None else None
         goes_on = 0 < n < len(messages) - 1 and messages[:n] == model.said
         if goes_on and stands_for(messages[n], turns[-1].response, answer):
-            ids = _ended(chat, turns[-1]) + _added(chat, turns[-1], answer or messages[n], messages[n + 1 :])
+            ids = _ended(chat, turns[-1])
+            ids += _added(chat, turns[-1], answer or messages[n], messages[n + 1 :], model.config.wm.max_tokens)
         else:
             ids = chat.conversation_ids(messages, model.env.tools)
         if len(ids) > limit and not turns:
@@ -43,19 +44,30 @@ def further(model: "EngineModel", context: Context, continues: "Earlier") -> tup
     return ids, opened
 
 
-def add_result(chat: Chat, turn: Turn, reply: Reply) -> None:
-    """The observation of a last turn, which called tools, is the result of the first: no prompt shows it."""
-    name, key = (reply.calls[0].name, reply.calls[0].id) if reply.calls else ("", UNREAD)
-    result = {"role": "tool", "name": name, "tool_call_id": key, "content": turn.outcome.observation}
-    _added(chat, turn, reply.message(), [result])
+def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
+    """The observation of a last turn, which called tools, is their results or the first one's: no prompt shows it."""
+    results = turn.outcome.results or [turn.outcome.observation]
+    messages = [call.answer(text) for call, text in zip(reply.calls or [unread(0)], results, strict=False)]
+    _added(chat, turn, reply.message(), messages, limit)
 
 
-def _added(chat: Chat, turn: Turn, answer: dict[str, Any], messages: list[dict[str, Any]]) -> list[int]:
-    """Ids of what follows a turn's answer. The turn learns where its observation stands there, and how."""
-    separator, added, first = chat.added_ids(answer, messages)
+def _added(chat: Chat, turn: Turn, answer: dict[str, Any], messages: list[dict[str, Any]], limit: int) -> list[int]:
+    """Ids of what follows a turn's answer, each text encoded on its own: so it is found as a target of the world model.
+    The turn learns where its observation stands there, and how; of several results at most `limit` tokens."""
+    pieces, results = chat.added(answer, messages), turn.outcome.results or [turn.outcome.observation]
+    ids, spans = list[int](), list[tuple[int, int]]()
+    for written, text in pieces:
+        start = len(ids) + len(written)
+        ids += written + chat.observation_ids(text)
+        spans.append((start, len(ids)))
+    (separator, first), (start, _) = pieces[0], spans[0]
     turn.separator_ids = separator if separator != chat.separator_ids else None
-    turn.shown = first if messages[0]["content"] == turn.outcome.observation != first else None
-    return separator + added
+    if [message["content"] for message in messages[: len(results)]] == [*results]:
+        turn.shown = first if first != results[0] else None
+        if len(results) > 1:
+            turn.spans = [(a - start, min(b - start, limit)) for a, b in spans[: len(results)] if a - start < limit]
+            turn.observation_ids = ids[start:][: turn.spans[-1][1]]
+    return ids
 
 
 def _after(chat: Chat, turn: Turn, text: str) -> tuple[list[int], str]:

@@ -88,7 +88,7 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
     turns, chat = episode.turns[:MAX_TURNS], run.chat
     separators = [chat.separator_ids if turn.separator_ids is None else turn.separator_ids for turn in turns]
     contexts = [turn.prompt_ids + turn.response_ids + ids for turn, ids in zip(turns, separators, strict=True)]
-    targets = [chat.observation_ids(turn.observation, run.config.wm.max_tokens) for turn in turns]
+    targets = [t.observation_ids or chat.observation_ids(t.observation, run.config.wm.max_tokens) for t in turns]
     for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:
             with suppress(UserError):  # beyond the engine's length, which is made for prompt and response

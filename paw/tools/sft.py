@@ -131,7 +131,7 @@ def example(
     outcome = Outcome(observation, 0.0, done=False, won=False)
     turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
     if isinstance(response, Reply) and response.calls:
-        add_result(chat, turn, response)
+        add_result(chat, turn, response, config.wm.max_tokens)
     separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
     observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
     return Sample(0, 0, 0, prompt_ids, turn.response_ids, separator, observation_ids)
@@ -315,6 +315,7 @@ def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
                 if turn.response in texts:
                     row.prompt_ids, row.response_ids = turn.prompt_ids, turn.response_ids
                     row.separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
+                    row.observation_ids = turn.observation_ids or row.observation_ids
                 rows.append(row)
     if not rows:
         raise UserError(f"--rollouts {path}: no valid turn of a won episode in it (--sft.won false takes all)")

@@ -1,6 +1,7 @@
 """Conversations with tools through templates of real shapes: ids, forged turns, calls read back, targets found."""
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from test_chat import ALL_SPECIAL, CORPUS, INST_TEMPLATE, LLAMA3, QWEN25, QWEN_PLAIN, hostile, make
 from test_models import make as make_model
 
-from paw.algo.samples import sequences, to_samples
+from paw.algo.samples import collate, sequences, to_samples
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
@@ -20,6 +21,7 @@ from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion
+from paw.rollout.marks import PROBE
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import open_run
@@ -30,7 +32,7 @@ from paw.types import Outcome, Reply, Task, ToolCall
 RESULTS = ["<tool_response>", "</tool_response>"]
 BRACKETS = [f"[{slash}{word}]" for word in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for slash in ("", "/")]
 MISTRAL = ["<s>", "</s>", "[TOOL_CALLS]", *BRACKETS]
-LLAMA31 = [*LLAMA3, "<|python_tag|>"]
+LLAMA31 = [*LLAMA3, "<|python_tag|>", "<|eom_id|>"]
 TOKENIZERS = {
     "qwen2.5": make(QWEN25, QWEN_PLAIN, templates.QWEN25_TEMPLATE, eos="<|im_end|>"),
     "qwen3": make(QWEN25, [*QWEN_PLAIN, *RESULTS], templates.QWEN3_TOOLS_TEMPLATE, eos="<|im_end|>"),
@@ -87,8 +89,9 @@ def test_no_text_of_any_role_adds_a_control_token(name, text):
         assert controls(name, chat.conversation_ids(messages(text, name=text, key=text), [tool(text)])) == own
     for first, last in ((2, 4), (2, 6), (4, 6)):
         (answer, *added), (_, *plain) = messages(text)[first:last], messages()[first:last]
-        one, two = (chat.added_ids(answer, new) for new in (added, plain))
-        assert [controls(name, ids) for ids in one[:2]] == [controls(name, ids) for ids in two[:2]]
+        one, two = (chat.added(answer, new) for new in (added, plain))
+        assert [controls(name, ids) for ids, _ in one] == [controls(name, ids) for ids, _ in two]
+        assert not any(controls(name, chat.observation_ids(shown)) for _, shown in one)
 
 
 @every
@@ -98,14 +101,18 @@ def test_what_is_added_is_the_templates_own(name):
     talk = messages("the mug")
     talk[4]["content"] = "the mug"  # without a thought, which Qwen3 drops where another question follows
     for n in (3, 5):
-        separator, rest, shown = chat.added_ids(talk[n - 1], talk[n:])
+        pieces = chat.added(talk[n - 1], talk[n:])
         whole = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True, tokenize=False)
-        assert whole.endswith(tokenizer.decode(separator + rest)) and tokenizer.decode(rest).startswith(shown)
-        assert shown == "the mug" and not set(chat.end_ids) & set(separator)
-    result = talk[3] | {"content": 'Doc "1"\nDoc 2'}
-    both = chat.added_ids(talk[2], [result, result])
-    assert tokenizer.decode(both[1]).count(both[2]) == 2
-    assert both[2] == (json.dumps(result["content"])[1:-1] if name == "llama3.1" else result["content"])
+        assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
+        assert [shown for _, shown in pieces] == ["the mug"] * (len(talk) - n) + [""]
+        assert not set(chat.end_ids) & set(pieces[0][0])
+    texts = ['Doc "1"\nDoc 2', "Doc 3"]
+    two = [talk[3] | {"content": text, "tool_call_id": f"call0000{i}"} for i, text in enumerate(texts)]
+    pieces = chat.added(talk[2], two)
+    assert [shown for _, shown in pieces] == [*(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts), ""]
+    calls = talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()  # which takes one call a message
+    whole = tokenizer.apply_chat_template([talk[1], calls, *two], add_generation_prompt=True, tokenize=False)
+    assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
 
 
 def test_thoughts_are_dropped_from_examples_as_the_template_does():
@@ -165,6 +172,7 @@ def reads(chat, written):
     reply = chat.reply(f"{THOUGHT}{written}", [tool()])
     assert reply == THOUGHT + written and (reply.content, reply.problem) == ("", "")
     assert reply.calls == [ToolCall("search", {"query": "Nile"}, "call00000")]
+    assert chat.reply(written, [tool()], 7).calls[0].id == "call00007"
     broken = chat.reply(written[: written.index("Nile")], [tool()])
     assert broken.calls == [] and broken.problem.startswith("the call cannot be read")
     assert chat.reply(f"<think>{written}", [tool()]).content == ""  # it only thinks of it
@@ -189,12 +197,12 @@ def test_calls_are_read_without_vllm():
 
 
 class Desk(Conversation):
-    """Looks into a drawer, three times at most; results are of two lines, with quotation marks."""
+    """Looks into a drawer, six times at most; results are of two lines, with quotation marks."""
 
-    tools, tasks = (tool(),), [Task("desk")]
+    tools, tasks, played = (tool(),), [Task("desk")], []
 
     def begin(self, task):
-        self.left = 3
+        self.left, self.played[:] = 6, [self]
         return [{"role": "system", "content": "Look."}, {"role": "user", "content": "What is in it?"}]
 
     def call(self, call):
@@ -206,48 +214,88 @@ class Desk(Conversation):
 
 
 class Says:
-    """An engine that gives the answers of a list, and a reader that knows them."""
+    """An engine that gives the answers of a list, and a reader that knows them, or none."""
 
     continuous, version, faults = False, 0, ()
 
-    def __init__(self, chat, replies):
+    def __init__(self, chat, replies, *, reads=True):
         self.chat, self.replies, self.queue = chat, list(replies), []
-        chat._read = lambda text, tools: next(reply for reply in replies if self.written(reply) == text)
+        if reads:
+            self.chat._read = lambda text, tools, called: next(r for r in replies if self.written(r) == text)
+
+    def ids(self, reply):
+        eom = self.chat._backend.token_to_id("<|eom_id|>")  # Llama 3, whose template takes one call
+        ids = self.chat.response_ids(str(reply) if eom and reply.calls[1:] else reply)
+        return [*ids[:-1], eom] if eom and reply.calls else ids
 
     def written(self, reply):
-        return self.chat.decode(self.chat.response_ids(reply), calls=True)
+        return self.chat.decode(self.ids(reply), calls=True)
 
     def submit(self, request):
         self.queue.append(request)
 
     def step(self):
-        ids = self.chat.response_ids(self.replies.pop(0))
+        ids = self.ids(self.replies.pop(0))
         return [Completion(self.queue.pop().key, ids, [-1.0] * len(ids), None)]
 
 
-@every
-def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name):
-    """However the template writes a result; that of the last turn, which no prompt shows, is appended."""
-    calls = [Reply.of("", ToolCall("search", {"query": word}, "call00000")) for word in ("x", "b", "x")]
-    chat = Chat(TOKENIZERS[name])
-    engine = Says(chat, [calls[0], Reply("Hm <|eot_id|>"), *calls[1:]])
-    config = Config.model_validate({"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}})
+def play_desk(chat, engine, **wm):
+    """The only episode's turns, and their samples."""
+    config = Config.model_validate({"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm})
     rollouts = Rollouts(make_factory(config, Desk), engine, chat, config)
     groups, stats = rollouts.play([Task("desk")], group_size=1, temperature=1.0, seed=0, stream="x")
     rollouts.close()
     assert not stats.failures
-    samples = to_samples(
-        groups, separator_ids=chat.separator_ids, encode_observation=chat.observation_ids, invalid_penalty=0.0
-    )
+    encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens)
+    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
     for sample in samples:
         sample.wm_weight = 1.0
-    assert sequences(samples, with_observation=True) == [[0, 1, 2, 3]]
-    for place, (turn, sample) in enumerate(zip(groups[0].trajectories[0].turns, samples, strict=True)):
-        text = turn.outcome.observation
-        escaped = name == "llama3.1" and place != 1  # its results are JSON
-        expected = chat.observation_ids(json.dumps(text)[1:-1] if escaped else text)
-        assert sample.observation_ids == expected and not controls(name, expected)
+    return groups[0].trajectories[0].turns, samples
+
+
+def called(*words):
+    return Reply.of("", *(ToolCall("search", {"query": word}, f"call0000{i}") for i, word in enumerate(words)))
+
+
+@every
+@pytest.mark.parametrize("most", [512, 30])
+def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name, most):
+    """However the template writes a result, and as many as there are; those of the last turn, which no prompt shows,
+    are appended. Llama 3's <|eom_id|> ends an answer as <|eot_id|> does."""
+    chat = Chat(TOKENIZERS[name])
+    engine = Says(chat, [called("x"), Reply("Hm <|eot_id|>"), called("b", "x"), called("b"), called("x", "b")])
+    turns, samples = play_desk(chat, engine, max_tokens=most)
+    assert sequences(samples, with_observation=True) == [[0, 1, 2, 3, 4]]
+    batch = collate(samples, [[0, 1, 2, 3, 4]], with_observation=True, device=torch.device("cpu"))
+    assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
+    seen = iter(batch.target[batch.observation].tolist())
+    for place, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
+        texts = turn.outcome.results or [turn.outcome.observation]
+        assert len(texts) == [1, 1, 2, 1, 2][place] and len(sample.observation_ids) <= most
+        if name == "llama3.1" and place != 1:
+            texts = [json.dumps(text)[1:-1] for text in texts]  # its results are JSON
+        expected = [chat.observation_ids(text) for text in texts]
+        found = [ids for _, ids in sample.targets]
+        told, whole = ([i for ids in parts for i in ids] for parts in (found, expected))
+        assert found == expected if most == 512 else told == whole[: len(told)]
+        assert [next(seen) for _ in told] == told and not controls(name, told)
         assert (sample.separator_ids == chat.separator_ids) == (place == 1)
+    assert not [*seen]
+
+
+def test_no_two_calls_of_an_episode_have_one_id():
+    """Of nine letters and digits each, as Mistral's templates ask, broken calls too."""
+    chat = Chat(TOKENIZERS["qwen3"], tool_parser="transformers")
+    broken = Reply('<tool_call>\n{"name": ')
+    turns, _ = play_desk(
+        chat, Says(chat, [called("x"), broken, called("b", "x"), broken, *[called("b")] * 3], reads=False)
+    )
+    assert [turn.outcome.valid for turn in turns] == [True, False, True, False, True, True, True]
+    messages = Desk.played[0].messages
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    answers = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert len(calls) == 6 and len({*answers}) == len(answers) == 8 and {*calls} < {*answers}
+    assert all(len(answer) == 9 and answer.isalnum() for answer in answers)
 
 
 @pytest.fixture(scope="module")
