@@ -4,11 +4,13 @@ import fcntl
 import gc
 import importlib.util
 import json
+import lzma
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
         import triton.language  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
+PACK = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.xz"
 QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for every quickstart run of a session
     "run.threads": 1,
     "run.updates": 2,
@@ -230,3 +233,54 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def says_only() -> Callable[..., Path]:
+    """`says_only(folder, *words)` makes that model write these words, each as often as the others, whatever it reads:
+    new tokens, or ones that it has."""
+
+    def make(folder: Path, *says: str, template: str = "") -> Path:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        words = [*map(str, says)]
+        tokenizer.add_tokens(words)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        model.resize_token_embeddings(len(tokenizer))
+        weights = (
+            model.state_dict()
+        )  # the parameters themselves: dimension 0 is the same everywhere, and says the words
+        weights["model.embed_tokens.weight"][:, 0] = 5.0
+        weights["lm_head.weight"][:, 0] = 0.0
+        weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def official_games() -> Callable[..., Iterator[tuple[str, dict[str, Any]]]]:
+    """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop` games (None: of all)."""
+    if not PACK.is_file():
+        pytest.skip(f"the official games are not at {PACK}")
+
+    def read(stop: int | None = None, step: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
+        with lzma.open(PACK, "rt") as lines:
+            rules = json.loads(next(lines))
+            for line in islice(lines, 0, stop, step):
+                game = json.loads(line)
+                yield (
+                    game["id"],
+                    {
+                        "pddl_domain": rules["domain"],
+                        "grammar": rules["grammar"].replace("UNKNOWN GOAL.", game["task"], 1),
+                        "pddl_problem": game["problem"],
+                        "solvable": True,
+                        "walkthrough": game["walkthrough"],
+                    },
+                )
+
+    return read

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from paw.envs.base import train_tasks
 from paw.rollout.guard import Guarded
 from paw.tools.played import load_played
 from paw.types import Reply, ToolCall
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from templates import QWEN25_TEMPLATE
 
 PACKAGE = Path(sys.prefix) / "openenv"
 HERE = Path(__file__).parent
@@ -41,6 +45,7 @@ def start(paw_env):
         def url():
             for line in child.stderr:
                 if line.startswith("http"):
+                    threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop the server
                     return line.split(": ")[0].strip()
             raise AssertionError("the server ended")
 
@@ -49,7 +54,7 @@ def start(paw_env):
     yield run
     for child in started:
         child.kill()
-        child.communicate()
+        child.wait()
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,23 @@ def test_training_on_an_environment_of_openenv(urls, paw_here, read_metrics, tin
     assert update["health/env_failures"] == 0 and 0 < update["reward/mean"] < 1
     checked = paw_here("env", "check", "openenv", {"env.url": urls[0], "env.action_field": "*"})
     assert "rules hold" in checked.stdout
+
+
+def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
+    """Calls of one turn, several among them, are played over MCP; their results are the world model's targets."""
+    calls = [Reply.of("", ToolCall("put", {"thing": thing}, "")) for thing in ("cup", "cat")]
+    model = says_only(tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=QWEN25_TEMPLATE)
+    where = {"model.path": model, "model.tool_parser": "transformers", "run.dir": tmp_path, "run.name": "run"}
+    paw_here("train", "quickstart", SMALL, where, {"env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0})
+    _, update = read_metrics(tmp_path / "run")
+    assert update["health/env_failures"] == 0 and update["optim/grad_norm"] > 0 and update["wm/loss"] > 0
+    assert 0 < update["success/all"] < 1 and 0 < update["health/valid_actions"] <= 1
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    turns = [turn for sample in samples for turn in sample["turns"]]
+    seen = {turn["observation"] for turn in turns if turn["action"].startswith('put({"thing": "c')}
+    assert any("1 on the shelf" in text for text in seen) and any("it jumped off" in text for text in seen)
+    several = [turn for turn in turns if "; put" in turn["action"]]
+    assert several and all("</tool_response>" in "".join(turn["observation_tokens"]) for turn in several)
 
 
 def test_an_environment_served_is_the_environment_itself(urls, paw_here, read_metrics, tiny_llm, tmp_path):
