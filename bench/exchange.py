@@ -28,8 +28,8 @@ from bench.common import RESULTS, write
 from bench.kernels import cpu_name
 from paw.build import join_ranks
 from paw.model.parallel import exit_now
-from paw.rollout.episode import RolloutStats
-from paw.rollout.exchange import Played, exchange
+from paw.rollout.episode import Played, RolloutStats
+from paw.rollout.exchange import exchange
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 RANKS, MEMBERS, TURNS = 2, 8, 50

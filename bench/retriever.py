@@ -32,8 +32,8 @@ from bench.common import RESULTS, ROOT, write
 from bench.kernels import commit, cpu_name
 from paw.envs.search.retrieval import Retriever, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
+from paw.envs.search.settings import SearchConfig
 from paw.envs.search.world import World
-from paw.envs.settings import SearchConfig
 
 CLIENTS = 16
 SECONDS = 5.0

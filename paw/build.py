@@ -20,7 +20,6 @@ from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
-from paw.model.folder import on_this_machine
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
@@ -132,7 +131,10 @@ def build(
     began = time.monotonic()
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
     info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
-    path = on_this_machine(path, ranks)
+    if ranks.world_size > 1:
+        from paw.model.folder import on_this_machine
+
+        path = on_this_machine(path, ranks)
     lora, servers = config.lora if config.lora.rank and config.lora.send == "adapters" else None, None
     if config.engine.servers and ranks.first:
         from paw.rollout.engines.servers import start_servers

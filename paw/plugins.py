@@ -38,7 +38,12 @@ ENVS = {
     "openenv": "paw.envs.openenv:OpenenvFactory",
     "gymnasium": "paw.envs.gymnasium:GymnasiumFactory",
 }
-SETTINGS = {f"envs.{name}": f"paw.envs.settings:{name.title().replace('_', '')}Config" for name in ENVS}
+SETTINGS = {
+    "envs.alfworld": "paw.envs.settings:AlfworldConfig",
+    "envs.webshop": "paw.envs.settings:WebshopConfig",
+    "envs.search": "paw.envs.search.settings:SearchConfig",
+    "envs.verifiers": "paw.envs.inverted:VerifiersConfig",
+}
 """Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""
 CALLBACKS = {
     "live": "paw.tools.callbacks:Progress",

@@ -29,7 +29,7 @@ from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.rollout.sync import StaleWeightsError
-from paw.state.claim import claim, claim_places
+from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.log import MetricsLog
@@ -316,7 +316,11 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
-    places = claim_places(directory, ranks, stack, resume=resume)
+    places = [0]
+    if ranks.world_size > 1:
+        from paw.state.places import claim_places
+
+        places = claim_places(directory, ranks, stack, resume=resume)
 
     def check() -> EnvFactory:
         check_memory(config, device, ranks)

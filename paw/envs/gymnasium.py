@@ -5,9 +5,22 @@ from typing import Any
 from paw import plugins
 from paw.envs.base import Tasks, seeds
 from paw.envs.conversation import Conversation, Message, invalid, opening
-from paw.envs.settings import GymnasiumConfig
+from paw.envs.settings import SpokenConfig
 from paw.errors import UserError, clean, describe
 from paw.types import Outcome, Task
+
+
+class GymnasiumConfig(SpokenConfig):
+    """An environment of gymnasium whose observations are text."""
+
+    name: str = "gymnasium"
+    """Which environment."""
+    id: str = ""
+    """Its registered id, such as "MyGame-v0"."""
+    module: str = ""
+    """Module or FILE.py that registers it."""
+    kwargs: dict[str, bool | int | float | str] = {}
+    """Arguments of gymnasium.make."""
 
 
 class GymnasiumFactory:

@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from paw.config import EnvConfig
 from paw.envs.conversation import Message, unread
-from paw.envs.settings import VerifiersConfig
 from paw.errors import EnvironmentFailure, shown
 from paw.types import THINKING, Outcome, Reply, Task
+from paw.values import Count, Positive
 
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL, model) -> the reward."""
@@ -24,6 +25,25 @@ WAIT = 0.9
 CLOSE_S = 5.0
 MAX_BYTES = 1 << 28
 """Of a request: a whole conversation."""
+
+
+class VerifiersConfig(EnvConfig):
+    """An environment written with verifiers of Prime Intellect."""
+
+    name: str = "verifiers"
+    """Which environment."""
+    id: str = ""
+    """Its package, installed or in PYTHONPATH."""
+    args: dict[str, Any] = {}
+    """The `[env]` table of verifiers' own commands: {taskset = {...}, agent = {...}}."""
+    tasks: Count = 10_000
+    """Tasks taken of a taskset without end."""
+    eval_split: str = "eval"
+    """Of a taskset with the key `split` its value; else every tenth task is held out for it."""
+    reward: Positive = 1.0
+    """The largest reward of an episode, R_max."""
+    won_at: Positive | None = None
+    """Reward from which an episode counts as won; unset, env.reward."""
 
 
 class InvertedEnv:

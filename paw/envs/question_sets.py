@@ -5,22 +5,73 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field, field_validator
+
+from paw.config import EnvConfig
 from paw.envs.base import every_tenth
-from paw.envs.settings import QuestionsConfig
 from paw.errors import UserError, describe, shown
 from paw.hub import unreachable
 from paw.types import Task
+from paw.values import Count, Only, Positive
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = Mapping[str, Any]
+ANSWER = "{answer}"
 AUTO, HELD_OUT = "auto", "held_out"
 EVALUATED = ("test", "validation", "valid", "dev")
 """Splits that env.eval_split = "auto" looks for, in this order."""
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+
+
+DATA, GENERATED = Only("env.data"), Only("env.data", (None,))
+
+
+class QuestionsConfig(EnvConfig):
+    """Questions whose answers can be checked: a set of your own, or generated maths word problems."""
+
+    name: str = "questions"
+    """Which environment."""
+    data: Path | None = None
+    """Name at the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems are generated."""
+    subset: Annotated[str | None, DATA] = None
+    """Configuration of the data set, where it has several: "main" of openai/gsm8k."""
+    eval_split: str = "auto"
+    """Split to evaluate on; auto takes test or validation, else every tenth row of env.train_split, which are held out
+    then."""
+    question: Annotated[str, DATA] = "question"
+    """Column of questions: text, or messages {"role", "content"}. "a.b" is b within column a, here and below."""
+    answer: Annotated[str | None, DATA] = "answer"
+    """Column of right answers: text, a number, or a list of which each is right."""
+    system: Annotated[str | None, DATA] = None
+    """Column of system messages."""
+    kind: Annotated[str | None, DATA] = None
+    """Column by whose values success is reported."""
+    instruction: str = "Reason step by step, then give the final answer as {format}."
+    """Said after each question; {format} is env.format, dots in place of the answer."""
+    format: str = "<answer>{answer}</answer>"
+    """How a response gives its answer. The last one counts."""
+    score: str = "exact"
+    """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal. regex: the right
+    answer is a regular expression. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
+    max_turns: Count = 1
+    """Tries. A wrong answer is said to be wrong, or what your own score says to it."""
+    reward: Positive = 1.0
+    """Of a right answer, R_max."""
+    operations: Annotated[int, Field(ge=1, le=4), GENERATED] = 4
+    """Operations of a generated problem at most."""
+    largest: Annotated[int, Field(ge=5, le=1_000_000), GENERATED] = 1000
+    """Largest number of a generated problem."""
+
+    @field_validator("format")
+    @classmethod
+    def _holds_the_answer(cls, form: str) -> str:
+        if form.count(ANSWER) != 1:
+            raise ValueError(f"it must hold {ANSWER} once, where the answer stands")
+        return form
 
 
 class Split(Sequence[Task]):

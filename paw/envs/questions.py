@@ -12,9 +12,8 @@ from functools import partial
 from paw import plugins
 from paw.envs import maths
 from paw.envs.base import Endless, Tasks
-from paw.envs.question_sets import AUTO, HELD_OUT, QuestionSet, Row, answers, messages
+from paw.envs.question_sets import ANSWER, AUTO, HELD_OUT, QuestionsConfig, QuestionSet, Row, answers, messages
 from paw.envs.search.reward import exact_match
-from paw.envs.settings import ANSWER, QuestionsConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, shown
 from paw.types import Outcome, Task
 

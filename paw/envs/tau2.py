@@ -16,14 +16,15 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from paw.config import EnvConfig
 from paw.envs.base import Tasks
 from paw.envs.conversation import Message, Retold
-from paw.envs.settings import Tau2Config
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.types import Outcome, Reply, Task, ToolCall
+from paw.values import Only
 
 INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
@@ -55,6 +56,21 @@ either call one tool or write to the user, never both. When nothing is left to d
 {policy}"""
 SPEAKER = re.compile(r"(?:user|tool): ")
 THINK = "You should first reason step-by-step within <think> </think> tags."
+
+
+class Tau2Config(EnvConfig):
+    """tau2-bench of Sierra Research: a conversation with a simulated customer."""
+
+    name: str = "tau2"
+    """Which environment."""
+    domain: str = "retail"
+    """Domain of tau2-bench."""
+    user_model: str = "gpt-4.1"
+    """LLM that plays the customer, as litellm names it."""
+    style: Literal["paper", "chat"] = "paper"
+    """paper: one prompt with all that was said, actions in tags. chat: a conversation, calls in the model's format."""
+    think: Annotated[bool, Only("env.style", ("paper",))] = True
+    """Whether a valid response needs <think>...</think>."""
 
 
 class Tau2Factory:

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from paw.envs.base import Tasks, every_tenth
 from paw.envs.checked import problem
 from paw.envs.http import Loop
-from paw.envs.inverted import InvertedEnv
-from paw.envs.settings import VerifiersConfig
+from paw.envs.inverted import InvertedEnv, VerifiersConfig
 from paw.errors import OURS, EnvironmentFailure, UserError, describe
 from paw.types import Task
 

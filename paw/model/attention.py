@@ -3,7 +3,7 @@
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as the keyword `packed`.
 flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs, fp32) the rows are laid side by side for
 torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T. So they are for
-layers that mix tokens by recurrence or convolution (`separate_rows`), which know no bounds.
+layers that mix tokens by recurrence or convolution (mixers.py), which know no bounds.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, GradientCheckpointingLayer
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from paw.errors import UserError
@@ -159,50 +159,10 @@ def _side_by_side(
     return packed.one_after_another(out.transpose(1, 2))
 
 
-def separate_rows(lm: nn.Module) -> bool:
-    """Let layers that mix tokens by recurrence or convolution see each packed row alone; whether there are any.
-
-    Hooks on the modules themselves, which a deep copy of the model keeps: a decoder layer hands the bounds down, each
-    time it runs (when it is recomputed as well), since not every model passes them on.
-    """
-    found = False
-    for layer in lm.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and (mixers := token_mixers(layer)):
-            found = True
-            layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
-            for mixer in mixers:
-                mixer.register_forward_pre_hook(_part, with_kwargs=True)
-                mixer.register_forward_hook(_join)
-    return found
-
-
 def token_mixers(layer: nn.Module) -> list[Any]:
     """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short convolutions. Each has
     a causal convolution of its own."""
     return [module for module in layer.modules() if any(isinstance(m, nn.Conv1d) for m in module.children())]
-
-
-def _hand_down(layer: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-    for mixer in token_mixers(layer):
-        mixer.packed = options.get("packed")
-
-
-@torch.compiler.disable
-def _part(mixer: Any, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    if mixer.packed is None:
-        return None
-    if args:
-        return (mixer.packed.side_by_side(args[0].squeeze(0)), *args[1:]), options
-    return args, options | {"hidden_states": mixer.packed.side_by_side(options["hidden_states"].squeeze(0))}
-
-
-@torch.compiler.disable
-def _join(mixer: Any, args: tuple, output: Any) -> Any:
-    if mixer.packed is None:
-        return None
-    first, *rest = output if isinstance(output, tuple) else (output,)
-    first = mixer.packed.one_after_another(first).unsqueeze(0)
-    return (first, *rest) if isinstance(output, tuple) else first
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:

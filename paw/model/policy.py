@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from paw.config import Config
 from paw.errors import UserError
-from paw.model.attention import ATTENTION, pack_rows, separate_rows
+from paw.hub import check_hub
+from paw.model.attention import ATTENTION, pack_rows, token_mixers
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
@@ -60,7 +60,11 @@ class Policy(nn.Module):
         lm.set_attn_implementation(ATTENTION)
         lm.eval()
         self.transform = LogitTransform.of(lm.config)
-        self._padded = separate_rows(lm)
+        self._padded = any(map(token_mixers, decoder_layers(lm)))
+        if self._padded:
+            from paw.model.mixers import separate_rows
+
+            separate_rows(decoder_layers(lm))
         shape: Any = lm.config.get_text_config()
         head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
@@ -74,7 +78,9 @@ class Policy(nn.Module):
         if checkpointing != "none":
             options: dict[str, Any] = {"use_reentrant": False}
             if checkpointing == "selective":
-                options["context_fn"] = _selective_contexts
+                from paw.model.selective import selective_contexts
+
+                options["context_fn"] = selective_contexts
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             self._checkpointed = decoder_layers(lm)
 
@@ -148,22 +154,6 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    """Keep the outputs of attention and of every second matrix product; recompute the rest (as torchtitan does)."""
-    products = {"forward": 0, "recompute": 0}
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            phase = "recompute" if context.is_recompute else "forward"
-            products[phase] += 1
-            keep = products[phase] % 2 == 1
-        else:
-            keep = "attention" in str(op) or "attn" in str(op)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 def weights_dtype(config: Config) -> torch.dtype:
     """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
     return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
@@ -188,11 +178,7 @@ def pick_backend(wanted: str, device: torch.device, dtype: str) -> str:
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face name; UserError when there is none."""
-    _check_folder(path)
-    if not Path(path).expanduser().exists():
-        from paw.hub import check_hub
-
-        check_hub(str(path))
+    check_hub(str(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever they meet first
@@ -215,7 +201,7 @@ def load_policy(
     `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
     any value, for a rank that will be sent its own. `options` are those of Policy.
     """
-    _check_folder(path)
+    check_hub(str(path))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if empty:
@@ -252,13 +238,6 @@ def load_policy(
 def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
     policy.device = torch.device(device)
     return policy.to(device) if place else policy
-
-
-def _check_folder(path: str | Path) -> None:
-    if not Path(path).exists() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
-        raise _broken(path, "there is no such folder")
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise _broken(path, "there is no config.json in it, so it is not a Hugging Face model")
 
 
 def _broken(path: str | Path, why: str) -> UserError:

@@ -29,7 +29,8 @@ from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollout.chat import Chat
 from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.exchange import Played, set_tasks
+from paw.rollout.episode import Played
+from paw.rollout.exchange import set_tasks
 from paw.rollout.scheduler import Progress, Rollouts
 
 STOP_S = 10.0

@@ -69,6 +69,9 @@ class RolloutStats:
         return {"health/env_failures": len(self.failed)} | counts | cached | refilled
 
 
+Played = tuple[list[Group], RolloutStats]
+
+
 @dataclass
 class Episode:
     """One task in play, and what it took."""

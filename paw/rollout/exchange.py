@@ -5,13 +5,11 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from paw.rollout.episode import RolloutStats
-from paw.types import Group, Task, Trajectory, Turn
+from paw.rollout.episode import Played
+from paw.types import Task, Trajectory, Turn
 
 if TYPE_CHECKING:
     from paw.model.ranks import Ranks
-
-Played = tuple[list[Group], RolloutStats]
 
 
 def exchange(

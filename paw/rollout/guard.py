@@ -15,7 +15,6 @@ from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import OwnFactory
 from paw.envs.threads import Threads
-from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, NoOracleError, clean, shown
 from paw.types import Outcome, Reply, Task
 
@@ -53,10 +52,14 @@ class Guarded:
     def reset(self, task: Task) -> str:
         self._turns = 0
         self._last = self._text("reset()", self._call("reset", task))
-        try:
-            self.tools = checked_tools(getattr(self._environment, "tools", None) or [])
-        except ValueError as error:
-            raise EnvironmentFailure(f"{self._name}: {clean(error)}") from None
+        self.tools = getattr(self._environment, "tools", None) or []
+        if self.tools:
+            from paw.envs.tools import checked_tools
+
+            try:
+                self.tools = checked_tools(self.tools)
+            except ValueError as error:
+                raise EnvironmentFailure(f"{self._name}: {clean(error)}") from None
         return self._last
 
     def context(self) -> str | list[dict[str, Any]]:
@@ -76,7 +79,11 @@ class Guarded:
 
     def step(self, response: str) -> Outcome:
         """An environment with tools gets a Reply, whose calls are checked against them."""
-        outcome = self._call("step", checked_reply(response, self.tools) if self.tools else response)
+        if self.tools:
+            from paw.envs.tools import checked_reply
+
+            response = checked_reply(response, self.tools)
+        outcome = self._call("step", response)
         if not isinstance(outcome, Outcome):
             self._refuse("step()", outcome, "an Outcome (paw/types.py)")
         self._turns += 1

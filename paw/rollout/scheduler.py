@@ -20,8 +20,7 @@ from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
-from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, RolloutStats, bind, find_agent
-from paw.rollout.exchange import Played, exchange
+from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.types import Group, Task, Trajectory
 
@@ -123,6 +122,8 @@ class Rollouts:
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
+            from paw.rollout.exchange import exchange
+
             parts = exchange(own, tasks, self.ranks, self.encode_observation)
         groups = [Group(task, [], place) for place, task in enumerate(tasks)]
         for group in (group for played, _ in parts for group in played):

@@ -4,20 +4,16 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from paw.config import Config
 from paw.errors import UserError, clean
 from paw.files import cause, fsync, writing
-
-if TYPE_CHECKING:
-    from paw.model.ranks import Ranks
 
 LOCK = ".lock"
 """Holds the id of the process that has the folder, or had it last; what counts is the kernel's lock on the file."""
@@ -100,40 +96,6 @@ def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]
                 leftover.unlink()
         return name, held
     raise AssertionError("numbers do not end")
-
-
-def claim_places(directory: Path, ranks: "Ranks", stack: ExitStack, *, resume: str) -> list[int]:
-    """For each rank the lowest one that sees the same run directory, of which each machine may have its own. Those of
-    other machines than rank 0's are made, and locked until `stack` closes.
-
-    A call of all ranks. Raises UserError where such a directory holds another run, or is in use.
-    """
-    if ranks.world_size == 1:
-        return [0]
-    token = ranks.broadcast_from_rank0(lambda: secrets.token_hex(8), str)
-    marks = [directory / f".tmp_{token}_{rank}" for rank in range(ranks.world_size)]
-
-    def mark() -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            fsync(directory.parent)
-            marks[ranks.rank].touch()
-        except OSError as error:
-            raise UserError(f"cannot create the run directory {directory}: {cause(error)}; set --run.dir") from None
-
-    ranks.together(mark)
-    lowest = next(rank for rank, path in enumerate(marks) if path.exists())
-    places = ranks.gather(lowest)
-    marks[ranks.rank].unlink(missing_ok=True)
-
-    def take() -> None:
-        if 0 != lowest == ranks.rank:
-            if not resume:
-                check_free(directory, resume="")
-            stack.enter_context(lock(directory))
-
-    ranks.together(take)
-    return places
 
 
 def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:

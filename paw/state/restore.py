@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paw import hub
 from paw.errors import UserError, describe, shown, to_stderr
 from paw.files import cause, json_object
 from paw.model.ranks import Ranks, rows_like, shard_like
@@ -205,6 +204,7 @@ def export_run(
     # what only verifies does without
     from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
     from paw.recipe import load as load_config
+    from paw.state import push as hub
     from paw.state.export import export, start_model
 
     if not (run / "config.toml").is_file():

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
-from paw.envs.next_state import NextStateFactory, Triplet, answer, ask, write_triplets
-from paw.envs.settings import NextStateConfig
+from paw.envs.next_state import NextStateConfig, NextStateFactory, Triplet, answer, ask, write_triplets
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.policy import Policy, load_tokenizer

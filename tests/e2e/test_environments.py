@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from paw.hub import EXPORTED
+from paw.state.push import EXPORTED
 
 pytestmark = pytest.mark.slow
 

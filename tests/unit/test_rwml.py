@@ -13,9 +13,17 @@ from toyworld import make_chat, make_engine, make_factory, make_model, practised
 from paw import cli
 from paw.config import Config, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
 from paw.envs.base import eval_tasks, train_tasks
-from paw.envs.next_state import NextStateFactory, Triplet, _Together, answer, ask, predicted, read_triplets
+from paw.envs.next_state import (
+    NextStateConfig,
+    NextStateFactory,
+    Triplet,
+    _Together,
+    answer,
+    ask,
+    predicted,
+    read_triplets,
+)
 from paw.envs.search.embedding import PACKAGES, Embedding
-from paw.envs.settings import NextStateConfig
 from paw.errors import UserError
 from paw.model.policy import Policy
 from paw.recipe import validate

@@ -12,8 +12,7 @@ from paw import cli
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
-from paw.envs.next_state import ask, read_triplets, write_triplets
-from paw.envs.settings import NextStateConfig
+from paw.envs.next_state import NextStateConfig, ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
 from paw.rollout.guard import Guarded
 from paw.rollout.scheduler import Rollouts

@@ -1,0 +1,22 @@
+"""What is kept for the backward pass with `model.checkpointing = "selective"`."""
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+def selective_contexts() -> tuple[Any, Any]:
+    """Keep the outputs of attention and of every second matrix product; recompute the rest (as torchtitan does)."""
+    products = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            phase = "recompute" if context.is_recompute else "forward"
+            products[phase] += 1
+            keep = products[phase] % 2 == 1
+        else:
+            keep = "attention" in str(op) or "attn" in str(op)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
