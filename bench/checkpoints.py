@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, write
 from bench.kernels import commit, cpu_name
-from paw.model.parallel import DistributedRanks, exit_now, read_variables
+from paw.model.parallel import DistributedRanks, read_variables
 from paw.model.policy import Policy
 from paw.model.ranks import Ranks
 from paw.state import checkpoint
@@ -58,7 +58,7 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if ranks.first:
         write(RESULTS / "checkpoints_cpu.csv", rows)
-    exit_now()
+    os._exit(0)
 
 
 def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, write
 from bench.kernels import cpu_name
 from paw.build import join_ranks
-from paw.model.parallel import exit_now
 from paw.rollout.episode import Played, RolloutStats
 from paw.rollout.exchange import exchange
 from paw.types import Group, Outcome, Task, Trajectory, Turn
@@ -76,7 +75,7 @@ def measure(way: str, tokens: int) -> None:
     found |= {name: round(size, 2) for name, size in sizes.items()}
     os.write(1, f"{json.dumps(found)}\n".encode())
     ranks.close()
-    exit_now()
+    os._exit(0)
 
 
 def episodes(tasks: list[Task], seed: int) -> list[Group]:

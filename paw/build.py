@@ -18,6 +18,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
+from paw.errors import needed
 from paw.model.attention import pick_attention
 from paw.model.check import check_path
 from paw.model.optim import make_optimizer
@@ -83,9 +84,7 @@ def check_environment(config: Config) -> EnvFactory:
 def check_extras(config: Config, device: torch.device) -> None:
     """UserError for a library that is needed and not installed."""
     if config.lora.rank:
-        from paw.model.lora import import_peft
-
-        import_peft()
+        needed("peft", "lora.rank", "lora")
     if config.model.liger:
         from paw.model.patches import import_liger
 

@@ -4,11 +4,13 @@ A mistake of the user ends the command with one line and exit code 2 (UserError)
 server wrote passes `clean` before it reaches a terminal or a log.
 """
 
+import importlib
 import re
 import reprlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LINE_CHARS = 2000
 """Characters of a line on the terminal."""
@@ -76,6 +78,15 @@ def shown(value: object, limit: int = 100) -> str:
     with quietly():
         text = short.repr(value)
     return clean(text, limit)
+
+
+def needed(module: str, what: str, extra: str) -> Any:
+    """That module. UserError where it is not installed: `what` needs it, and which extra of paw-trainer has it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name, fix = module.partition(".")[0], f"pip install 'paw-trainer[{extra}]'"
+        raise UserError(f"{what} needs {name} ({clean(error, 200)}): {fix}") from None
 
 
 def to_stderr(line: str) -> None:

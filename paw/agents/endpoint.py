@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
-from paw.errors import UserError, clean, to_stderr
+from paw.errors import UserError, clean, needed, to_stderr
 from paw.rollout.chat import Context, ContextFull, shown
 from paw.rollout.episode import Earlier, EnvHandle, Model, Stop, asked
 from paw.rollout.further import cut_at
@@ -94,10 +94,7 @@ class Endpoint:
     def __init__(
         self, config: EndpointConfig, *, section: str = "endpoint", template_options: Mapping[str, Any] | None = None
     ) -> None:
-        try:
-            import openai
-        except ImportError:
-            raise UserError(f"{section}.url needs the openai package; run: pip install 'paw-trainer[agents]'") from None
+        openai = needed("openai", f"{section}.url", "agents")
         for missing in ("url", "model"):
             if getattr(config, missing) is None:
                 raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")

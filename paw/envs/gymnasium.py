@@ -6,7 +6,7 @@ from paw import plugins
 from paw.envs.base import Tasks, seeds
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.settings import SpokenConfig
-from paw.errors import UserError, clean, describe
+from paw.errors import UserError, clean, describe, needed
 from paw.types import Outcome, Task
 
 
@@ -52,10 +52,7 @@ class GymnasiumEnv(Conversation):
 
     def __init__(self, config: GymnasiumConfig) -> None:
         where, module = f"env.id = '{config.id}'", config.module
-        try:
-            import gymnasium
-        except ImportError:
-            raise UserError("env.name = 'gymnasium' needs it: pip install 'paw-trainer[gymnasium]'") from None
+        gymnasium = needed("gymnasium", "env.name = 'gymnasium'", "gymnasium")
         if file := module.endswith(".py"):
             plugins.import_file(module, f"env.module = '{module}'")
         try:

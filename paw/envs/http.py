@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from paw.errors import UserError
+from paw.errors import needed
 
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
@@ -26,11 +26,7 @@ class BadAnswer(Exception):
 
 def import_httpx(what: str) -> Any:
     """httpx. Raises UserError where it is not installed, beginning with `what` needs it."""
-    try:
-        import httpx
-    except ImportError:
-        raise UserError(f"{what}: asking a server needs httpx: pip install 'paw-trainer[search]'") from None
-    return httpx
+    return needed("httpx", f"{what}: asking a server", "search")
 
 
 def bounded(client: type[Any]) -> type[Any]:

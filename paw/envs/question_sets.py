@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from paw.config import EnvConfig
 from paw.envs.base import every_tenth
-from paw.errors import UserError, describe, shown
+from paw.errors import UserError, describe, needed, shown
 from paw.hub import unreachable
 from paw.types import Task
 from paw.values import Count, Only, Positive
@@ -114,11 +114,7 @@ class QuestionSet:
         given = str(self._config.data)
         for name, quiet in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}.items():
             os.environ.setdefault(name, quiet)
-        try:
-            import datasets.config
-        except ImportError:
-            needs = "question sets need datasets: pip install 'paw-trainer[data]'"
-            raise UserError(f"{self._where}: {needs}") from None
+        datasets = needed("datasets", f"{self._where}: a question set", "data")
         path, why = Path(given).expanduser(), ""
         try:
             if path.is_file():

@@ -17,16 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paw.config import LoraConfig
-from paw.errors import UserError, nearest
+from paw.errors import UserError, nearest, needed
 from paw.model.ranks import full_tensor
-
-
-def import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(f"lora.rank needs peft ({error}); run: pip install 'paw-trainer[lora]'") from None
-    return peft
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
@@ -44,7 +36,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
 
     Raises UserError without peft.
     """
-    peft = import_peft()
+    peft = needed("peft", "lora.rank", "lora")
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)

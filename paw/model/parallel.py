@@ -9,14 +9,13 @@ sharded by FSDP2; each rank has an engine of its own.
 import hashlib
 import os
 import socket
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -206,13 +205,6 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
         has = f"rollout.tasks x rollout.group_size = {episodes} episodes"
         raise UserError(f"{has} on {world_size} ranks leaves some without one; lower --gpus")
     return rank, world_size, on_host
-
-
-def exit_now() -> NoReturn:
-    """End a process without the interpreter's own way, which in one of twenty aborts in a thread of gloo's."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def decline(why: str) -> None:

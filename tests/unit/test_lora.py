@@ -9,7 +9,7 @@ from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from paw.algo.loss import log_probs
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
-from paw.model.lora import adapters_off, add_adapters, check_targets, import_peft
+from paw.model.lora import adapters_off, add_adapters, check_targets
 from paw.model.policy import DTYPES, Policy, full_parameters
 from paw.recipe import dump
 from paw.rollout.engines.base import Request
@@ -138,7 +138,7 @@ def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     check_targets(lm, CONFIG)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
-        import_peft()
+        add_adapters(lm, CONFIG, seed=0)
     with pytest.raises(UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"):
         check_targets(lm, LoraConfig(rank=1, targets=["v_proj", "q_prj"]))
     for target in ("lm_head", "embed_tokens", ""):

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from paw.envs.checked import Strict, checked, json_lines
-from paw.errors import UserError
+from paw.errors import UserError, needed
 from paw.types import Task
 
 SETS = {
@@ -109,14 +109,11 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f"env.data: reading {path.name} needs pyarrow: pip install 'paw-trainer[search]'") from None
+    what = f"env.data: reading {path.name}"
+    pyarrow, parquet = needed("pyarrow", what, "search"), needed("pyarrow.parquet", what, "search")
     number = 0
     try:
-        with ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
             present = [name for name in (*COLUMNS, TARGET) if any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves)]
             if "question" not in present:
@@ -127,7 +124,7 @@ def _parquet(path: Path) -> Iterator[Row]:
                 target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
                 answers = row.get("golden_answers") or target
                 yield checked(Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}")
-    except (ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # without a number it is pyarrow's way to say: damaged
             raise
         reason = str(error).partition("\n")[0]

@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from paw.cache import cache_dir, stamp
 from paw.envs.search.embedding import Embedding
 from paw.envs.search.retrieval import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
-from paw.errors import UserError
+from paw.errors import UserError, needed
 
 TOKENS = 256
 CHUNK = 1024
@@ -30,11 +29,7 @@ class DenseRetriever:
     """Over `documents` by an `Embedding`, on a GPU if there is one; UserError if those kept are of other documents."""
 
     def __init__(self, documents: Documents, encoder: str):
-        try:
-            import faiss
-        except ImportError:
-            raise UserError("dense retrieval needs faiss: pip install 'paw-trainer[search]'") from None
-        self._faiss: Any = faiss
+        self._faiss = needed("faiss", "dense retrieval", "search")
         self._documents, self._lock = documents, threading.Lock()
         self._encoder = Embedding(encoder, key="env.encoder", tokens=TOKENS)
         name = Path(encoder).name.lower()
