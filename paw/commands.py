@@ -58,7 +58,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--recipe", help="environment, sizes and optimizer (default: the run's own configuration)")
             add("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of expert play")
             add("--out", type=Path, required=True, help="folder to write; stopped, the same command goes on from there")
-            return _sft
+            return _passing("paw.tools.sft")
         case "rwml":
             add("stage", choices=["collect", "filter", "sft"])
             add("source", help="collect: the model that plays; filter, sft: the triplets")
@@ -67,7 +67,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
             add("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
             add("--out", type=Path, required=True, help="file (sft: folder) to write")
-            return _rwml
+            return _passing("paw.tools.rwml")
         case "serve":
             parsers = sub.add_subparsers(dest="what", required=True, metavar="retriever|env")
             retriever, env = parsers.add_parser("retriever"), parsers.add_parser("env")
@@ -124,17 +124,9 @@ def _calling(module: str, function: str) -> Command:
     return run
 
 
-def _sft(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools import sft
-
-    return sft.run(options, overrides)
-
-
-def _rwml(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools import rwml
-
-    stages = {"collect": rwml.collect, "filter": rwml.filter_easy, "sft": rwml.supervise}
-    return stages[options.stage](options, overrides)
+def _passing(module: str) -> Command:
+    """`run` of a module that takes long to import."""
+    return lambda options, overrides: importlib.import_module(module).run(options, overrides)
 
 
 def _serve(options: argparse.Namespace, overrides: Overrides) -> int:

@@ -32,6 +32,10 @@ from paw.tools.player import open_player, progress, resolve, tell
 from paw.types import Group, Task
 
 
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    return {"collect": collect, "filter": filter_easy, "sft": supervise}[options.stage](options, overrides)
+
+
 def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Play `rwml.episodes` episodes of each of --tasks training tasks and write their triplets."""
     if options.tasks < 1:
