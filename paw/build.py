@@ -41,8 +41,6 @@ PLANNED = 64
 
 @dataclass
 class Parts:
-    """What an update works with."""
-
     factory: EnvFactory
     tokenizer: Any
     chat: Chat

@@ -44,7 +44,6 @@ class EngineConfig(Section):
 
     @property
     def memory_share(self) -> float:
-        """gpu_memory_utilization, or its default."""
         return self.gpu_memory_utilization or (0.9 if self.type == "server" else 0.5)
 
     @property

@@ -20,8 +20,6 @@ Row = tuple[str, FieldInfo, list[Only]]
 
 
 class Key(NamedTuple):
-    """A key of a configuration."""
-
     field: FieldInfo
     needs: Only | None
     """What is lacking for it to apply."""

@@ -91,12 +91,10 @@ class Run(Parts):
         return now
 
     def call(self, hook: str, *given: Any) -> None:
-        """Call the hook of every callback that has it."""
         for callback in self.callbacks:
             getattr(callback, hook, lambda *_: None)(self, *given)
 
     def say(self, text: str) -> None:
-        """One line on the first rank's terminal."""
         say(text, self.ranks)
 
     def counting(self, phase: str) -> Callable[[int, int], None]:

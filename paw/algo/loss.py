@@ -132,12 +132,10 @@ def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) 
 
 
 def mae(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
-    """1 - p."""
     return 1 - logp.exp()
 
 
 def ce(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
-    """-log p."""
     return -logp
 
 

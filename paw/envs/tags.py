@@ -54,7 +54,6 @@ class TaggedStyle:
         return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
 
     def format_action(self, action: str) -> str:
-        """A well-formed response that plays `action`."""
         thought = f"<think>I should {action}.</think>" if self.think else ""
         return f"{thought}<action>{action}</action>"
 

@@ -81,5 +81,4 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layers(lm: nn.Module) -> list[Any]:
-    """peft's layers."""
     return [module for module in lm.modules() if hasattr(module, "lora_A")]

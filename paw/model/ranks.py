@@ -27,7 +27,6 @@ class Ranks:
         return [item]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, in the order of ranks."""
         return [data]
 
     def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:

@@ -243,8 +243,6 @@ class Model(ABC):
 
 
 class EngineModel(Model):
-    """The model behind the engine of `player`."""
-
     def __init__(self, env: EnvHandle, player: "Rollouts") -> None:
         super().__init__(env, player.config)
         self.player = player

@@ -91,7 +91,6 @@ class Rollouts:
         return groups, stats
 
     def tasks(self, step: int, count: int) -> list[Task]:
-        """The first `count` of update `step`."""
         return train_tasks(self.factory, step, count, self.config.run.seed, split=self.config.env.train_split)
 
     def options(self, step: int) -> dict[str, Any]:

@@ -108,7 +108,6 @@ class Draft:
             _remove(replaced)
 
     def discard(self) -> None:
-        """What has no name yet goes."""
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:

@@ -84,7 +84,6 @@ class Samples:
 
 
 def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
-    """A JSON-able record of an episode."""
     turns, chat = episode.turns[:MAX_TURNS], run.chat
     separators = [chat.separator_ids if turn.separator_ids is None else turn.separator_ids for turn in turns]
     contexts = [turn.prompt_ids + turn.response_ids + ids for turn, ids in zip(turns, separators, strict=True)]

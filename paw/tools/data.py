@@ -132,7 +132,6 @@ def _generate_games(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _download_games(folder: Path) -> None:
-    """Run alfworld-download; its output goes to the terminal."""
     beside = Path(sys.executable).with_name("alfworld-download")
     command = str(beside) if beside.is_file() else shutil.which("alfworld-download")
     if command is None:

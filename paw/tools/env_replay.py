@@ -84,7 +84,6 @@ class Subject:
         return episode
 
     def turns(self, environment: Guarded, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
-        """Plays `episode` turn by turn."""
         episode.first = environment.reset(episode.task)
         while not (episode.outcomes and episode.outcomes[-1].done):
             n = len(episode.outcomes)

@@ -99,7 +99,6 @@ class LiveView:
         return Text(text.encode(encoding, "replace").decode(encoding), style)
 
     def _kinds(self, prefix: str, form: str) -> list[str]:
-        """The metrics of task types."""
         names = [name for name in self._metrics if name.startswith(prefix) and name != "success/all"]
         return [name.removeprefix(prefix) + form.format(self._metrics[name]) for name in names]
 

@@ -148,7 +148,6 @@ class Plan(Memory):
         return prefill + max(turns / together, play.most) * play.response * step
 
     def _training(self) -> dict[str, float]:
-        """What follows the rollout."""
         config, s, play, optim = self.config, self.shape, self.play, self.config.optim
         turns, body, head = play.episodes * play.turns / self.N, self._body(), 2 * s.embedding
         rate = self.flops * MFU * (1 if config.model.compile else EAGER)

@@ -190,7 +190,6 @@ class Memory:
         return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
 
     def _phases(self) -> dict[str, dict[str, float]]:
-        """The components of each phase on one GPU."""
         s, optim, offloaded = self.shape, self.config.optim, self.config.policy.offload_reference
         adapters = 4 * self.trained if self.lora.rank else 0
         optimizer = 0 if optim.offload else self.optimizer

@@ -182,7 +182,6 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         ("compare quickstart --report-only", "no finished run of variant 'grpo'"),
         ("compare quickstart --seeds many", "'many' names no seed"),
         ("sweep quickstart --rho 0.2,x", "--rho '0.2,x': give numbers"),
-        ("noise-gradient --tasks 2 run --wm.alpha 1", "python bench/studies.py noise-gradient"),
     ):
         assert cli.main(["experiment", *words.split()]) == 2
         error = capsys.readouterr().err

@@ -55,7 +55,6 @@ class Difficulty:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The task types this difficulty offers."""
         return tuple(kind for kind in KINDS if any(kind in room.kinds for room in self.rooms))
 
 

@@ -36,8 +36,6 @@ Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Row(Strict):
-    """Of a file."""
-
     question: Text
     golden_answers: Annotated[
         list[Text], Field(min_length=1), BeforeValidator(lambda given: [given] if isinstance(given, str) else given)

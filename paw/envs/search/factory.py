@@ -209,7 +209,6 @@ class SearchChat(Retold):
         return self._written(self._game.best())
 
     def format_action(self, action: str) -> str:
-        """As SearchEnv's."""
         played = Action.parse(action)
         return self._written(played) if played.verb else action
 

@@ -98,7 +98,6 @@ class PaperStyle:
         return Action("", ""), False
 
     def format_action(self, action: Action) -> str:
-        """A well-formed response that plays `action`."""
         thought = f"<think>I should {action.verb} {action.text}.</think>" if self.think else ""
         return f"{thought}{_tagged(action)}"
 

@@ -24,8 +24,6 @@ LOST = 1_000
 
 
 class Visit(NamedTuple):
-    """A task's payload."""
-
     shop: int
     """0 is the factory's own catalogue; others are seeds of generated ones."""
     goal: Goal

@@ -19,8 +19,6 @@ DEARER = (50.0, 90.0)
 
 
 class Ware(NamedTuple):
-    """A type of product."""
-
     category: str
     query: str
     path: str

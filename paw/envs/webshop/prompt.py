@@ -47,7 +47,6 @@ class PaperStyle(TaggedStyle):
         return {action: action for text in session.clickables if (action := f"click[{text}]") != "click[search]"}
 
     def prompt(self, session: Session, past: Past) -> str:
-        """The user message of a turn."""
         values = {
             "task": session.goal.instruction.strip(),
             "observation": self.observation(session),

@@ -38,12 +38,10 @@ class Session:
 
     @property
     def searching(self) -> bool:
-        """Whether the page has a search bar."""
         return self.clickables == ["search"]
 
     @property
     def listed(self) -> list[Product]:
-        """The products of the current page of results."""
         return self.hits[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def available(self) -> list[str]:

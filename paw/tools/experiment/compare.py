@@ -21,7 +21,6 @@ EXPERIMENTS = {
     "sparse": "the same from a start policy that almost never succeeds (Figure 4)",
     "sweep": "success over alpha and rho (Figure 6)",
 }
-STUDIES = ("noise-gradient", "dynamics")
 REACHED = 0.1
 """Training success that counts as having taken off (Figure 4)."""
 SWEPT = {"alpha": "0.25,0.5,0.75,1", "rho": "0.1,0.2,0.4,1"}
@@ -55,15 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
         add("--list", action="version", version=listing, help="print the named variants")
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name in STUDIES:
-        experiments.add_parser(name, prefix_chars="\0", add_help=False).add_argument("words", nargs="*")
 
 
 def run(options: argparse.Namespace, overrides: Overrides) -> int:
     """Train what is missing; write NAME.{csv,png,md}, for `compare` and `sparse` summary.json too. Returns 0."""
     name = options.experiment
-    if name in STUDIES:
-        raise UserError(f"{name} is a script of the repository: python bench/studies.py {name}")
     recipe, swept = options.recipe, {}
     if name == "sweep":
         variants, swept = _swept(options, config := load(recipe, overrides))

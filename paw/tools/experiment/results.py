@@ -98,7 +98,6 @@ def paper_columns(config: Config) -> dict[str, dict[str, float]]:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; None shows as "-"."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
