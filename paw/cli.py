@@ -127,13 +127,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
             sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
             sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
-            sub.add_argument(
-                "--gpus",
-                type=int,
-                default=1,
-                metavar="N",
-                help="GPUs, or CPUs: a process each",
-            )
+            sub.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
             sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration, and stop")
             sub.set_defaults(command=_train)
         else:

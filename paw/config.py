@@ -14,19 +14,7 @@ from paw.engine_config import EngineConfig, listed
 from paw.errors import UserError
 from paw.keys import flatten, keys_of, section_type
 from paw.tool_config import EndpointConfig, RwmlConfig, SftConfig, TrackingConfig, WarmupConfig
-from paw.values import (
-    Count,
-    Natural,
-    NonNegative,
-    Only,
-    PluginSection,
-    Positive,
-    Rate,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-)
+from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
 FLASH, LORA = Only("optim.name", ("flash-adamw",)), Only("lora.rank")

@@ -6,6 +6,7 @@ says so of each component. `bench/plan_pages.py` holds the times of training aga
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from paw.config import Config
 from paw.tools.plan_memory import ENGINE_ROWS, GIB, USABLE, Memory
@@ -88,19 +89,10 @@ class Play:
 class Plan(Memory):
     """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: Shape,
-        *,
-        gpus: int,
-        gpu_gib: float,
-        host_gib: float | None = None,
-        hosts: int = 1,
-        play: Play | None = None,
-    ) -> None:
-        super().__init__(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=hosts)
-        self.flops, memory, link = CARDS[min(CARDS, key=lambda size: abs(size - gpu_gib))]
+    def __init__(self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any) -> None:
+        """`machine` is that of `Memory`."""
+        super().__init__(config, shape, **machine)
+        self.flops, memory, link = CARDS[min(CARDS, key=lambda size: abs(size - self.gpu_gib))]
         self.bandwidth = REACHED * memory
         self.link = NETWORK if self.on_host < self.shards else REACHED * link
         self.play = play or Play.of(config)

@@ -168,14 +168,7 @@ class Servers:
         variables = DEFAULTS | variables | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
-        command = [
-            sys.executable,
-            "-m",
-            "paw.rollout.engines.watch",
-            *self._command,
-            "--port",
-            str(self._ports[index]),
-        ]
+        command = [sys.executable, "-m", "paw.rollout.engines.watch", *self._command, "--port", str(self._ports[index])]
         with self._log(index).open("ab") as log:
             return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
