@@ -2,12 +2,13 @@
 LoRA support."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paw.config import LoraConfig
 from paw.errors import clean
-from paw.rollout.engines.transfer import FileTransfer, Weights
+from paw.rollout.engines.transfer import FileTransfer
 from paw.rollout.engines.vllm import lora_options, write_adapters
 
 
@@ -21,10 +22,10 @@ class AdapterTransfer(FileTransfer):
         super().__init__(dtype, timeout_s, folder)
         self._lora, self.model = lora, self._folder.name
 
-    def _prepare(self, weights: Weights, version: int) -> None:
+    def _prepare(self, weights: Any, version: int) -> None:
         write_adapters(self._folder, weights, self.dtype, self._lora, "new")
 
-    def _load(self, weights: Weights, urls: list[str], version: int) -> dict[str, str]:
+    def _load(self, weights: Any, urls: list[str], version: int) -> dict[str, str]:
         (self._folder / "new").replace(self._folder / "adapter_model.safetensors")  # while nobody samples
         return self.each(urls, self._take)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,11 @@ from paw.errors import clean, describe
 from paw.files import writing
 from paw.rollout.engines.vllm import import_vllm
 
+if TYPE_CHECKING:
+    from paw.rollout.sync import Weights
+
 SHARD_BYTES = 2 << 30
 """Of a file: what rank 0 holds in memory at once."""
-
-
-class Weights(Protocol):
-    """The parameters, in the order in which they are sent."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one gathered at a time: each pass takes all ranks."""
-        ...
-
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and full shape of each, without gathering."""
-        ...
 
 
 class Transfer(ABC):
@@ -48,7 +39,7 @@ class Transfer(ABC):
         self._client = httpx.Client(timeout=timeout_s, trust_env=False)
         self._threads = ThreadPoolExecutor(max_workers=64)
 
-    def send(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+    def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         """Load the weights into every server, which then answers with this version. Returns what went wrong, by URL.
 
         Always makes one whole pass over `weights`. Requests that are running go on with the new weights: what they
@@ -66,11 +57,11 @@ class Transfer(ABC):
 
         return faults | self.each([url for url in urls if url not in faults], use)
 
-    def _prepare(self, weights: Weights, version: int) -> None:  # noqa: B027
+    def _prepare(self, weights: "Weights", version: int) -> None:  # noqa: B027
         """What can be done while the servers are sampling."""
 
     @abstractmethod
-    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         """Load the weights into servers that are paused; what went wrong, by URL."""
 
     def close(self) -> None:
@@ -99,7 +90,7 @@ class FileTransfer(Transfer):
         memory = Path("/dev/shm")
         self._folder = Path(tempfile.mkdtemp(prefix="paw-", dir=folder or (memory if memory.is_dir() else None)))
 
-    def _prepare(self, weights: Weights, version: int) -> None:
+    def _prepare(self, weights: "Weights", version: int) -> None:
         (self._folder / str(version)).mkdir(exist_ok=True)
         shard: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -108,7 +99,7 @@ class FileTransfer(Transfer):
                 self._write(self._folder / str(version), shard)
         self._write(self._folder / str(version), shard)
 
-    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         path = str(self._folder / str(version))
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         faults = self.each(urls, lambda url: self.post(url, "collective_rpc", body))
@@ -141,7 +132,7 @@ class NcclTransfer(Transfer):
         self._address, self._members = address, list[str]()
         self._engine: Any = None
 
-    def _load(self, weights: Weights, urls: Sequence[str], version: int) -> dict[str, str]:
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         sizes: dict[str, int] = {}
         source = _Source(weights, self.dtype)
 
