@@ -86,7 +86,7 @@ def needed(module: str, what: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name, fix = module.partition(".")[0], f"pip install 'paw-trainer[{extra}]'"
-        raise UserError(f"{what} needs {name} ({clean(error, 200)}): {fix}") from None
+        raise UserError(f"{what} needs {name}: {fix} ({clean(error, 200)})") from None
 
 
 def to_stderr(line: str) -> None:
