@@ -43,6 +43,8 @@ FOREVER = timedelta(days=30)
 
 
 class DistributedRanks(Ranks):
+    """This process among its peers."""
+
     _mesh: DeviceMesh | None = None
     met = False
     """Whether this process has heard from all others."""
