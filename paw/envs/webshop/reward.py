@@ -80,6 +80,12 @@ class Goal:
     """Largest price, US dollars; infinite without a limit."""
 
 
+def require_rapidfuzz() -> None:
+    """UserError if the reward could not be computed."""
+    if importlib.util.find_spec("rapidfuzz") is None:
+        raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'")
+
+
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
     """r in [0, 1] of buying `product` with the chosen `options` (name -> value); `nouns` is the catalogue's."""
     matched = sum(_has(product, attribute) for attribute in goal.attributes) + options_met(goal, options)
