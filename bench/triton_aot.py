@@ -38,11 +38,13 @@ QWEN = {"V": 151_936, "D": 2048, "bias": True}
 """Half a tile of columns is left over; the gradient with entropy."""
 GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
 """Gemma 2 2B, with a soft cap."""
+SMALL = {"V": 151_936, "D": 64, "bias": True}
+"""One step of depth: without a loop over it the compiler may pipeline the tiles instead."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
     "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
-    "sm_90": [{}, {"gradients": False}, QWEN, FLOAT32, {"dtype": "float16"}, {"D": 4095}, GEMMA],
-    "sm_100": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
+    "sm_90": [{}, {"gradients": False}, QWEN, SMALL, FLOAT32, {"dtype": "float16"}, {"D": 4095}, GEMMA],
+    "sm_100": [{}, {"gradients": False}, QWEN, SMALL, {"D": 64}, FLOAT32, GEMMA],
     "other": [{}, FLOAT32],
 }
 """By architecture; D = 4095 rules tensor descriptors out."""
@@ -144,12 +146,38 @@ def machine_code(cubin: bytes) -> dict[str, int]:
             for flag in ("-res-usage", "-sass")
         )
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
     return {
         "registers": found["REG"],
         "stack": found["STACK"],
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+        "instructions": len(code),
+        "tile": shortest_loop(code, "MUFU.EX2"),
     }
+
+
+def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
+    """Instructions of the shortest way from the first of that name back to it, None if there is none.
+
+    In the forward kernel a warp's work on a tile that holds no target and is not the last, with one step of depth.
+    """
+    place = {at: i for i, (at, _) in enumerate(code)}
+    nexts: list[list[int]] = []
+    for i, (_, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        falls = not re.match(r"BRA\S* 0x|EXIT", text) and i + 1 < len(code)
+        nexts.append([i + 1] * falls + ([place[int(jump[1], 16)]] if jump else []))
+    start = next((i for i, (_, text) in enumerate(code) if through in text), None)
+    if start is None:
+        return None
+    seen, edge = {start}, {start}
+    for steps in range(1, len(code) + 1):
+        edge = {j for i in edge for j in nexts[i]}
+        if start in edge:
+            return steps
+        edge -= seen
+        seen |= edge
+    return None
 
 
 def instructions(asm: dict[str, Any]) -> dict[str, int]:

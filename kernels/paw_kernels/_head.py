@@ -23,6 +23,8 @@ class Head(NamedTuple):
     bias: Tensor | None
     temperature: float
     softcap: float | None
+    entropy: bool = True
+    """Of the rows; a backend may leave it out where False."""
 
 
 class HeadPass(NamedTuple):

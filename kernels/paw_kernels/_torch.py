@@ -19,7 +19,7 @@ _FLOOR = -1e30
 
 class TorchRows:
     def __init__(self, head: Head, n: int) -> None:
-        weight, self._bias, self._temperature, self._softcap = head
+        weight, self._bias, self._temperature, self._softcap, _ = head
         self.head = weight if weight.is_cuda else weight.float()
         self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
         self._top = self._log_sum = self._entropy = torch.empty(0)

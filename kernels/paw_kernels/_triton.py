@@ -44,11 +44,11 @@ class Tiles(NamedTuple):
     """Columns of a row that one program of the gradient kernel handles."""
 
 
-_POINTERS = {"halves": False, "tma": False, "flatten": False}
+_POINTERS = {"halves": False, "tma": False, "flatten": False, "specialize": False}
 TILES = {
     ("sm_80", 2): Tiles(128, 256, 64, 8, 4, **_POINTERS),
     ("sm_90", 2): Tiles(128, 256, 64, 8, 4),
-    ("sm_100", 2): Tiles(128, 256, 64, 8, 3, halves=False, flatten=False),
+    ("sm_100", 2): Tiles(128, 256, 64, 8, 3, halves=False, flatten=False, specialize=True),
     ("other", 2): Tiles(128, 128, 64, 8, 3, **_POINTERS),
     ("sm_80", 4): Tiles(64, 128, 32, 8, 3, **_POINTERS),
     ("sm_90", 4): Tiles(128, 128, 32, 8, 4),
@@ -60,7 +60,8 @@ TILES = {
 """By architecture and bytes of an element, chosen ahead of time (bench/results/triton_aot.csv) and not yet timed. 128 x
 256 has the arithmetic per loaded byte that tensor cores need, and its sums fill half the registers of 8 warps. Of what
 fits in shared memory and spills next to nothing, the table takes the most loads in flight. On sm_90 `flatten` keeps
-wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills.
+wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills:
+there `specialize` keeps the sums of two tiles in tensor memory, one that grows while the other is read.
 float32 takes smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
 
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -79,11 +80,11 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tma": False, "flatten": False},
     ),
     "sm_100": (
-        {"specialize": True},
-        {"specialize": True, "cols": 128, "stages": 4},
-        {"specialize": True, "cols": 128, "stages": 4, "group": 8},
-        {"cols": 128, "stages": 5},
-        {"halves": True, "stages": 4},
+        {"group": 8},
+        {"cols": 128, "stages": 4},
+        {"specialize": False},
+        {"specialize": False, "halves": True, "stages": 4},
+        {"specialize": False, "cols": 128, "stages": 5},
     ),
     "other": ({"cols": 64}, {"warps": 4, "cols": 64}, {"rows": 64}, {"depth": 32, "stages": 4}, {"group": 8}),
     "interpreter": ({"cols": 16}, {"halves": False}, {"tma": False, "halves": False}, {"rows": 32}, {"group": 1}),
@@ -92,6 +93,9 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 
 TUNED: dict[tuple[int, int, int], Tiles] = {}
 """By V, D and bytes of an element: what `tiles_for` takes in place of the table's entry, once it has been timed."""
+
+NCCL_PROCESSORS = 16
+"""Multiprocessors that the forward kernel leaves to the collectives of a process group; an assumption, not measured."""
 
 _MERGE_ROWS = 32
 """Of a program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
@@ -104,7 +108,7 @@ class TritonRows:
     """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
 
     def __init__(self, head: Head, n: int, gradients: bool, tiles: Tiles) -> None:
-        weight, bias, temperature, self._softcap = head
+        weight, bias, temperature, self._softcap, self._entropy = head
         # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
         self._weight, self._bias, self._tiles = weight, None if bias is None else bias.contiguous(), tiles
@@ -141,6 +145,7 @@ class TritonRows:
             FLATTEN=tiles.flatten,
             SPECIALIZE=tiles.specialize,
             RAGGED=V % tiles.cols != 0,
+            ENTROPY=self._entropy,
             PRECISION="tf32x3",  # exact to 2^-22 for float32 inputs, on the tensor cores; not read for 16 bits
             INTERPRETED=INTERPRETED,  # the interpreter's dot reads the bits of bfloat16 as integers
             num_warps=tiles.warps,
@@ -197,7 +202,7 @@ def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None) ->
     size = weight.element_size()
     tiles = TUNED.get((*weight.shape, size)) or TILES[arch, size]
     if softcap is not None:
-        tiles = tiles._replace(cols=min(tiles.cols, 128))
+        tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
     row_bytes = [size * length for length in (weight.stride(0), weight.shape[1])]
     fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
     return tiles if fits else tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
@@ -243,7 +248,15 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """Programs of a persistent kernel: one a multiprocessor, less those that collectives may hold meanwhile.
+
+    A program takes a multiprocessor whole. One that had to wait for NCCL's kernels would double the time of all.
+    """
+    if device.type != "cuda":
+        return 3
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    joint = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return count - NCCL_PROCESSORS if joint and torch.distributed.get_world_size() > 1 else count
 
 
 def _padded(V: int) -> int:

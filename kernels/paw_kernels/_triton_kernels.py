@@ -48,25 +48,34 @@ def _tanh(x):
 
 @triton.jit
 def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """WIDTH columns from `first`, with bias and soft cap, those beyond V closed; and the logit of the target, or 0."""
+    """WIDTH columns from `first`, with bias and soft cap, those beyond V closed; and the logit of the target, or 0.
+
+    Few tiles hold the target of one of their rows, and only the last has columns beyond V: the others skip that work.
+    """
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
         u += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
         u = tl.maximum(u, OUTSIDE, propagate_nan=tl.PropagateNan.ALL)
     if softcap is not None:
         u = softcap * _tanh(u * (1 / softcap))
-    if RAGGED:
-        u = tl.where((cols < V)[None, :], u, OUTSIDE)
-    return u, tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
+    if RAGGED:  # noqa: SIM102 (a constant, then a branch)
+        if first + WIDTH > V:
+            u = tl.where((cols < V)[None, :], u, OUTSIDE)
+    chosen = tl.zeros((u.shape[0],), tl.float32)
+    if tl.max(((target >= first) & (target < first + WIDTH)).to(tl.int32), 0) > 0:
+        chosen = tl.sum(tl.where(cols[None, :] == target[:, None], u, 0.0), 1)
+    return u, chosen
 
 
 @triton.jit
-def _powers(u, peak, first, row, row_ok, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """(total, slant) of WIDTH columns; stores their e."""
+def _powers(
+    u, peak, first, row, row_ok, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr, ENTROPY: tl.constexpr
+):
+    """(total, slant) of WIDTH columns, slant 0 where no ENTROPY is asked for; stores their e."""
     x = (u - peak[:, None]) * scale
     power = tl.exp2(x)
     total = tl.sum(power, 1)
-    slant = tl.sum(power * x, 1)
+    slant = tl.sum(power * x, 1) if ENTROPY else tl.zeros_like(total)
     if e is not None:
         if TMA:
             e.store([row, first], power.to(e.dtype))
@@ -104,6 +113,7 @@ def forward_kernel(
     FLATTEN: tl.constexpr,
     SPECIALIZE: tl.constexpr,
     RAGGED: tl.constexpr,
+    ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -162,15 +172,15 @@ def forward_kernel(
             a, chosen = _logits(a, col, y, bias, softcap, V, half, RAGGED)
             b, chosen_b = _logits(b, col + half, y, bias, softcap, V, half, RAGGED)
             peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
-            total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA)
-            total_b, slant_b = _powers(b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA)
+            total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA, ENTROPY)
+            total_b, slant_b = _powers(b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA, ENTROPY)
             total += total_b
             slant += slant_b
             chosen += chosen_b
         else:
             acc, chosen = _logits(acc, col, y, bias, softcap, V, COLS, RAGGED)
             peak = tl.max(acc, 1)
-            total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA)
+            total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA, ENTROPY)
         # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
         four = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
         at = partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]

@@ -64,7 +64,7 @@ def _token_stats_backward(
     def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
         return a[chunk], None if c is None else c[chunk]
 
-    head = Head(weight, bias, temperature, softcap)
+    head = Head(weight, bias, temperature, softcap, entropy=c is not None)
     result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:])
     return d_hidden, d_weight, d_bias
