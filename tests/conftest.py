@@ -248,9 +248,7 @@ def says_only() -> Callable[..., Path]:
         tokenizer.add_tokens(words)
         tokenizer.chat_template = template or tokenizer.chat_template
         model.resize_token_embeddings(len(tokenizer))
-        weights = (
-            model.state_dict()
-        )  # the parameters themselves: dimension 0 is the same everywhere, and says the words
+        weights = model.state_dict()  # the parameters themselves; dimension 0 is the same everywhere, says the words
         weights["model.embed_tokens.weight"][:, 0] = 5.0
         weights["lm_head.weight"][:, 0] = 0.0
         weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0

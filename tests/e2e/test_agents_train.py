@@ -1,16 +1,11 @@
-"""Every agent trains, that of docs/agents.md with the reward there too: GRPO + PaW. So do the recipes of Table 2."""
+"""Every agent trains, that of docs/agents.md with the reward there too: GRPO + PaW. So does a recipe of Table 2."""
 
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.append(str(Path(__file__).parents[1] / "attack"))
-from scripted_server import completion, serve
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = {
@@ -55,23 +50,7 @@ TABLE_2 = MODEL | {
 }  # fmt: skip
 
 
-def searching_llm(folder: Path) -> Path:
-    """Gives a tiny model two tokens more, a whole search and a whole answer, each of them half of what it writes."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    words = ["<search>where is it</search>", "<answer>Tuk</answer>"]
-    tokenizer.add_tokens(words)
-    model.resize_token_embeddings(len(tokenizer))
-    weights = model.state_dict()  # the parameters themselves: dimension 0 is the same everywhere, and says these words
-    weights["model.embed_tokens.weight"][:, 0] = 5.0
-    weights["lm_head.weight"][:, 0] = 0.0
-    weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("recipe", ["search-r1", "search-zerosearch"])
-def test_the_recipes_of_table_2_train(paw_here, read_metrics, tiny_llm, tmp_path, recipe):
+def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
     """One update on questions of a file, then the table: the seven sets and their average, in the paper's order."""
     lines = [
         {"question": f"Where is {i}?", "golden_answers": ["Tuk"], "data_source": name} for i, name in enumerate(SETS)
@@ -79,23 +58,18 @@ def test_the_recipes_of_table_2_train(paw_here, read_metrics, tiny_llm, tmp_path
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Tuk"\\nIt is in Tuk.'}) + "\n")
-    zero = recipe == "search-zerosearch"
-    with serve() as server:
-        server.default = (200, completion("Doc 1: It is in Tuk."), {})
-        simulator = {"env.simulator.url": server.url, "env.simulator.model": "m"}
-        ours = {"env.retriever": "bm25", "env.corpus": tmp_path / "corpus.jsonl"}
-        where = {"env.data": tmp_path, "run.dir": tmp_path, "run.name": "run", **(simulator if zero else ours)}
-        paw_here("train", recipe, TABLE_2, where, {"model.path": searching_llm(tiny_llm(tmp_path / "model"))})
-        _, line = read_metrics(tmp_path / "run")
-        assert line["health/env_failures"] == 0 and line["optim/skipped"] == 0 and line["optim/grad_norm"] > 0
-        assert 0 < line["success/all"] < 1 and line["optim/lr"] > 0
-        noise = ["noisy documents" in request["messages"][0]["content"] for request in server.requests]
-        assert {False} <= set(noise) if zero else not noise
-        answered = paw_here("eval", tmp_path / "run", "--json", "--out", tmp_path / "out").stdout
-        card = tmp_path / "run" / "hf" / "README.md"  # further training writes another
-        card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
-        again = paw_here("eval", tmp_path / "run", "--out", tmp_path / "out", code=2).stderr
-        assert "holds an evaluation with updates = 1, not 2" in again
+    model = says_only(tiny_llm(tmp_path / "model"), "<search>where is it</search>", "<answer>Tuk</answer>")
+    where = {"env.data": tmp_path, "env.retriever": "bm25", "env.corpus": tmp_path / "corpus.jsonl"}
+    where |= {"model.path": model, "run.dir": tmp_path, "run.name": "run"}
+    paw_here("train", "search-r1", TABLE_2, where)
+    _, line = read_metrics(tmp_path / "run")
+    assert line["health/env_failures"] == 0 and line["optim/skipped"] == 0 and line["optim/grad_norm"] > 0
+    assert 0 < line["success/all"] < 1 and line["optim/lr"] > 0
+    answered = paw_here("eval", tmp_path / "run", "--json", "--out", tmp_path / "out").stdout
+    card = tmp_path / "run" / "hf" / "README.md"  # further training writes another
+    card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
+    again = paw_here("eval", tmp_path / "run", "--out", tmp_path / "out", code=2).stderr
+    assert "holds an evaluation with updates = 1, not 2" in again
     table = json.loads(answered)["kinds"]
     assert list(table) == [*SETS.values(), "Avg."]
     assert table["Avg."]["success"] == pytest.approx(sum(table[name]["success"] for name in SETS.values()) / 7)

@@ -4,36 +4,70 @@ servers that are killed, and nothing left behind."""
 import copy
 import importlib.util
 import json
+import math
 import os
+import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from forked import CONTEXT, run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paw.algo.samples import sequences
 from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
+from paw.recipe import load
 from paw.rollout.engines.adapters import AdapterTransfer
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers, vllm_command
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
 from paw.rollout.engines.vllm import VllmEngine
+from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import Weights, push_weights
+from paw.run import open_run
+from paw.train import prepare, update
+from paw.types import Reply, ToolCall
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from templates import QWEN25_TEMPLATE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 LORA = LoraConfig(rank=4, alpha=8.0)
-LIMIT, GUESS = 512, Path(__file__).parents[2] / "docs" / "example_environment.py"
+LIMIT, GUESS = 1500, Path(__file__).parents[2] / "docs" / "example_environment.py"
+CALLS = [Reply.of("", ToolCall("add", {"n": n}, "")) for n in (3, 4)]
+ADDER = """
+from paw.envs.conversation import Conversation
+from paw.types import Outcome, Task
+
+class Adder(Conversation):
+    tasks = [Task(str(goal), payload=goal) for goal in (7, 8, 11, 12)] * 2
+    tools = [{"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}]
+
+    def begin(self, task):
+        self.sum, self.goal = 0, task.payload
+        return [{"role": "user", "content": f"Reach {self.goal}."}]
+
+    def call(self, call):
+        self.sum += call.arguments["n"]
+        won = self.sum == self.goal
+        return Outcome(f"the sum is {self.sum}", float(won), done=won, won=won)
+
+    def say(self, text):
+        return Outcome("", 0.0, done=True, won=False)
+"""
 
 
 def make_model(folder, seed=0):
@@ -48,7 +82,13 @@ def make_model(folder, seed=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
-    return tiny_llm(tmp_path_factory.mktemp("model"))
+    """The model of all servers: random, its vocabulary that of `test_tools_are_called_and_answered`."""
+    made = tiny_llm(tmp_path_factory.mktemp("model"))
+    tokenizer, model = AutoTokenizer.from_pretrained(made), AutoModelForCausalLM.from_pretrained(made)
+    tokenizer.add_tokens(list(map(str, CALLS)))
+    model.resize_token_embeddings(len(tokenizer))
+    tokenizer.save_pretrained(made), model.save_pretrained(made)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +179,46 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
     for line in updates:
         assert line.get("health/sampler_mismatch", 0.0) < 1e-4 and line["optim/grad_norm"] > 0
         assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
+
+
+def test_tools_are_called_and_answered(folder, servers, says_only, tmp_path):
+    """An update in which vLLM writes calls, its parser of the template's format reads them, and the results come back
+    through the template, to ids that stay; its log-probs are the trainer's."""
+    (tmp_path / "adder.py").write_text(ADDER)
+    model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
+    says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
+    keys = {
+        "model.path": model, "engine.type": "server", "engine.urls": json.dumps(servers.urls), "wm.alpha": 1.0,
+        "env.name": f"{tmp_path / 'adder.py'}:Adder", "env.max_turns": 4, "model.tool_parser": "hermes",
+        "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
+        "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "float32",
+    }  # fmt: skip
+    config = load("quickstart", {key: str(value) for key, value in keys.items()})
+    with open_run(config) as run:
+        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, config)
+        rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]
+        push_weights(run.policy.lm, run.engine, version=0)
+        update(run, rollouts)
+        line, chat, ((groups, stats),) = run.log.history[-1], run.chat, played
+        joined = sequences(samples := prepare(run, groups), with_observation=True)
+    assert not stats.failures and line["health/sampler_mismatch"] < 1e-4 and 0 < line["success/all"] < 1
+    assert math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0
+    several, actions = 0, set()
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for before, turn in pairwise(trajectory.turns):
+            said = before.prompt_ids + before.response_ids
+            assert turn.prompt_ids[: len(said)] == said
+            results = before.outcome.results or [before.outcome.observation]
+            told = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in results)
+            end = "" if before.response_ids[-1] in chat.end_ids else "<|im_end|>"
+            came = chat._backend.decode(turn.prompt_ids[len(said) :], skip_special_tokens=False)
+            assert came == f"{end}\n<|im_start|>user{told}<|im_end|>\n<|im_start|>assistant\n"
+            several += len(results) > 1
+            actions.add(before.outcome.action)
+        first = chat.decode(trajectory.turns[0].prompt_ids)
+        assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
+    assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
+    assert several and len(joined) < len(samples)
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(folder, servers):

