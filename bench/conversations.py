@@ -1,22 +1,30 @@
 """Tokens that scoring and update of an update run through: the paper's prompts against conversations with tools.
 
     python bench/conversations.py          renews bench/results/conversations.csv
+    python bench/conversations.py --time   renews bench/results/conversations_time_cpu.csv: the same conversations, some
+                                           episodes, through a model of SmolLM2-135M's shape, a row a turn or an episode
 
 The same tasks, actions and observations in each style, played by a script: questions of the generated world by its
 oracle, and tests/unit/tau2_stand_in, whose policy is a line. SmolLM2's vocabulary, a template of Qwen2.5's shape; no
-model runs.
+model runs. `paw`: what PaW adds to the tokens of an update, in per cent, at the paper's alpha and random entropies.
 """
 
+import random
 import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, write
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import update
+from bench.common import RESULTS, ROOT, write
+from bench.kernels import cpu_name
 from paw.algo.samples import micro_batches, to_samples
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
@@ -24,6 +32,7 @@ from paw.recipe import load
 from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion
 from paw.rollout.scheduler import Rollouts
+from paw.state.record import code_commit
 from paw.types import Reply, ToolCall
 
 TESTS, QUESTIONS = ROOT / "tests" / "unit", 64
@@ -105,9 +114,53 @@ def tokens(samples: list[Any], *, with_observation: bool) -> int:
     return sum(sum(batch.lengths) for batch in batches)
 
 
+def added(samples: list[Any]) -> float:
+    """Per cent of the tokens of an update."""
+    rng, alone = random.Random(0), tokens(samples, with_observation=False)
+    for sample in samples:
+        sample.entropy = rng.random()
+    update.choose(samples)
+    more = tokens(samples, with_observation=True)
+    for sample in samples:
+        sample.wm_weight = 1.0 * bool(sample.observation_ids)
+    return round(100 * (more / alone - 1), 2)
+
+
+def timed(chat: Chat, *, episodes: int = 3, rounds: int = 3) -> list[dict[str, Any]]:
+    """Scoring and an update with the world model, which the layouts take turns at."""
+    folder, rows = update.make_folder("SmolLM2-135M", ROOT / "runs" / "bench" / "SmolLM2-135M"), []
+    with update.trainer(folder) as (run, meter):
+        for name in ("search", "tau2"):
+            samples = [sample for sample in play(chat, name, "chat") if sample.trajectory < episodes]
+            continues = [sample.continues for sample in samples]
+            for number in range(rounds):
+                for rows_of in ("episodes", "turns")[:: 1 if number % 2 else -1]:
+                    for sample, own in zip(samples, continues, strict=True):
+                        sample.continues, sample.advantage = own and rows_of == "episodes", (-1.0) ** sample.trajectory
+
+                    def step(samples: list[Any] = samples) -> dict[str, float]:
+                        update.score(run, samples)
+                        return update.update(run, samples, paw=True)
+
+                    found = {key: round(value, 5) for key, value in meter.measure(step).items()}
+                    row = {"environment": name, "rows": rows_of, "round": number, "episodes": episodes}
+                    for what in ("scoring", "update"):
+                        row[what] = tokens(samples, with_observation=what == "update")
+                    row |= found | {"device": cpu_name(), "threads": 2, "torch": torch.__version__}
+                    rows.append(row | {"commit": code_commit()})
+                    print(rows[-1], flush=True)
+            own = [row for row in rows if row["environment"] == name]
+            for key in ("seconds", "cpu_s"):
+                pairs = [[row[key] for row in own if row["rows"] == which] for which in ("turns", "episodes")]
+                print(name, key, f"{median(a / b for a, b in zip(*pairs, strict=True)):.2f}")
+    return rows
+
+
 def main() -> None:
     sys.path.insert(0, str(TESTS / "tau2_stand_in"))
     chat, rows = make_chat(), []
+    if "--time" in sys.argv[1:]:
+        return write(RESULTS / "conversations_time_cpu.csv", timed(chat))
     for name in ("search", "tau2"):
         for style in ("paper", "chat"):
             samples = play(chat, name, style)
@@ -125,6 +178,7 @@ def main() -> None:
                         "update": tokens(samples, with_observation=True),
                         "responses": sum(len(sample.response_ids) for sample in samples),
                         "observations": sum(len(sample.observation_ids) for sample in samples),
+                        "paw": added(samples),
                     }
                 )
             print(*rows[-2:], sep="\n")

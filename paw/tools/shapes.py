@@ -100,6 +100,7 @@ KEYS = {
 KINDS = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": True, "mixtral": True}
 """Model types, and whether they have experts."""
 SHAPES = {
+    "SmolLM2-135M": Shape(49152, 576, 1536, 30, 9, 3, 64, tied=True),
     "Qwen2.5-0.5B": Shape(151936, 896, 4864, 24, 14, 2, 64, tied=True, qkv_bias=True),
     "Qwen2.5-1.5B": Shape(151936, 1536, 8960, 28, 12, 2, 128, tied=True, qkv_bias=True),
     "Qwen2.5-3B": Shape(151936, 2048, 11008, 36, 16, 2, 128, tied=True, qkv_bias=True),

@@ -284,6 +284,10 @@ def rollout() -> Iterator[str]:
             yield f"| {name} | {label}, a row {of[row['rows']]} | {counts}"
         assert merged < paper < alone
         yield f"{per_cent(1 - merged / paper, 0)} % {told}"
+        yield f"{alone / merged:.1f} times the tokens on {name}"
+    for row in read("shared_prefix_cpu"):
+        fewer = f"{row['packed_tokens'] / row['trie_tokens']:.2f}"
+        yield f"| {row['style']} | {row['members']:.0f} | {row['same']:.1f} | {fewer} |"
     yield importlib.import_module("bench.rollout_plot").markdown(common.RESULTS / "rollout_cpu.csv")
     hits = [row["cached_frac"] for row in read("rollout_cpu")]
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
@@ -378,6 +382,12 @@ def profile() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
         if without:
             yield f"at {cells[2].partition(' %')[0][1:]} % of the update"
+    for row in read("conversations"):
+        style = "the paper's prompts" if row["style"] == "paper" else "a conversation"
+        each = "a turn" if row["rows"] == "turns" else "an episode"
+        yield f"| {row['environment']} | {style}, a row {each} | {row['paw']:+.1f} % |"
+    versus = importlib.import_module("bench.trainer_vs_trl")
+    yield versus.table(common.read(common.RESULTS / "trainer_vs_trl_cpu.csv"))
 
 
 def scale() -> Iterator[str]:
@@ -418,7 +428,7 @@ torch 2.13.0; 95 %; T 0.4; temperature of 0.4; paper's 0.4; --eval.temperature 0
 (2.9 GiB at 14B); invalid_penalty = 0.1; (to 20 % success); -0.1 for an invalid action; 40 % of it reached;
 with 30 % random actions; at most 1.0 % of a step's time and 1.0 % of its peak memory; in 20 % of sampled episodes;
 range 0.02 instead of 0.1; filter's 10 %; Qwen2.5's shape; qwen2.5-1.5b; qwen2.5-7b;
-arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3
+arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3; against TRL 1.16
 """
 """What stands in those sections and was not measured there: settings, versions, limits, the paper's numbers."""
 
