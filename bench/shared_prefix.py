@@ -137,7 +137,7 @@ def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float
         at = [path[len(rows[i][0]) - 1 : -1] for i, path in zip(picked, paths, strict=True)]
         loss = (hidden[torch.cat(at)] @ direction).tanh().sum()
         loss.backward()
-        value, tokens = value + float(loss), tokens + len(ids)
+        value, tokens = value + float(loss.detach()), tokens + len(ids)
     spent = time.process_time() - began
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
     return {"cpu_s": spent, "tokens": tokens, "value": value, "grad_norm": float(norm)}
