@@ -6,10 +6,14 @@ A pass is a list of terms, each with its floating-point operations, the bytes it
 Two machines bound what one real machine will do:
 
     best      every matmul at cuBLAS's rate, its bytes hidden behind its arithmetic
-    cautious  the fused logits matmul at 85 % of that rate, and bytes written by a matmul's epilogue not hidden
+    cautious  the fused logits matmul at 90 % of that rate, its epilogue at half of the instructions a cycle, and bytes
+              written by a matmul's epilogue not hidden
+
+The epilogue of the fused matmul has as many instructions whatever D is, and the tensor cores idle meanwhile: 3 % of a
+tile's time at D 4,096 and 14 % at 896. What the host takes to start every operation is the least that a pass takes.
 
 Rates are ceilings read elsewhere on an H200 (bf16 product of 8,192^3 random numbers: 769 to 798 TFLOP/s; copy, bytes
-read plus written: 4.3 TB/s), not measurements of this code; 85 % and the wait are assumptions.
+read plus written: 4.3 TB/s), not measurements of this code; 90 %, a half, the wait and the launch are assumptions.
 """
 
 import csv
@@ -29,6 +33,13 @@ CHUNK_BYTES, STATISTICS_BYTES = 1440 << 20, 96 << 20
 TILE_ROWS, TILE_COLS = 128, 256
 TILE_BYTES = 16
 """Statistics that a row leaves in each tile of the vocabulary."""
+TILE_INSTRUCTIONS, TILE_WARPS = 1307, 8
+"""Of each warp on a tile, beside its products: bench/results/triton_aot.csv, sm_90, bfloat16, 128,256 x 4,096."""
+SCHEDULERS, PROCESSORS, GHZ = 4, 132, 1.755
+"""Warp schedulers of a multiprocessor, multiprocessors and clock of an H100 or H200 under load."""
+LAUNCHES, CHUNK_LAUNCHES = 20, 140
+"""Operations of torch in a call and in each of its chunks, a PPO and world-model loss included: at most what
+tests/kernels/test_token_loss.py holds."""
 GIB = 2**30
 REFERENCE = 4096, *HEADS["Llama-3.1-8B"]
 
@@ -39,14 +50,18 @@ class Machine:
     tflops: float = 790.0
     gb_s: float = 4300.0
     fused: float = 1.0
-    """Rate of a matmul with an epilogue of its own, over cuBLAS's."""
+    """Rate of a matmul with an epilogue of its own, over cuBLAS's, while it multiplies."""
+    issue: float = 1.0
+    """Instructions that each scheduler starts a cycle during such an epilogue."""
     overlap: bool = True
     """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads does not."""
     wait_us: float = 50.0
     """Idle time at each point where the host waits for a number, and until the next large kernel."""
+    launch_us: float = 5.0
+    """Of the host, to start an operation of torch."""
 
 
-BEST, CAUTIOUS = Machine("best"), Machine("cautious", fused=0.85, overlap=False)
+BEST, CAUTIOUS = Machine("best"), Machine("cautious", fused=0.9, issue=0.5, overlap=False)
 
 
 class Term(NamedTuple):
@@ -57,10 +72,13 @@ class Term(NamedTuple):
     written: float = 0.0
     """By an epilogue, with what it must read again to add to."""
     waits: int = 0
-    fused: bool = False
+    tiles: int = 0
+    """Of a fused matmul, on the multiprocessor that has the most of them."""
+    launches: int = 0
 
     def ms(self, on: Machine) -> float:
-        arithmetic = self.flops / (on.tflops * 1e9 * (on.fused if self.fused else 1.0))
+        arithmetic = self.flops / (on.tflops * 1e9 * (on.fused if self.tiles else 1.0))
+        arithmetic += self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
         read, written = (n / (on.gb_s * 1e6) for n in (self.read, self.written))
         if self.flops and not on.overlap:
             return max(arithmetic, read) + written + self.waits * on.wait_us / 1e3
@@ -68,8 +86,8 @@ class Term(NamedTuple):
 
 
 def total(terms: list[Term], on: Machine) -> float:
-    """Milliseconds."""
-    return sum(term.ms(on) for term in terms)
+    """Milliseconds: of the GPU, or of the host where that is more."""
+    return max(sum(term.ms(on) for term in terms), sum(term.launches for term in terms) * on.launch_us / 1e3)
 
 
 def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True) -> float:
@@ -96,20 +114,20 @@ def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bo
     entering, share = (round(live * T), 1.0) if known else (T, live)
     sizes = chunks(entering, chunk_rows(entering, D, V, backward=backward))
     statistics = TILE_BYTES * -(-V // TILE_COLS)
-    terms = [Term("wait", waits=2)] if backward else [Term("wait", waits=1)]  # are the inputs good, which rows
+    terms = [Term("wait", waits=0 if backward else 1, launches=LAUNCHES)]  # are the inputs good: with the first chunk
     for i, n in enumerate(sizes):
         L = share * n
         e = 2 * n * V if backward else 0
+        tiles = -(-n // TILE_ROWS) * -(-V // TILE_COLS)
         terms += [
-            Term("copies", read=2 * n * D, written=2 * n * D),
-            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), e + statistics * n, fused=True),
+            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), e + statistics * n, tiles=-(-tiles // PROCESSORS)),
             Term("merge", read=statistics * n),
         ]
         if not backward:
             continue
         add = 2 if len(sizes) == 1 else 4 if i == 0 else 8
         terms += [
-            Term("wait", waits=1),  # how many are live
+            Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # how many are live
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
             Term("d_hidden", 2 * L * D * V, 2 * (L * V + V * D), 2 * L * D),
             Term("copies", read=4 * L * D, written=4 * L * D),  # live rows gathered, their gradients scattered
@@ -227,7 +245,7 @@ def predictions() -> Iterator[dict[str, object]]:
 def case(where: tuple, terms: list[Term], bound: float) -> dict[str, object]:
     names = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
     best, cautious = total(terms, BEST), total(terms, CAUTIOUS)
-    by_name = {f"{name}_ms": f"{total([t for t in terms if t.name == name], BEST):.3f}" for name in TERMS}
+    by_name = {f"{name}_ms": f"{sum(t.ms(BEST) for t in terms if t.name == name):.3f}" for name in TERMS}
     return {
         **dict(zip(names, where, strict=True)),
         **{"ms": f"{best:.3f}", "ms_cautious": f"{cautious:.3f}", "bound_ms": f"{bound:.3f}"},

@@ -1,6 +1,7 @@
 """Argument checks of the public functions. Each error names the argument and what it should have been."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -73,8 +74,31 @@ def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype
         raise ValueError(f"{name} must be on {device} as hidden is, got {tensor.device}")
 
 
-def out_of_range(target: Tensor, vocabulary: int) -> Tensor:
-    return ((target < 0) | (target >= vocabulary)).any()
+class Values:
+    """Numbers that the host has yet to read off the device; what is wrong with a call's values comes with the first."""
+
+    def __init__(self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()) -> None:
+        self.target = target.clamp(0, vocabulary - 1)
+        """In range, so that kernels may run before anything is read."""
+        self._messages = [f"target must be in [0, {vocabulary})"]
+        self._pending = [(self.target != target).any().reshape(1)]
+        if batch:
+            self._messages += [f"batch.{name} must be finite" for name, _ in batch]
+            self._pending.append(torch.stack([value for _, value in batch]).mul(0).sum(1))  # 0, else NaN
+
+    def read(self, *more: Tensor) -> list[float]:
+        """The numbers of `more` (one-dimensional tensors, exact in float32), in one copy.
+
+        Raises ValueError, the first time, for targets outside [0, V) and for tensors of `batch` that are not finite.
+        """
+        if not self._pending and not more:
+            return []
+        found, checks = torch.cat([*self._pending, *more]).tolist(), len(self._messages)
+        for message, flag in zip(self._messages, found, strict=False):
+            if flag:  # as NaN does
+                raise ValueError(message)
+        self._pending, self._messages = [], []
+        return found[checks:]
 
 
 def raise_first(problems: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paw_kernels._checks import Values
 from paw_kernels.segments import pack
 
 
@@ -40,6 +41,8 @@ class HeadPass(NamedTuple):
     """[V, D] of `gradient_dtype`, summed in float32."""
     d_bias: Tensor | None
     """[V] of `gradient_dtype`, summed in float32."""
+    has_gradient: Tensor | None = None
+    """[N] bool: rows whose gradient is not zero; None without coefficients."""
 
 
 class Rows(Protocol):
@@ -72,18 +75,23 @@ def head_pass(
     hidden: Tensor,
     head: Head,
     target: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     coefficients: Coefficients | None = None,
     wants: Sequence[bool] = (False, False, False),
+    values: Values | None = None,
 ) -> HeadPass:
-    """Statistics of the rows `index` ([N] int64, distinct) of hidden, and the gradients in the same pass.
+    """Statistics of the rows `index` ([N] int64, distinct; None for all) of hidden, and their gradients in one pass.
 
     `coefficients` is called once a chunk, in order; `wants` says which gradients to form: of hidden, weight, bias.
+    `values` of the targets are read, and raise, where the host waits first.
     """
-    sums = _chunks(make_rows, hidden, head, target, index, coefficients, wants)
+    values = values or Values(target, head.weight.shape[0])
+    target = values.target
+    sums = _chunks(make_rows, hidden, head, target, index, coefficients, wants, values)
+    values.read()
     # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
-    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(head.weight.dtype)) for d in sums[3:])
-    return HeadPass(*sums[:3], d_weight, d_bias)
+    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(head.weight.dtype)) for d in sums[3:5])
+    return sums._replace(d_weight=d_weight, d_bias=d_bias)
 
 
 def _chunks(
@@ -91,14 +99,16 @@ def _chunks(
     hidden: Tensor,
     head: Head,
     target: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     coefficients: Coefficients | None,
     wants: Sequence[bool],
+    values: Values,
 ) -> HeadPass:
     """dW and db as they were summed."""
-    weight, N, device = head.weight, index.numel(), hidden.device
+    weight, N, device = head.weight, len(hidden) if index is None else index.numel(), hidden.device
     dtype = gradient_dtype(hidden.dtype)
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
+    live = None if coefficients is None else torch.empty(N, dtype=torch.bool, device=device)
     d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=device) if wants[0] else None
     d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
@@ -107,29 +117,33 @@ def _chunks(
         rows, step = make_rows(head, N, any(wants))
         for start in range(0, N, step):
             chunk = slice(start, min(start + step, N))
-            at = index[chunk]
+            at = chunk if index is None else index[chunk]
             x, y = hidden[at].to(rows.head.dtype), target[at]
             logp[chunk], entropy[chunk] = rows.forward(x, y)
-            if coefficients is None:
+            if coefficients is None or live is None:
                 continue
             a, c = coefficients(chunk, logp[chunk], entropy[chunk])
+            live[chunk] = found = has_gradient(a, c)
             if not any(wants):
-                continue
-            source, length = pack(has_gradient(a, c))
-            source = source[: int(length)]  # waits for the device: the shapes of the matmuls depend on it
-            if source.numel() == 0:
                 continue
             unit, largest = None, 1.0
             if hidden.dtype == torch.float16:
                 a, c, unit = in_units(a, c, head.temperature)
-                unit = unit[source]
-                largest = float(unit.max())
+            source, length = pack(found)
+            # Waits for the device: the shapes of the matmuls depend on the number of rows.
+            L, *most = values.read(length, *([] if unit is None else [unit.max().reshape(1)]))
+            source = source[: int(L)]
+            if source.numel() == 0:
+                continue
+            if unit is not None:
+                unit, largest = unit[source], most[0]
             dz = rows.gradient(y, source, a, c)
             if d_bias is not None:
                 d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
             if d_hidden is not None:
                 product = torch.mm(dz, rows.head) if unit is None else float32_product(dz, rows.head) * unit[:, None]
-                d_hidden.index_copy_(0, at[source], product.to(dtype))
+                place = at[source] if isinstance(at, Tensor) else source + start
+                d_hidden.index_copy_(0, place, product.to(dtype))
             if wants[1]:
                 add, x = d_weight is not None, x[source]
                 if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
@@ -141,7 +155,25 @@ def _chunks(
                 _add_product(d_weight, dz.t(), x, add=add, factor=largest)
     if wants[1] and d_weight is None:
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=device)
-    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias)
+    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias, live)
+
+
+def equal_chunks(N: int, most: int) -> int:
+    """Rows of a chunk when N rows are cut into the fewest chunks of at most `most`: a short last one costs as much of
+    dW's traffic as a full one."""
+    return max(1, -(-N // max(1, -(-N // most))))
+
+
+def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
+    """Bytes that one chunk may take: `usual`; on a GPU an eighth of what is free, up to `most`; never over half of it.
+
+    With every backend's CHUNK_BYTES and `equal_chunks` this decides the chunks. Another number rounds otherwise.
+    """
+    if device.type != "cuda":
+        return usual
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    return max(1, min(max(usual, min(most, free // 8)), free // 2))
 
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:

@@ -6,11 +6,13 @@ Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmu
 import torch
 from torch import Tensor
 
-from paw_kernels._head import Head, logits
+from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
 from paw_kernels._native import cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Of one chunk's logits. On the CPU they stay in the last-level cache."""
+ROOMY_BYTES = 2400 << 20
+"""The same on a GPU with eight times as much to spare: 4,096 rows of 152,064 are one chunk."""
 CHUNK_ROWS = 256
 """At least: each chunk reads and writes the whole accumulator of dW."""
 
@@ -21,7 +23,8 @@ class NativeRows:
         self.head = weight if weight.is_cuda else weight.float()
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale, self._softcap = 1 / head.temperature, head.softcap
-        self._buffer = torch.empty((n, weight.shape[0]), dtype=torch.float32, device=weight.device)
+        width = _aligned(weight.shape[0])
+        self._buffer = torch.empty((n, width), dtype=torch.float32, device=weight.device)[:, : weight.shape[0]]
         self._top = self._log_total = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +41,16 @@ class NativeRows:
 
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
-    step = max(CHUNK_ROWS, CHUNK_BYTES[head.weight.device.type] // (4 * head.weight.shape[0]))
+    weight = head.weight
+    room = chunk_bytes(CHUNK_BYTES[weight.device.type], weight.device, ROOMY_BYTES)
+    most = room // (4 * _aligned(weight.shape[0]))
+    step = equal_chunks(N, max(CHUNK_ROWS, most))
     return NativeRows(head, min(step, N)), step
+
+
+def _aligned(V: int) -> int:
+    """Elements from one row to the next: each begins at 16 bytes, for wide accesses in 32 and 16 bits."""
+    return -(-V // 4) * 4
 
 
 def why_not(backend: str, device: torch.device) -> str | None:

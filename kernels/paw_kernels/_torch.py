@@ -7,7 +7,7 @@ Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap,
 import torch
 from torch import Tensor
 
-from paw_kernels._head import Head, logits
+from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
@@ -73,5 +73,7 @@ class TorchRows:
 
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TorchRows, int]:
-    step = max(1, CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"]) // (4 * head.weight.shape[0]))
+    device = head.weight.device
+    room = chunk_bytes(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]), device)
+    step = equal_chunks(N, max(1, room // (4 * head.weight.shape[0])))
     return TorchRows(head, min(step, N)), step

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paw_kernels import _triton_kernels as kernels
-from paw_kernels._head import Head
+from paw_kernels._head import Head, chunk_bytes, equal_chunks
 
 CHUNK_BYTES = 1440 << 20
 """Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and writes all of dW: with
@@ -122,6 +122,8 @@ class TritonRows:
         tiles, weight, (V, D), n = self._tiles, self._weight, self._weight.shape, x.shape[0]
         blocks, capacity, _ = self._partial.shape
         x = x.to(weight.dtype).contiguous()
+        if tiles.tma and x.data_ptr() % 16:
+            x = x.clone()
         e = None if self._buffer is None else self._buffer[:n, :V]
         if tiles.tma:
             operands = (
@@ -187,9 +189,8 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
     if gradients:  # e, and the packed hidden states and their gradient
         row_bytes += (_padded(V) + 2 * D) * size
-    most = max(1, (CHUNK_BYTES if gradients else STATISTICS_BYTES) // (row_bytes * tiles.rows))
-    row_tiles = max(1, triton.cdiv(N, tiles.rows))
-    step = triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)) * tiles.rows
+    room = chunk_bytes(CHUNK_BYTES, head.weight.device) if gradients else STATISTICS_BYTES
+    step = equal_chunks(triton.cdiv(N, tiles.rows), max(1, room // (row_bytes * tiles.rows))) * tiles.rows
     return TritonRows(head, step, gradients, tiles), step
 
 

@@ -92,13 +92,13 @@ def _top_alpha(score: Tensor, valid: Tensor, alpha: float) -> Tensor:
 
 
 def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    n, index, count = chosen.numel(), torch.arange(chosen.numel(), device=chosen.device), chosen.sum().reshape(1)
-    hole = ~chosen & (index < count)
-    place = torch.where(chosen, chosen.cumsum(0) - 1, n)
-    order = index.new_zeros(n + 1).scatter_(0, place, index)  # the chosen rows, ascending; then what is left over
-    mover = order[count - hole.sum() + hole.cumsum(0) - 1]
-    source = torch.where(hole, mover, index)
-    return torch.where(index < count, source, -1), count
+    index, count = torch.arange(chosen.numel(), device=chosen.device), chosen.sum().reshape(1)
+    order = torch.argsort(chosen, descending=True, stable=True)  # the chosen rows, ascending; then what is left over
+    inside = index < count
+    hole = inside > chosen
+    rank = hole.cumsum(0)  # the last of the chosen rows fill the holes, in order
+    source = torch.where(hole, order[rank + (count - rank[-1:] - 1)], index)
+    return torch.where(inside, source, -1), count
 
 
 for _name, _function in (("segment_reduce", _segment_reduce), ("top_alpha", _top_alpha), ("pack", _pack)):

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import TAGS, check_head, check_tensor, out_of_range, raise_first, refuse_second_derivatives
-from paw_kernels._head import Head, gradient_dtype, has_gradient, head_pass
+from paw_kernels._checks import TAGS, Values, check_head, check_tensor, refuse_second_derivatives
+from paw_kernels._head import Head, gradient_dtype, head_pass
 
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
 """(logp [n], entropy [n], batch) -> the loss of each token [n], weights and normalisers included; float32.
@@ -93,20 +93,15 @@ def _token_loss(
     present = [name for name in names.split(",") if name and not name.endswith("?")]
     absent: dict[str, Any] = {name[:-1]: None for name in names.split(",") if name.endswith("?")}
     batch = dict(zip(present, values, strict=True))
-    numbers = {name: value for name, value in batch.items() if value.is_floating_point()}
-    raise_first(
-        {f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])}
-        | {f"batch.{name} must be finite": ~value.isfinite().all() for name, value in numbers.items()}
-    )
+    numbers = [(name, value) for name, value in batch.items() if value.is_floating_point()]
     function, T = _known[loss], hidden.shape[0]
-    token_loss = hidden.new_zeros(T, dtype=torch.float32)
-    learns = torch.zeros(T, dtype=torch.bool, device=hidden.device)
+    token_loss = hidden.new_empty(T, dtype=torch.float32)
 
     def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
         part = SimpleNamespace(**absent, **{name: value[chunk] for name, value in batch.items()})
         # An operator runs below autograd, and below any mode that sees it: here that is undone.
         with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
-            l, h = (value.detach().clone().requires_grad_() for value in (logp, entropy))  # noqa: E741
+            l, h = (value.detach().requires_grad_() for value in (logp, entropy))  # noqa: E741
             losses = function(l, h, part)
             if losses.shape != logp.shape or losses.dtype != torch.float32:
                 raise ValueError(
@@ -117,13 +112,14 @@ def _token_loss(
         a, c = found or (None, None)
         losses = losses.detach()
         a = (torch.zeros_like(logp) if a is None else a).masked_fill(losses.isnan(), torch.nan)  # a clamp would stop it
-        token_loss[chunk], learns[chunk] = losses, has_gradient(a, c)
+        token_loss[chunk] = losses
         return a, c
 
-    head, index = Head(weight, bias, temperature, softcap), torch.arange(T, device=hidden.device)
-    result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
-    gradients = [hidden.new_empty(0) if d is None else d for d in result[2:]]
-    return token_loss.sum(), token_loss, result.logp, result.entropy, learns, *gradients
+    head, read = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0], numbers)
+    result = head_pass(resolve(backend, hidden), hidden, head, target, None, coefficients, wants, read)
+    assert result.has_gradient is not None
+    gradients = [hidden.new_empty(0) if d is None else d for d in result[2:5]]
+    return token_loss.sum(), token_loss, result.logp, result.entropy, result.has_gradient, *gradients
 
 
 @_token_loss.register_fake

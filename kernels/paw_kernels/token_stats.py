@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import TAGS, check_head, out_of_range, raise_first, refuse_second_derivatives
+from paw_kernels._checks import TAGS, Values, check_head, refuse_second_derivatives
 from paw_kernels._head import Head, has_gradient, head_pass
 
 
@@ -34,9 +34,8 @@ def _token_stats(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    raise_first({f"target must be in [0, {weight.shape[0]})": out_of_range(target, weight.shape[0])})
-    index = torch.arange(hidden.shape[0], device=hidden.device)
-    result = head_pass(resolve(backend, hidden), hidden, Head(weight, bias, temperature, softcap), target, index)
+    head, values = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0])
+    result = head_pass(resolve(backend, hidden), hidden, head, target, None, values=values)
     return result.logp, result.entropy
 
 
@@ -66,7 +65,7 @@ def _token_stats_backward(
 
     head = Head(weight, bias, temperature, softcap, entropy=c is not None)
     result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:])
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:5])
     return d_hidden, d_weight, d_bias
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from paw_kernels import _native, segments
+from paw_kernels import _head, _native, _rows, segments
 from paw_kernels._head import has_gradient
 
 
@@ -195,3 +195,17 @@ def test_kernels_run_on_the_current_stream(machine):
         got = machine.ops.row_statistics(x.mul_(2), None, target, 1.0)[0]
     torch.cuda.synchronize()
     assert torch.equal(got, want)
+
+
+def test_chunks_are_equal_and_as_large_as_a_gpu_has_room_for(monkeypatch):
+    """2,048 rows twice, not 2,861 and 1,235; one chunk where memory is plenty, several where it is nearly full."""
+    GIB, V, card = 2**30, 128_256, torch.device("cuda", 0)
+    held = {"reserved": 3 * GIB, "allocated": 2 * GIB}  # the allocator has 1 GiB to give
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held["reserved"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held["allocated"])
+    for free, chunks in ((60, [4096]), (9, [2048] * 2), (0, [1024] * 4)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * GIB, 80 * GIB))
+        room = _head.chunk_bytes(_rows.CHUNK_BYTES["cuda"], card, _rows.ROOMY_BYTES)
+        step = _head.equal_chunks(4096, room // (4 * V))
+        assert [min(step, 4096 - start) for start in range(0, 4096, step)] == chunks
+    assert _head.chunk_bytes(7, torch.device("cpu"), 70) == 7

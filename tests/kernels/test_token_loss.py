@@ -1,12 +1,14 @@
 """The same whatever the backend of the head: any loss, which tokens learn, autograd's rules, one line a mistake."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from dense_reference import assert_close, dense, dense_pulled, dense_stats, fused_loss, leaves, problem
+from dense_reference import assert_close, dense, dense_pulled, dense_stats, fused_loss, leaves, problem, set_chunk_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paw.algo import loss as losses
 from paw_kernels import token_loss, token_stats
@@ -213,3 +215,35 @@ def test_clipped_surrogate_and_k3_match_the_reference_code():
         torch.testing.assert_close(a, torch.tensor(expected["d_policy_loss_d_logp"]).flatten(), rtol=1e-5, atol=1e-6)
         (a,) = torch.autograd.grad((kl * weight).sum(), logp)
         torch.testing.assert_close(a, torch.tensor(expected["d_k3_d_logp"]).flatten(), rtol=1e-4, atol=1e-6)
+
+
+operator = importlib.import_module("paw_kernels.token_loss")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would start a kernel on a GPU, the loss and its derivatives included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.paw_kernels.token_loss.default:
+            with self:
+                return operator._token_loss._init_fn(*args)
+        self.count += not (func.is_view or "empty" in func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 148), (torch.float16, 160)])
+def test_launches_and_waits_are_few(dtype, most, monkeypatch):
+    hidden, weight, target, _, rows = problem(40, 70, 16, kl_coef=0.1, entropy_coef=0.05, rho=0.05)
+    inputs = *leaves(hidden.to(dtype), weight.to(dtype)), target, rows
+    with Launches() as launches:
+        fused_loss(*inputs, backend="torch")
+    assert 0 < launches.count <= most
+    waits = []
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "nonzero"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, read=read: (waits.append(t), read(t))[1])
+    set_chunk_rows(monkeypatch, 10, vocabulary=70)
+    fused_loss(*inputs, backend="torch")
+    assert len(waits) == 4  # one a chunk

@@ -139,14 +139,16 @@ def test_the_model_matches_a_case_by_hand():
     machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=10.0)
     T, D, V, live = 4096, 1024, 102_400, 0.5
     gemm = 2 * T * D * V / 500e12
+    epilogue = 97 * 1307 * 8 / (4 * 1.755e9)  # 32 x 400 tiles on 132 multiprocessors
     # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in bf16.
     merge = T * 400 * 16 / 2000e9
     gradient = (T / 2) * (2 * V + 400 * 16 + 2 * V) / 2000e9
-    # Rows gathered, live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
-    copies = (4 * T * D + 2 * 4 * (T / 2) * D + 2 * T * D) / 2000e9
-    waits = 4 * 10e-6  # inputs, rows, live rows of the one chunk, factor
-    by_hand = 1e3 * (gemm * (1 + 2 * live) + merge + gradient + copies + waits)
+    # Live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
+    copies = (2 * 4 * (T / 2) * D + 2 * T * D) / 2000e9
+    waits = 2 * 10e-6  # live rows of the one chunk (and whether the inputs are good), factor
+    by_hand = 1e3 * (gemm * (1 + 2 * live) + epilogue + merge + gradient + copies + waits)
     assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
+    assert roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0  # the host's floor
 
 
 @pytest.mark.parametrize("T", [100, 4096, 32_768, 131_072])
