@@ -7,4 +7,7 @@ ENV PATH=/opt/venv/bin:$PATH
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir torch==2.13.0
 COPY . .
 RUN pip install --no-cache-dir -e ".[vllm,alfworld]"
+# The CUDA kernels, against the torch that is here now, which an isolated build would not see; nvcc needs no GPU for it.
+RUN pip install --no-cache-dir "setuptools>=77" \
+    && PAW_BUILD_CUDA=1 pip install --no-cache-dir --no-build-isolation --no-deps -e .
 ENTRYPOINT ["paw"]

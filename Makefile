@@ -81,6 +81,7 @@ lines: $(VENV)/.test  ## how long the core, each package and the tests are
 	$(PY) bench/lines.py
 
 gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
+	$(PY) -m paw doctor --kernels --shape 151936x1536
 	$(PY) -m pytest -m gpu
 	$(PY) bench/kernels.py
 	$(PY) bench/memory.py --device cuda

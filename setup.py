@@ -65,6 +65,11 @@ def nvcc_command() -> list[str]:
     torch = Path(spec.origin).parent
     if not (torch / "include/torch/csrc/stable/c/shim.h").is_file():
         raise SystemExit(f"PAW_BUILD_CUDA: the torch in {torch} is older than {_dots(OLDEST_TORCH)}")
+    about = (torch / "version.py").read_text(encoding="utf-8")  # cuda: Optional[str] = '13.0'; None for a CPU build
+    cuda = re.search(r"^cuda\b.*= '(\d+)\.([\d.]+)'", about, re.MULTILINE)
+    if cuda and int(cuda[1]) != version[0]:
+        ours = f"{nvcc} is of CUDA {_dots(version)}, the torch in {torch} of {cuda[1]}.{cuda[2]}"
+        raise SystemExit(f"PAW_BUILD_CUDA: {ours}; point CUDA_HOME to a toolkit {cuda[1]}.x")
     major, minor = OLDEST_TORCH
     options = [
         nvcc,

@@ -156,8 +156,9 @@ std::tuple<Tensor, Tensor> pack(Tensor live) {
 
 }  // namespace
 
-// Renamed whenever an operator changes, so that Python never calls an older library.
-extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_3 = 2;
+// What it was built for, oldest first, 800 for sm_80. Renamed whenever an operator changes, so that Python never calls an
+// older library.
+extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_4[] = {__CUDA_ARCH_LIST__};
 
 STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));

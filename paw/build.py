@@ -117,9 +117,12 @@ def build(
     `run` is the directory of a run to resume, which began from its own warm-up model.
     """
     device = pick_device(config.model.device)
+    kernels = device, config.model.dtype, config.model.path
+    # Where it is to choose, rank 0 does: what was measured on other machines may say otherwise there.
+    wanted = ranks.broadcast_from_rank0(lambda: pick_backend(config.model.head_backend, *kernels))
 
     def pick() -> tuple[str, str]:
-        backend = pick_backend(config.model.head_backend, device, config.model.dtype)
+        backend = pick_backend(wanted, *kernels)
         return backend, pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
 
     backend, attention = ranks.everywhere(pick)

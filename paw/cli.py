@@ -38,7 +38,7 @@ COMMANDS = {
     "env": "check that an environment keeps the rules of the protocol",
     "data": "say where an environment's files are, check them, or generate some; make a small model",
     "keys": "print the reference of all keys (docs/keys.md)",
-    "doctor": "say what is installed and what is missing, or inspect a model",
+    "doctor": "say what is installed and what is missing, inspect a model, or check and time the kernels",
 }
 VARIABLES = {
     **dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"), "1"),  # nothing phones home

@@ -103,6 +103,8 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
             add("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
             add("--json", action="store_true", help="with --model or --run: as JSON")
+            add("--kernels", action="store_true", help="check every backend of the head here; with --model, time them")
+            add("--shape", metavar="VxD", help="with --kernels: time them at the size of this head")
             return _doctor
     module = importlib.import_module(MODULES[name])
     module.add_arguments(sub)
@@ -153,8 +155,10 @@ def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _doctor(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.tools import doctor, postmortem
+    from paw.tools import doctor, kernels, postmortem
 
+    if options.kernels:
+        return kernels.check(options.shape, options.model)
     if options.run:
         return postmortem.run(options.run, as_json=options.json)
     return doctor.run_model(options.model, as_json=options.json) if options.model else doctor.run()

@@ -2,40 +2,102 @@
 
 import importlib.util
 import os
+import warnings
+from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from paw_kernels import _rows
+from paw_kernels import _measured, _rows
 from paw_kernels._head import MakeRows
+from paw_kernels.trial import largest_error
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
-"""Fastest first; "auto" is the first that can run."""
+"""All there are; `best_backend` is the one of "auto"."""
 
 
-def resolve(backend: str, hidden: Tensor) -> MakeRows:
-    """The implementation called `backend` for these hidden states.
+def resolve(backend: str, hidden: Tensor, weight: Tensor) -> MakeRows:
+    """The implementation called `backend` for these hidden states [n, D] and weight [V, D].
 
     Raises ValueError for an unknown name, or one that cannot run on the tensor's device and dtype.
     """
-    name = best_backend(hidden.device, hidden.dtype) if backend == "auto" else backend
-    reason = why_not_backend(name, hidden.device, hidden.dtype)
+    where, (V, D) = (hidden.device, hidden.dtype), weight.shape
+    name = best_backend(*where, (V, D), len(hidden)) if backend == "auto" else backend
+    reason = why_not_backend(name, *where)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {reason}")
+    return implementation(name)
+
+
+def implementation(name: str) -> MakeRows:
     if name == "triton":
-        from paw_kernels import _triton as implementation
+        from paw_kernels import _triton as module
     elif name == "torch":
-        from paw_kernels import _torch as implementation
+        from paw_kernels import _torch as module
     else:
-        implementation = _rows
-    return implementation.make_rows
+        module = _rows
+    return module.make_rows
 
 
-def best_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """The fastest backend that runs for hidden states on this device, of this dtype."""
-    # Triton multiplies float32 as three tf32 products, where cuBLAS does better; on a CPU it is only interpreted.
-    names = BACKENDS if device.type == "cuda" and dtype != torch.float32 else BACKENDS[1:]
-    return next(name for name in names if why_not_backend(name, device, dtype) is None)
+def best_backend(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None, n: int | None = None
+) -> str:
+    """The backend of "auto" for hidden states on this device, of this dtype.
+
+    The fastest that `paw doctor --kernels` measured at the head's shape (V, D) and about n rows (None: many), else the
+    first that works of those that are expected to be.
+
+    Compiled kernels for a GPU are tried out once a process: one that fails is left out with a warning.
+    """
+    found = _measured.fastest(device, dtype, *shape, n) if shape else None
+    if found and found.backend in BACKENDS and why_not_backend(found.backend, device, dtype) is None:
+        return found.backend
+    return first_that_works(order(device, dtype), device, dtype, shape)
+
+
+def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """The one expected to be the fastest first."""
+    if device.type != "cuda":
+        return "cpu", "torch"
+    if dtype == torch.float32:  # which Triton multiplies as three tf32 products, where cuBLAS does better
+        return "cuda", "torch"
+    major = torch.cuda.get_device_capability(device)[0]
+    if major == 10:
+        return "cuda", "torch"
+    return ("cuda", "triton", "torch") if major == 9 else ("triton", "cuda", "torch")
+
+
+def first_that_works(
+    names: Iterable[str], device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
+) -> str:
+    """The first that can run on such tensors and passes its trial, with a warning for each that fails that."""
+    for name in names:
+        if why_not_backend(name, device, dtype) is None:
+            if (reason := fault_of_backend(name, device, dtype, shape)) is None:
+                return name
+            left_out = f"head backend '{name}' is left out: {reason}; paw doctor --kernels tells more"
+            warnings.warn(left_out, RuntimeWarning, stacklevel=3)
+    raise ValueError(f"no backend of the head works on {device}")
+
+
+@cache
+def fault_of_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
+) -> str | None:
+    """What went wrong in a tiny pass of compiled kernels for a GPU, compared with plain torch; None if nothing.
+
+    `shape` is the head's (V, D): of V the pass has a part that ends as it does. Once a process; seconds where kernels
+    are yet to be compiled, else milliseconds.
+    """
+    if backend not in ("triton", "cuda"):
+        return None
+    V, D = shape or (600, 64)
+    try:
+        share = largest_error(implementation(backend), device, dtype, 300, 512 + V % 256, D)
+    except Exception as error:  # of a compiler, assembler, driver: whatever they meet first
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None if share <= 1 else f"its results are off by {share:.3g} times what rounding explains"
 
 
 def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:

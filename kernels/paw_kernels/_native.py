@@ -46,8 +46,8 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 @cache
-def why_no_cuda() -> str | None:
-    """Why the CUDA kernels cannot be used, or None; the first call loads them."""
+def why_no_cuda(capability: tuple[int, int] | None = None) -> str | None:
+    """Why the CUDA kernels cannot be used (on a GPU of that compute capability), or None; the first call loads them."""
     spec = importlib.util.find_spec("paw_kernels._cuda")
     if spec is None or spec.origin is None:
         return "csrc/*.cu was not built; PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
@@ -55,8 +55,14 @@ def why_no_cuda() -> str | None:
         torch.ops.load_library(spec.origin)
     except OSError as error:
         return f"{spec.origin} does not load beside this torch ({error}); build it again"
-    if not hasattr(ctypes.CDLL(spec.origin), "paw_cuda_interface_3"):
+    try:
+        oldest = divmod(ctypes.c_int.in_dll(ctypes.CDLL(spec.origin), "paw_cuda_interface_4").value // 10, 10)
+    except ValueError:
         return f"{spec.origin} was built from older sources; build it again"
+    if capability and capability < oldest:  # of the newest it has PTX too, which runs on whatever comes later
+        return "csrc/*.cu was built for compute capability {}.{} and later, this GPU has {}.{}".format(
+            *oldest, *capability
+        )
     return None
 
 

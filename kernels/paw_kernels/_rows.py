@@ -59,4 +59,4 @@ def why_not(backend: str, device: torch.device) -> str | None:
         return f"it needs tensors of device {backend}, these are on {device}"
     if backend == "cpu" and cpu_library() is None:
         return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and repeat pip install -e ."
-    return why_no_cuda() if backend == "cuda" else None
+    return why_no_cuda(torch.cuda.get_device_capability(device)) if backend == "cuda" else None

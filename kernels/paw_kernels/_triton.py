@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paw_kernels import _triton_kernels as kernels
 from paw_kernels._head import Head, chunk_bytes, equal_chunks
+from paw_kernels._measured import fastest
 
 CHUNK_BYTES = 1440 << 20
 """Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and writes all of dW: with
@@ -92,7 +93,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 """To the table's entry for 16 bits: what may well be faster on a GPU. Compiled ahead of time as the table is."""
 
 TUNED: dict[tuple[int, int, int], Tiles] = {}
-"""By V, D and bytes of an element: what `tiles_for` takes in place of the table's entry, once it has been timed."""
+"""By V, D and bytes of an element: what `tiles_for` takes, whatever is measured or in the table."""
 
 NCCL_PROCESSORS = 16
 """Multiprocessors that the forward kernel leaves to the collectives of a process group; an assumption, not measured."""
@@ -184,7 +185,7 @@ class TritonRows:
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
-    tiles = tiles_for(head.weight, head.softcap)
+    tiles = tiles_for(head.weight, head.softcap, n=N)
     (V, D), size = head.weight.shape, head.weight.element_size()
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
     if gradients:  # e, and the packed hidden states and their gradient
@@ -194,14 +195,17 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     return TritonRows(head, step, gradients, tiles), step
 
 
-def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None) -> Tiles:
-    """What is tuned or tabled for a weight [V, D]; smaller, with pointers, where tensor descriptors cannot describe it.
+def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None) -> Tiles:
+    """What is tuned, measured (for about n rows) or tabled for a weight [V, D]; smaller, with pointers, where tensor
+    descriptors cannot describe it.
 
     Smaller under a soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
     """
     arch = arch or _architecture(None if INTERPRETED else torch.cuda.get_device_capability(weight.device))
-    size = weight.element_size()
-    tiles = TUNED.get((*weight.shape, size)) or TILES[arch, size]
+    (V, D), size = weight.shape, weight.element_size()
+    found = fastest(weight.device, weight.dtype, V, D, n, "triton")
+    measured = Tiles(**found.tiles) if found and found.tiles else None
+    tiles = TUNED.get((V, D, size)) or measured or TILES[arch, size]
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
     row_bytes = [size * length for length in (weight.stride(0), weight.shape[1])]

@@ -28,10 +28,20 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+TRUNCATES = tl.constexpr(triton.knobs.runtime.interpret)
 LN2 = tl.constexpr(0.6931471805599453)
 OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
 FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """x as it is stored. The interpreter cuts float32 to bfloat16 where a GPU rounds to even: twice the error."""
+    if TRUNCATES and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 # What of a tile is alive at once decides whether its registers spill: the target's logit is taken first, then u is
@@ -78,12 +88,12 @@ def _powers(
     slant = tl.sum(power * x, 1) if ENTROPY else tl.zeros_like(total)
     if e is not None:
         if TMA:
-            e.store([row, first], power.to(e.dtype))
+            e.store([row, first], _narrowed(power, e.dtype))
         else:
             rows = row + tl.arange(0, u.shape[0])
             cols = first + tl.arange(0, WIDTH)
             at = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
-            tl.store(at, power.to(e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :])
+            tl.store(at, _narrowed(power, e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :])
     return total, slant
 
 
@@ -285,4 +295,4 @@ def gradient_kernel(
         # u = near + below, but never as one number: softcap - near is exact where the cap saturates.
         dz *= ((softcap - near) - below) * ((softcap + near) + below) * (1 / (softcap * softcap))
     out = e + k.to(tl.int64) * width + cols
-    tl.store(out, dz.to(e.dtype.element_ty), mask=cols < width)
+    tl.store(out, _narrowed(dz, e.dtype.element_ty), mask=cols < width)

@@ -116,7 +116,7 @@ def _token_loss(
         return a, c
 
     head, read = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0], numbers)
-    result = head_pass(resolve(backend, hidden), hidden, head, target, None, coefficients, wants, read)
+    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, None, coefficients, wants, read)
     assert result.has_gradient is not None
     gradients = [hidden.new_empty(0) if d is None else d for d in result[2:5]]
     return token_loss.sum(), token_loss, result.logp, result.entropy, result.has_gradient, *gradients

@@ -35,7 +35,7 @@ def _token_stats(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     head, values = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0])
-    result = head_pass(resolve(backend, hidden), hidden, head, target, None, values=values)
+    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, None, values=values)
     return result.logp, result.entropy
 
 
@@ -64,7 +64,7 @@ def _token_stats_backward(
         return a[chunk], None if c is None else c[chunk]
 
     head = Head(weight, bias, temperature, softcap, entropy=c is not None)
-    result = head_pass(resolve(backend, hidden), hidden, head, target, index, coefficients, wants)
+    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, index, coefficients, wants)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:5])
     return d_hidden, d_weight, d_bias
 

@@ -23,7 +23,7 @@ from paw.model.check import check_model
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
 from paw.model.ranks import full_tensor, local_tensor, rows_like
-from paw_kernels import best_backend, why_not_backend
+from paw_kernels import best_backend, fault_of_backend, why_not_backend
 
 transformers_logging.disable_progress_bar()  # they would cut through the live view
 transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
@@ -167,13 +167,29 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def pick_backend(wanted: str, device: torch.device, dtype: str) -> str:
-    """The name of the head's implementation; UserError when the wanted one cannot run there."""
+def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "quickstart") -> str:
+    """The name of the head's implementation for the model of that path; UserError when the wanted one does not work."""
+    shape = head_shape(path)
+    where = device, DTYPES[dtype]
     if wanted == "auto":
-        return best_backend(device, DTYPES[dtype])
-    if reason := why_not_backend(wanted, device, DTYPES[dtype]):
+        return best_backend(*where, shape)
+    if reason := why_not_backend(wanted, *where) or fault_of_backend(wanted, *where, shape):
         raise UserError(f"model.head_backend = '{wanted}': {reason}; or use --model.head_backend auto")
     return wanted
+
+
+def head_shape(path: str) -> tuple[int, int] | None:
+    """(V, D) of a model folder or Hugging Face name by its config.json; None without one, as yet or at all."""
+    from paw.hub import check_hub
+
+    if path == "quickstart":
+        return None
+    try:
+        check_hub(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        return config.vocab_size, config.hidden_size
+    except Exception:  # whatever is wrong with it is said where the model is loaded
+        return None
 
 
 def load_tokenizer(path: str | Path) -> Any:

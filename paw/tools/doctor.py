@@ -101,7 +101,7 @@ def inspect(path: str) -> dict[str, Any]:
 
     device = pick_device("auto")
     attention = pick_attention("auto", device, DTYPES["bfloat16"])
-    backend: Any = pick_backend("auto", device, "bfloat16")
+    backend: Any = pick_backend("auto", device, "bfloat16", path)
     policy = load_policy(path, device=device, check=False, dtype="bfloat16", attention=attention, head_backend=backend)
     shape: Any = policy.lm.config.get_text_config()
     kinds = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))

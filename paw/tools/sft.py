@@ -265,7 +265,7 @@ def load_learner(config: Config, path: str) -> Policy:
     model, device = config.model, pick_device(config.model.device)
     options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
     options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
-    options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype)}
+    options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
     return load_policy(path, device=device, weights=weights_dtype(config), dtype=model.dtype, **options)
 
 

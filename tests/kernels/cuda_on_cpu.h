@@ -38,6 +38,8 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorLaunchFailure ? "a barrier was not reached by all" : "invalid configuration";
 }
 
+#define __CUDA_ARCH_LIST__ 0
+
 using __nv_bfloat16 = torch::headeronly::BFloat16;
 using __half = torch::headeronly::Half;
 struct alignas(16) float4 {

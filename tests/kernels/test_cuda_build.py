@@ -40,7 +40,12 @@ def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda
     (library,) = (tmp_path / "lib" / "paw_kernels").glob("_cuda*.so")
     code = f"""if True:
         import torch, paw_kernels.segments
+        from types import SimpleNamespace
         torch.ops.load_library({str(library)!r})
+        from paw_kernels import _native
+        _native.importlib.util.find_spec = lambda name: SimpleNamespace(origin={str(library)!r})
+        assert _native.why_no_cuda() is _native.why_no_cuda((9, 0)) is _native.why_no_cuda((8, 0)) is None
+        assert "compute capability 8.0 and later, this GPU has 7.5" in _native.why_no_cuda((7, 5))
         for name in {OPERATORS!r}:
             assert torch._C._dispatch_has_kernel_for_dispatch_key("paw_kernels::" + name, "CUDA"), name
         assert paw_kernels.segments.pack(torch.tensor([False, True]))[0].tolist() == [1, -1]"""
@@ -68,6 +73,14 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
     assert last_line(path) == f"PAW_BUILD_CUDA: {tools}/nvcc is 11.8; 12.0 or later is needed"
     nvcc("13.0")
     assert last_line(path) == "PAW_BUILD_CUDA: nvcc failed, see above"
+    torch = tmp_path / "other" / "torch"
+    (torch / "include/torch/csrc/stable/c").mkdir(parents=True)
+    (torch / "include/torch/csrc/stable/c/shim.h").touch()
+    (torch / "__init__.py").touch()
+    (torch / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
+    got = last_line(path, PYTHONPATH=str(torch.parent))
+    ours = f"{tools}/nvcc is of CUDA 13.0, the torch in {torch} of 12.8"
+    assert got == f"PAW_BUILD_CUDA: {ours}; point CUDA_HOME to a toolkit 12.x"
     bare = tmp_path / "bare"
     bare.mkdir()
     for package in ("setuptools", "_distutils_hack"):

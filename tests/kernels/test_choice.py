@@ -1,0 +1,187 @@
+"""Which backend "auto" is: what was measured, else what works; and the trial that tells whether one does."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from dense_reference import dense_pulled
+
+import paw_kernels
+from paw_kernels import _backend, _measured, token_stats, trial
+from paw_kernels._torch import TorchRows, make_rows
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path))
+    _measured.times.cache_clear()
+    yield tmp_path / "kernels.json"
+    _measured.times.cache_clear()
+
+
+def time_of(backend, n, ms, **other):
+    return _measured.Time(backend, "float32", 70, 16, n, ms)._replace(**other)._asdict()
+
+
+def test_auto_is_what_was_the_fastest_at_the_nearest_number_of_rows(file):
+    times = [
+        time_of("cpu", 512, 1.0),
+        time_of("torch", 512, 2.0),
+        time_of("cpu", 4096, 9.0),
+        time_of("torch", 4096, 8.0),
+    ]
+    file.write_text(json.dumps({_measured.key(CPU): times, "another": [time_of("torch", 512, 0.1)]}))
+    choice = partial(paw_kernels.best_backend, CPU, torch.float32)
+    assert choice((70, 16), 1) == choice((70, 16), 700) == "cpu"
+    assert choice((70, 16), 3000) == choice((70, 16)) == "torch"
+    assert choice((71, 16)) == choice() == paw_kernels.best_backend(CPU, BF16, (70, 16)) == "cpu"
+    hidden, weight, target = torch.randn(3000, 16), torch.randn(70, 16), torch.zeros(3000, dtype=torch.int64)
+    plain = token_stats(hidden, weight, target, backend="torch")
+    other = token_stats(hidden, weight, target, backend="cpu")
+    auto = token_stats(hidden, weight, target)
+    assert torch.equal(auto.entropy, plain.entropy) and not torch.equal(auto.entropy, other.entropy)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"KEY": [{"ms": 1}]}', '{"KEY": 3}', b"\xff", None])
+def test_a_file_that_cannot_be_read_is_one_warning(file, content):
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.replace("KEY", _measured.key(CPU)).encode())
+    with pytest.warns(
+        RuntimeWarning, match=r"kernels.json is left out \(.*paw doctor --kernels writes it anew"
+    ) as told:
+        assert {paw_kernels.best_backend(CPU, torch.float32, (70, 16)) for _ in range(2)} == {"cpu"}
+    assert len(told) == 1
+
+
+def test_times_of_other_kernels_or_another_torch_do_not_count(file, monkeypatch):
+    key = _measured.key(CPU)
+    assert torch.__version__ in key and "kernels " in key
+    for part in (torch.__version__, key[-12:], key.partition(",")[0]):
+        file.write_text(json.dumps({key.replace(part, "another"): [time_of("torch", 512, 1.0)]}))
+        _measured.times.cache_clear()
+        assert paw_kernels.best_backend(CPU, torch.float32, (70, 16)) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "order"),
+    [
+        ((8, 0), ["triton", "cuda", "torch"]),
+        ((8, 9), ["triton", "cuda", "torch"]),
+        ((9, 0), ["cuda", "triton", "torch"]),
+        ((10, 0), ["cuda", "torch"]),
+        ((12, 0), ["triton", "cuda", "torch"]),
+    ],
+)
+def test_before_anything_is_measured_the_capability_decides(monkeypatch, capability, order):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert list(_backend.order(GPU, BF16)) == order
+    assert list(_backend.order(GPU, torch.float32)) == ["cuda", "torch"]
+
+
+class Wrong(TorchRows):
+    """Right but for the sign of c, or for the last column of the gradient, which is `column`."""
+
+    column: float | None = None
+
+    def gradient(self, target, source, a, c):
+        if self.column is not None:
+            dz = super().gradient(target, source, a, c)
+            dz[:, -1] = self.column
+            return dz
+        return super().gradient(target, source, a, None if c is None else -c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
+    sizes = CPU, dtype, 40, 101, 64
+    assert 0 < trial.largest_error(make_rows, *sizes) <= 1
+    wrong = lambda head, N, _: (Wrong(head, N), N)  # noqa: E731
+    assert trial.largest_error(wrong, *sizes) > 1
+    monkeypatch.setattr(Wrong, "column", 0.0)
+    assert trial.largest_error(wrong, *sizes) > 1
+    monkeypatch.setattr(Wrong, "column", torch.nan)
+    assert not trial.largest_error(wrong, *sizes) <= 1
+
+
+def test_the_yardstick_is_autograd():
+    given = trial._Problem(CPU, torch.float64, 20, 31, 8, full=True)
+    h, head = given.hidden, given.head
+    stats, gradients = dense_pulled(
+        h,
+        head.weight,
+        given.target,
+        lambda logp, entropy: (given.a * logp + given.c * entropy).sum(),
+        head.bias,
+        temperature=0.7,
+    )
+    for got, want in zip(given.dense(torch.float64), [*stats, *gradients], strict=True):
+        torch.testing.assert_close(got, want)
+
+
+COMPILER = """if True:
+    import os, sys, warnings, torch, triton
+    from types import SimpleNamespace
+    from triton.backends.compiler import GPUTarget
+    from paw_kernels import _backend, _triton
+    # What a machine without a GPU lacks: the name of one. Compiler, kernels and tensors are real.
+    of = dict(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+              get_current_stream=lambda _: 0, is_active=lambda: True)
+    triton.runtime.driver.set_active(SimpleNamespace(**of))
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    _triton.why_not = lambda *_: None
+    os.environ["TRITON_INTERPRET"] = "1"  # to be let through with tensors of the CPU
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            name = _backend.first_that_works(("triton", "cuda", "torch"), torch.device("cpu"), torch.bfloat16)
+    print(name, len(told), told[0].message)
+"""
+
+
+@pytest.mark.slow
+def test_triton_that_cannot_compile_is_left_out_with_one_warning(tmp_path):
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo "release 12.8, V12.8.93"\necho broken >&2; exit 1\n')
+    ptxas.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= dict.fromkeys(("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"), str(ptxas))
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run([sys.executable, "-c", COMPILER], env=env, capture_output=True, text=True)
+    said = (done.stdout.splitlines() or [done.stderr])[-1]  # after the assembly that Triton prints
+    assert said.startswith("torch 1 head backend 'triton' is left out: PTXASError: "), said
+
+
+def test_wrong_tiles_in_the_interpreter_are_left_out(monkeypatch):
+    from triton_interpreted import backend as _triton
+
+    if not _triton.INTERPRETED:
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    choice = partial(_backend.first_that_works, ("triton", "cuda", "torch"), CPU, BF16)
+    monkeypatch.setitem(_triton.TILES, ("interpreter", 2), _triton.TILES["interpreter", 2]._replace(depth=24))
+    _backend.fault_of_backend.cache_clear()
+    with pytest.warns(RuntimeWarning, match="'triton' is left out: .*power of 2.*; paw doctor --kernels tells more"):
+        assert choice() == "torch"
+    _backend.fault_of_backend.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["triton", "cuda", "torch"])
+@pytest.mark.parametrize("D", [64, 896, 4096])
+def test_gradient_values_of_several_tiles_a_program(backend, D):
+    """In bfloat16, over more tiles than two for each multiprocessor."""
+    if reason := paw_kernels.why_not_backend(backend, GPU, BF16):
+        pytest.skip(reason)
+    tiles = 2.5 * torch.cuda.get_device_properties(GPU).multi_processor_count
+    for V in (int(tiles / 8 + 1) * 256, int(tiles / 8 + 1) * 256 - 27):
+        assert trial.largest_error(_backend.implementation(backend), GPU, BF16, 1000, V, D) <= 1
