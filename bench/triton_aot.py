@@ -137,7 +137,7 @@ def resources(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     return {**machine_code(made.asm["cubin"]), **instructions(made.asm), "shared": made.metadata.shared}
 
 
-def machine_code(cubin: bytes) -> dict[str, int]:
+def machine_code(cubin: bytes) -> dict[str, int | None]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -450,3 +450,16 @@ def test_each_measured_number_is_what_its_file_says(page):
         cited = [section.replace(known, "") for section in cited]
     left = [found for section in cited for found in re.findall(r".{,30}(?:[0-9]+[.][0-9]+|[0-9]+ ?%).{,20}", section)]
     assert not left, f"{page}: not recomputed from bench/results:\n" + "\n".join(left)
+
+
+def test_what_the_compiler_makes_of_a_tile_is_what_its_files_say():
+    text, place = normal((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")), ("arch", "V", "D", "gradients")
+    tabled = read("triton_aot", table="yes", triton="3.9.0", kernel="forward_kernel", dtype="bfloat16")
+    now = {tuple(map(row.get, place)): row for row in tabled if not row["softcap"]}
+    before = read("triton_aot_before")
+    assert len(before) == 10
+    for row in before:
+        to, size = now[tuple(map(row.get, place))], f"{row['V']:,.0f} x {row['D']:,.0f}"
+        what = size + ", bias" * (row["bias"] == "True") + ", no gradients" * (row["gradients"] == "False")
+        tile, spills = ([f"{of[key]:,.0f}" for of in (row, to)] for key in ("tile", "spills"))
+        assert f"| {row['arch']} | {what} | {' | '.join(tile + spills)} |" in text
