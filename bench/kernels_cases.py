@@ -23,7 +23,8 @@ from bench.peers import PEERS
 from paw_kernels import BACKENDS, token_loss, token_stats, why_not_backend
 
 MATMUL_ROWS = 4096
-FORWARD, BOTH = "forward", "forward + backward"
+FORWARD, BOTH, STATISTICS = "forward", "forward + backward", "statistics + backward"
+"""The last: log-probabilities and entropies by a function of their own, and the gradient of the former."""
 Row = dict[str, object]
 """Columns of the table, by name."""
 
@@ -72,6 +73,9 @@ def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
     for name in (*ours, *theirs):
         yield Case(group, 1.0, "", name, FORWARD)
         yield Case(group, 1.0, "", name, BOTH)
+    if device.type == "cpu":
+        for name in (*ours, "naive", "torch_compile"):
+            yield Case(group, 1.0, "", name, STATISTICS)
     # Dense work takes as long whatever the rows are; shown where it is cheap to show.
     large = device.type == "cpu" and group.V > 100_000
     for live in (0.4, 0.1):
@@ -98,6 +102,15 @@ def implementation(case: Case, problem: Problem) -> Implementation:
     target, rows = problem.target, problem.rows
     index = problem.live if case.dead == "known" else None
     labels = target if index is None else target[index]
+    if case.mode == STATISTICS:
+        found = statistics_of(case.name)
+
+        def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            logp, _ = found(hidden, weight, target)
+            return -logp.mean(), logp.detach()
+
+        slope = slope_of_mean(problem)
+        return Implementation(both, both, slope, (slope * problem.logp).sum())
     if case.name.startswith("paw["):
         backend = case.name[4:-1]
 
@@ -123,11 +136,21 @@ def implementation(case: Case, problem: Problem) -> Implementation:
     return Implementation(run, run, slope, want, peer.version())
 
 
+def statistics_of(name: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return plain_row_statistics(hidden @ weight.t(), target)
+
+    if name.startswith("paw["):
+        return partial(token_stats, backend=name[4:-1])
+    return torch.compile(plain, dynamic=False) if name == "torch_compile" else plain
+
+
 def measure(case: Case, problem: Problem, matmuls: dict[str, float], seconds: float) -> Row:
     """`matmuls`: milliseconds a row of the bare products. Raises whatever the implementation raises."""
     run = implementation(case, problem)
-    weight = problem.weight.detach().requires_grad_(case.mode == BOTH)
-    inputs = [x.detach().requires_grad_(case.mode == BOTH) for x in copies(problem.hidden)]
+    backward = case.mode != FORWARD
+    weight = problem.weight.detach().requires_grad_(backward)
+    inputs = [x.detach().requires_grad_(backward) for x in copies(problem.hidden)]
 
     def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         if case.mode == FORWARD:
@@ -144,14 +167,14 @@ def measure(case: Case, problem: Problem, matmuls: dict[str, float], seconds: fl
 
     T, D, V = problem.hidden.shape[0], *reversed(problem.weight.shape)
     L = problem.live.numel() if case.name.startswith("paw[") or case.dead == "known" else T
-    forward, backward = L if case.dead == "known" else T, L if case.mode == BOTH else 0
-    bound = matmuls["logits"] * forward + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward
+    entering, leaving = L if case.dead == "known" else T, L if backward else 0
+    bound = matmuls["logits"] * entering + (matmuls["d_hidden"] + matmuls["d_weight"]) * leaving
     return {
-        **timing(timed, flops=2 * D * V * (forward + 2 * backward)),
+        **timing(timed, flops=2 * D * V * (entering + 2 * leaving)),
         "bound_ms": f"{bound:.4g}",
         "share": f"{bound / timed.median:.3f}",
         "peak_mib": f"{peak / 2**20:.1f}",
-        "beside_dw_mib": f"{(peak - 4 * V * D) / 2**20:.1f}" if case.mode == BOTH else "",
+        "beside_dw_mib": f"{(peak - 4 * V * D) / 2**20:.1f}" if backward else "",
         **{f"error_{name}": "" if value is None else f"{value:.2e}" for name, value in asdict(found).items()},
         "passes": "yes" if passes(found, problem.plain) else "no",
         "version": run.version,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.kernels_plot import BOTH, HEAD, Rows, read
+from bench.kernels_plot import BOTH, HEAD, STATISTICS, Rows, read
 from bench.kernels_problem import HEADS
 from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, Term, matmul_bound, paw, paw_memory, total
 
@@ -146,22 +146,50 @@ def markdown() -> str:
 
 
 def cpu_markdown() -> str:
-    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation."""
+    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation; then what must be reached."""
     _, rows = measured_rows()
-    rows = [r for r in rows if r["mode"] == BOTH and r["dead"] != "known" and r["ms"]]
+    rows = [r for r in rows if r["mode"] in (BOTH, STATISTICS) and r["dead"] != "known" and r["ms"]]
     heads = list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
-    lines = list(dict.fromkeys((r["implementation"], r["live"]) for r in rows))
-    lines = [(name, live) for name, live in lines if live == "1.0" or name == "paw[cpu]"]
+    lines = list(dict.fromkeys((r["mode"], r["implementation"], r["live"]) for r in rows))
+    lines = [(mode, name, live) for mode, name, live in lines if live == "1.0" or name == "paw[cpu]"]
     cells = {
-        (r["implementation"], r["live"], r["head"]): f"{float(r['ms']):,.4g} ms, {float(r['peak_mib']):.0f} MiB"
+        (r["mode"], r["implementation"], r["live"], r["head"]): (
+            f"{float(r['ms']):,.4g} ms, {float(r['peak_mib']):.0f} MiB"
+        )
         for r in rows
     }
     titles = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
-    found = [f"| T x V x D | {' | '.join(titles)} |", "|---" * (1 + len(heads)) + "|"]
-    for name, live in sorted(lines):
-        text = name if live == "1.0" else f"{name}, f = {float(live):g}"
-        found.append(f"| {text} | {' | '.join(cells.get((name, live, head), '') for head, *_ in heads)} |")
+    top = [f"| T x V x D | {' | '.join(titles)} |", "|---" * (1 + len(heads)) + "|"]
+    found = list(top)
+    for mode, name, live in sorted(lines):
+        text = (
+            f"{name}{'' if live == '1.0' else f', f = {float(live):g}'}{', statistics' if mode == STATISTICS else ''}"
+        )
+        found.append(f"| {text} | {' | '.join(cells.get((mode, name, live, head), '') for head, *_ in heads)} |")
+    found += ["", "Speed over the fastest peer's, and what it must be:", "", *top]
+    for text, mode, live, musts in CPU_MUSTS:
+        over = [over_fastest_peer(rows, head, mode, live) for head, *_ in heads]
+        words = [
+            "" if x is None else f"{x:.2f}, must {must:g}: {'met' if x >= must else 'missed'}"
+            for x, must in zip(over, musts, strict=False)
+        ]
+        found.append(f"| {text} | {' | '.join(words)} |")
     return "\n".join(found)
+
+
+CPU_MUSTS = (
+    ("f = 1", BOTH, "1.0", (1, 1, 1)),
+    ("f = 0.4", BOTH, "0.4", (1.5, 1.5, 1.5)),
+    ("statistics", STATISTICS, "1.0", (1, 1.3, 1.3)),
+)
+
+
+def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> float | None:
+    """Peers do the same work whatever f is: those at f = 1 count."""
+    mine = [r for r in rows if (r["head"], r["mode"], r["live"], r["implementation"]) == (head, mode, live, "paw[cpu]")]
+    peers = [r for r in rows if (r["head"], r["mode"], r["live"]) == (head, mode, "1.0")]
+    theirs = [float(r["ms"]) for r in peers if not r["implementation"].startswith("paw[")]
+    return min(theirs) / float(mine[0]["ms"]) if mine and theirs else None
 
 
 def updated(text: str) -> str:

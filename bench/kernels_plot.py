@@ -33,7 +33,7 @@ COLOURS = {
     "cut_cross_entropy": "#009E73",
     "quack": "#56B4E9",
 }
-BOTH, HEAD = "forward + backward", "Llama-3.1-8B"
+BOTH, STATISTICS, HEAD = "forward + backward", "statistics + backward", "Llama-3.1-8B"
 
 
 def read(path: Path) -> Rows:
@@ -216,17 +216,24 @@ def cpu(rows: Rows) -> Figure:
         mine = [r for r in mine if r["live"] == "1.0" or r["implementation"].startswith("paw[cpu")]
         shape = f"T {mine[0]['T']}, D {mine[0]['D']}, V {int(mine[0]['V']):,}"
         panels.append(bars(mine, f"{BOTH}, {shape}"))
+        panels.append(
+            bars([r for r in rows if r["head"] == head and r["mode"] == STATISTICS], f"{STATISTICS}, {shape}")
+        )
     panels = [panel for panel in panels if len(panel[0]) > 1]
-    most, about = max(len(names) for names, _, _ in panels), rows[0]
-    figure, grid = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), dpi=150, layout="constrained")
-    title = f"{about['device']}, {about['threads']} threads, torch {about['torch']}, float32: median ms"
-    figure.suptitle(title, fontsize=10)
+    heights, about = [len(names) for names, _, _ in panels], rows[0]
+    # One under the other, so that a telephone shows them at a size that can be read.
+    size = (4.6, 0.2 * sum(heights) + 0.4 * len(panels) + 0.5)
+    figure, grid = plt.subplots(
+        len(panels), 1, figsize=size, dpi=150, layout="constrained", gridspec_kw={"height_ratios": heights}
+    )
+    threads = "1 thread" if about["threads"] == "1" else f"{about['threads']} threads"
+    figure.suptitle(f"{about['device']}, {threads}\ntorch {about['torch']}, float32: median ms", fontsize=9)
     for axes, (names, values, title) in zip(np.atleast_1d(grid), panels, strict=True):
         colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in names]
         drawn = axes.barh(names, values, color=colours)
         axes.bar_label(drawn, [f"{value:#.3g}".rstrip(".") for value in values], padding=3, fontsize=8)
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set_ylim(most - 0.5, -0.5)  # bars of the same thickness in all
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.margins(x=0.16)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._checks import Values
+from paw_kernels._native import claimed
 from paw_kernels.segments import pack
 
 
@@ -151,17 +152,12 @@ def _chunks(
                 if d_weight is None:
                     # An accumulator the size of the head is neither zeroed nor read first; one chunk needs none.
                     final = step >= N and dz.dtype == dtype
-                    d_weight = torch.empty(weight.shape, dtype=dtype if final else torch.float32, device=device)
+                    kept = dtype if final else torch.float32
+                    d_weight = claimed(torch.empty(weight.shape, dtype=kept, device=device))
                 _add_product(d_weight, dz.t(), x, add=add, factor=largest)
     if wants[1] and d_weight is None:
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=device)
     return HeadPass(logp, entropy, d_hidden, d_weight, d_bias, live)
-
-
-def equal_chunks(N: int, most: int) -> int:
-    """Rows of a chunk when N rows are cut into the fewest chunks of at most `most`: a short last one costs as much of
-    dW's traffic as a full one."""
-    return max(1, -(-N // max(1, -(-N // most))))
 
 
 def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
@@ -174,6 +170,12 @@ def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + unused
     return max(1, min(max(usual, min(most, free // 8)), free // 2))
+
+
+def equal_chunks(N: int, most: int) -> int:
+    """Rows of a chunk when N rows are cut into the fewest chunks of at most `most`: a short last one costs as much of
+    dW's traffic as a full one."""
+    return max(1, -(-N // max(1, -(-N // most))))
 
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:

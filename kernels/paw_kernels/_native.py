@@ -35,13 +35,15 @@ def cpu_library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
-    if not hasattr(library, "paw_cpu_interface_2"):
+    if not hasattr(library, "paw_cpu_interface_3"):
         return None
     pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
     shape, results = [size, size], [pointer] * 4
     library.paw_row_statistics.argtypes = [pointer, size, pointer, pointer, real, real, *shape, *results, integer]
     library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 8, real, real, size, size, integer]
-    library.paw_row_statistics.restype = library.paw_row_gradient.restype = None
+    library.paw_pack.argtypes, library.paw_pack.restype = [pointer, size, pointer], size
+    library.paw_claim.argtypes = [pointer, size, integer]
+    library.paw_row_statistics.restype = library.paw_row_gradient.restype = library.paw_claim.restype = None
     return library
 
 
@@ -72,6 +74,18 @@ why_no_cuda()  # registers the kernels: operators on CUDA tensors use them where
 def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
     """The first L rows as the operators above leave them: [L, V] of dtype, from the first byte of each row on."""
     return logits.view(dtype)[:L, : logits.shape[1]]
+
+
+def claimed(tensor: Tensor) -> Tensor:
+    """The same, with a large one's memory on a CPU mapped at once: it is about to be written from end to end."""
+    library = cpu_library() if type(tensor) is Tensor and tensor.device.type == "cpu" else None
+    if library and tensor.nbytes > _REUSED:
+        library.paw_claim(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
+    return tensor
+
+
+_REUSED = 32 << 20
+"""Bytes up to which the C library hands out memory again that a process has mapped."""
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -112,8 +126,16 @@ def _row_gradient_cpu(
     library.paw_row_gradient(*given, source.numel(), logits.shape[1], torch.get_num_threads())
 
 
+def _pack_cpu(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    library, source = cpu_library(), torch.empty(chosen.numel(), dtype=torch.int64)
+    assert library, "the C++ row operations are not built"
+    return source, torch.tensor([library.paw_pack(chosen.data_ptr(), chosen.numel(), source.data_ptr())])
+
+
 _LIBRARY.impl("row_statistics", _row_statistics_cpu, "CPU")
 _LIBRARY.impl("row_gradient_", _row_gradient_cpu, "CPU")
+if cpu_library():
+    _LIBRARY.impl("pack", _pack_cpu, "CPU")
 
 
 @torch.library.register_fake("paw_kernels::row_statistics")

@@ -3,11 +3,13 @@
 Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their float32 sums).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
-from paw_kernels._native import cpu_library, packed_rows, why_no_cuda
+from paw_kernels._native import claimed, cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Of one chunk's logits. On the CPU they stay in the last-level cache."""
@@ -15,6 +17,8 @@ ROOMY_BYTES = 2400 << 20
 """The same on a GPU with eight times as much to spare: 4,096 rows of 152,064 are one chunk."""
 CHUNK_ROWS = 256
 """At least: each chunk reads and writes the whole accumulator of dW."""
+KEPT_BYTES = 160 << 20
+"""Up to here `token_stats` keeps all logits from forward to backward on a CPU; beyond, they are computed again."""
 
 
 class NativeRows:
@@ -23,8 +27,8 @@ class NativeRows:
         self.head = weight if weight.is_cuda else weight.float()
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale, self._softcap = 1 / head.temperature, head.softcap
-        width = _aligned(weight.shape[0])
-        self._buffer = torch.empty((n, width), dtype=torch.float32, device=weight.device)[:, : weight.shape[0]]
+        memory = torch.empty((n, aligned(weight.shape[0])), dtype=torch.float32, device=weight.device)
+        self._buffer = claimed(memory)[:, : weight.shape[0]]
         self._top = self._log_total = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,15 +44,39 @@ class NativeRows:
         return packed_rows(z, source.numel(), dtype)
 
 
+class KeptRows(NativeRows):
+    """All N rows of a pass in one chunk. Given what another left, `forward` computes nothing."""
+
+    def __init__(self, head: Head, N: int, kept: Sequence[Tensor] = ()) -> None:
+        super().__init__(head, 0 if kept else N)
+        self._logp = None
+        if kept:
+            self._logp, self._entropy, self._buffer, self._top, self._log_total = kept
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x, target) if self._logp is None else (self._logp, self._entropy)
+
+    def left(self) -> tuple[Tensor, Tensor, Tensor]:
+        """logits [N, V], top and log_total [N]; after logp and entropy they are `kept`."""
+        return self._buffer, self._top, self._log_total
+
+
+def keeps(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a pass over these may keep its logits. No traced pass does: it is not told in advance."""
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (hidden, weight))
+    fits = hidden.device.type == "cpu" and 0 < 4 * len(hidden) * len(weight) <= KEPT_BYTES
+    return plain and fits and not torch.compiler.is_compiling()
+
+
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
     weight = head.weight
     room = chunk_bytes(CHUNK_BYTES[weight.device.type], weight.device, ROOMY_BYTES)
-    most = room // (4 * _aligned(weight.shape[0]))
+    most = room // (4 * aligned(weight.shape[0]))
     step = equal_chunks(N, max(CHUNK_ROWS, most))
     return NativeRows(head, min(step, N)), step
 
 
-def _aligned(V: int) -> int:
+def aligned(V: int) -> int:
     """Elements from one row to the next: each begins at 16 bytes, for wide accesses in 32 and 16 bits."""
     return -(-V // 4) * 4
 

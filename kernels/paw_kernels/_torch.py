@@ -11,6 +11,8 @@ from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
+CHUNK_ROWS = 128
+"""At least, on a CPU: of fewer its matmuls are slow."""
 
 
 _FLOOR = -1e30
@@ -74,6 +76,6 @@ class TorchRows:
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TorchRows, int]:
     device = head.weight.device
-    room = chunk_bytes(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]), device)
-    step = equal_chunks(N, max(1, room // (4 * head.weight.shape[0])))
+    most = chunk_bytes(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]), device) // (4 * head.weight.shape[0])
+    step = equal_chunks(N, max(CHUNK_ROWS if device.type == "cpu" else 1, most))
     return TorchRows(head, min(step, N)), step

@@ -1,7 +1,8 @@
 """Log-probability and entropy of each target token, without the [T, V] logits; differentiable.
 
 For scoring passes, evaluation and losses that couple rows. Backward recomputes the logits, chunk by chunk, of the
-rows whose upstream gradient is not zero. Memory: see the backend; nothing is saved but the inputs.
+rows whose upstream gradient is not zero. Memory: see the backend; nothing is saved but the inputs. On a CPU logits that
+fit into `_rows.KEPT_BYTES` are kept instead.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from paw_kernels._backend import resolve
 from paw_kernels._checks import TAGS, Values, check_head, refuse_second_derivatives
-from paw_kernels._head import Head, has_gradient, head_pass
+from paw_kernels._head import Head, MakeRows, has_gradient, head_pass
+from paw_kernels._rows import KeptRows, aligned, keeps, make_rows
 
 
 class TokenStats(NamedTuple):
@@ -33,15 +35,28 @@ def _token_stats(
     temperature: float,
     softcap: float | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logp, entropy, and with `keep` what `KeptRows` leaves for the backward pass."""
     head, values = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0])
-    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, None, values=values)
-    return result.logp, result.entropy
+    rows = KeptRows(head, len(hidden)) if keep else None
+    make = _only(rows) if rows else resolve(backend, hidden, weight)
+    result = head_pass(make, hidden, head, target, None, values=values)
+    left = rows.left() if rows else (torch.empty(0), torch.empty(0), torch.empty(0))
+    return result.logp, result.entropy, *left
+
+
+def _only(rows: KeptRows) -> MakeRows:
+    return lambda head, N, gradients: (rows, N)
 
 
 @_token_stats.register_fake
-def _(hidden, *rest):
-    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
+def _(hidden, weight, *rest):
+    keep = len(rest) == 6 and rest[-1]
+    T, n = hidden.shape[0], hidden.shape[0] if keep else 0
+    shapes = [T], [T], [n, aligned(weight.shape[0])] if keep else [0], [n], [n]
+    logp, entropy, z, *left = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return logp, entropy, z[:, : weight.shape[0]] if keep else z, *left
 
 
 @torch.library.custom_op("paw_kernels::token_stats_backward", mutates_args=(), tags=TAGS)
@@ -59,12 +74,25 @@ def _token_stats_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = has_gradient(grad_logp, grad_entropy).nonzero().squeeze(1)
     a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
+    make, head = resolve(backend, hidden, weight), Head(weight, bias, temperature, softcap)
+    return _gradients(make, hidden, head, target, index, a, c, wants)
 
+
+def _gradients(
+    make: MakeRows,
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    index: Tensor | None,
+    a: Tensor,
+    c: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
         return a[chunk], None if c is None else c[chunk]
 
-    head = Head(weight, bias, temperature, softcap, entropy=c is not None)
-    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, index, coefficients, wants)
+    head = head._replace(entropy=c is not None)
+    result = head_pass(make, hidden, head, target, index, coefficients, wants)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:5])
     return d_hidden, d_weight, d_bias
 
@@ -76,21 +104,28 @@ def _(hidden, weight, *rest):
     return tuple(hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True))
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *ctx.options, keep = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *(output if keep else ()))
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("token_stats")
-    hidden, weight, bias, target = ctx.saved_tensors
+    hidden, weight, bias, target, *kept = ctx.saved_tensors
     if grad_logp is None:
         assert grad_entropy is not None, "backward of neither output"
         grad_logp = torch.zeros_like(grad_entropy)
     wants = list(ctx.needs_input_grad[:3])
-    gradients = _token_stats_backward(hidden, weight, bias, target, grad_logp, grad_entropy, *ctx.options, wants)
-    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), *[None] * 4
+    if kept and not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        # Overwritten: with the graph kept there may be another backward pass, which needs the logits as they are.
+        head = Head(weight, bias, *ctx.options[:2])
+        make = _only(KeptRows(head, len(hidden), kept))
+        gradients = _gradients(make, hidden, head, target, None, grad_logp, grad_entropy, wants)
+    else:
+        gradients = _token_stats_backward(hidden, weight, bias, target, grad_logp, grad_entropy, *ctx.options, wants)
+    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), *[None] * 5
 
 
 _token_stats.register_autograd(_backward, setup_context=_save)
@@ -117,4 +152,7 @@ def token_stats(
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     softcap = None if softcap is None else float(softcap)
-    return TokenStats(*_token_stats(hidden, weight, bias, target, float(temperature), softcap, backend))
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    keep = learns and keeps(hidden, weight) and resolve(backend, hidden, weight) is make_rows
+    found = _token_stats(hidden, weight, bias, target, float(temperature), softcap, backend, keep)
+    return TokenStats(*found[:2])

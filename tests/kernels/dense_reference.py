@@ -150,6 +150,8 @@ def set_chunk_rows(patch, rows, *, vocabulary):
         patch.setitem(_torch.CHUNK_BYTES, device, rows * vocabulary * 4)
         patch.setitem(_rows.CHUNK_BYTES, device, rows * vocabulary * 4)
     patch.setattr(_rows, "CHUNK_ROWS", 1)
+    patch.setattr(_rows, "KEPT_BYTES", rows * vocabulary * 4)
+    patch.setattr(_torch, "CHUNK_ROWS", 1)
     if triton := sys.modules.get("paw_kernels._triton"):
         patch.setattr(triton, "CHUNK_BYTES", 1)
         patch.setattr(triton, "STATISTICS_BYTES", 1)

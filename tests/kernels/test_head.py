@@ -1,5 +1,7 @@
 """The fused head against float64 autograd of full logits: every backend, loss, dtype and layout."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from dense_reference import assert_close, dense, dense_pulled, fused_loss, leaves, problem, set_chunk_rows
@@ -7,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paw_kernels import _rows, _torch
+from paw_kernels import _measured, _rows, _torch, token_stats
+from paw_kernels._native import cpu_library
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 OPTIONS = {
@@ -196,11 +199,42 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatc
         assert all(map(torch.equal, (split.logp, split.entropy, *apart), (whole.logp, whole.entropy, *stats)))
 
 
+@pytest.mark.skipif(cpu_library() is None, reason="the C++ row operations are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_statistics_keep_logits_that_fit_and_may_go_backward_twice(dtype, monkeypatch):
+    hidden, weight, target, bias, _ = problem(40, 150, 8, bias=True)
+    inputs = leaves(hidden, weight, bias, dtype=dtype)
+    pulled = torch.arange(40.0) % 3  # 26 rows with a gradient
+    made, logits = [], _rows.logits
+    monkeypatch.setattr(_rows, "logits", lambda x, *rest: made.append(len(x)) or logits(x, *rest))
+
+    def gradients(times=1):
+        made.clear()
+        stats = token_stats(*inputs[:2], target, bias=inputs[2], temperature=0.7, softcap=3.0)
+        value = (stats.logp * pulled).sum() + (stats.entropy * pulled).sum()
+        return [torch.autograd.grad(value, inputs, retain_graph=i + 1 < times) for i in range(times)]
+
+    (kept,) = gradients()
+    assert made == [40]
+    twice = gradients(times=2)
+    assert made == [40, 26]  # only the last backward pass may overwrite them
+    set_chunk_rows(monkeypatch, 24, vocabulary=150)
+    (again,) = gradients()
+    assert made == [20, 20, 13, 13]  # equal chunks
+    for got, want in zip((*kept, *twice[0], *twice[1]), (*again, *again, *again), strict=True):
+        assert_close(got, want, 1e-5 if dtype == torch.float32 else 4e-3)
+    monkeypatch.setattr(_rows, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(_measured, "fastest", lambda *_: SimpleNamespace(backend="torch"))
+    gradients()
+    assert made == []  # auto is another backend here
+
+
 @pytest.mark.parametrize("live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len)
 def test_any_number_of_live_rows(backend, live, monkeypatch):
     """Packed in place, gradients come from the rows they belong to; no others are computed again."""
     hidden, weight, target, _, _ = problem(40, 70, 8)
     upstream, seen = torch.zeros(40), []
+    monkeypatch.setattr(_rows, "KEPT_BYTES", 0)
     upstream[live] = torch.randn(len(live), generator=torch.Generator().manual_seed(1))
     for rows in (_torch.TorchRows, _rows.NativeRows):
 

@@ -183,7 +183,9 @@ def test_operators_pass_the_checks_of_torch_library():
         (*leaves, target, 0.7, 2.0, list(values.values()), names, loss.key, "auto", [True] * 3),
         test_utils=tests,
     )
-    torch.library.opcheck(torch.ops.paw_kernels.token_stats, (*leaves, target, 0.7, 2.0, "auto"), test_utils=tests)
+    for keep in (False, True):
+        given = (*leaves, target, 0.7, 2.0, "auto", keep)
+        torch.library.opcheck(torch.ops.paw_kernels.token_stats, given, test_utils=tests)
     z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
     torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3, 2.0))
     source, per_row = torch.arange(20), [torch.randn(20) for _ in range(5)]
