@@ -170,7 +170,9 @@ def cpu_markdown() -> str:
     for text, mode, live, musts in CPU_MUSTS:
         over = [over_fastest_peer(rows, head, mode, live) for head, *_ in heads]
         words = [
-            "" if x is None else f"{x:.2f}, must {must:g}: {'met' if x >= must else 'missed'}"
+            ""
+            if x is None
+            else f"{x[0]:.2f}, must {must:g}: {'met' if x[0] >= must else 'missed'} ({x[1]:.0%} matmuls)"
             for x, must in zip(over, musts, strict=False)
         ]
         found.append(f"| {text} | {' | '.join(words)} |")
@@ -184,12 +186,12 @@ CPU_MUSTS = (
 )
 
 
-def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> float | None:
-    """Peers do the same work whatever f is: those at f = 1 count."""
+def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> tuple[float, float] | None:
+    """And the share of bare matmuls. Peers do the same work whatever f is: those at f = 1 count."""
     mine = [r for r in rows if (r["head"], r["mode"], r["live"], r["implementation"]) == (head, mode, live, "paw[cpu]")]
     peers = [r for r in rows if (r["head"], r["mode"], r["live"]) == (head, mode, "1.0")]
     theirs = [float(r["ms"]) for r in peers if not r["implementation"].startswith("paw[")]
-    return min(theirs) / float(mine[0]["ms"]) if mine and theirs else None
+    return (min(theirs) / float(mine[0]["ms"]), float(mine[0]["share"])) if mine and theirs else None
 
 
 def updated(text: str) -> str:

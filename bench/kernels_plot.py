@@ -231,7 +231,9 @@ def cpu(rows: Rows) -> Figure:
     for axes, (names, values, title) in zip(np.atleast_1d(grid), panels, strict=True):
         colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in names]
         drawn = axes.barh(names, values, color=colours)
-        axes.bar_label(drawn, [f"{value:#.3g}".rstrip(".") for value in values], padding=3, fontsize=8)
+        axes.bar_label(
+            drawn, [f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" for value in values], padding=3, fontsize=8
+        )
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.margins(x=0.16)
