@@ -156,7 +156,7 @@ def test_the_model_matches_a_case_by_hand():
 def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatch):
     pytest.importorskip("triton")
     backend = importlib.import_module("paw_kernels._triton")
-    monkeypatch.setattr(backend, "tiles_for", lambda weight, softcap: backend.TILES["sm_90", 2])
+    monkeypatch.setattr(backend, "tiles_for", lambda weight, softcap, n: backend.TILES["sm_90", 2])
     for D, V in problem.HEADS.values():
         weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
         _, step = backend.make_rows(Head(weight, None, 1.0, None), T, backward)
@@ -174,7 +174,8 @@ def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
     for row in roofline.predictions():
         assert float(row["ms_cautious"]) >= float(row["ms"])
         parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
-        assert parts == pytest.approx(float(row["ms"]), abs=0.005)
+        host = (roofline.LAUNCHES + roofline.CHUNK_LAUNCHES) * roofline.BEST.launch_us / 1e3  # of one chunk
+        assert max(parts, host) == pytest.approx(float(row["ms"]), abs=0.005)
 
 
 def test_the_committed_predictions_are_those_of_the_model(tmp_path):
