@@ -5,7 +5,7 @@
 
 Each side is a process of its own; they take turns, so that what else the machine does meets both. Every call adds its
 rounds to bench/results/trainer_vs_trl_cpu.csv (--fresh begins it anew), a step at a time, and draws
-docs/trainer_vs_trl.png. A process's first step, which takes up to 1.4 times the later ones, is not measured. On a GPU
+docs/trainer_vs_trl.png. A process's first step is not measured. On a GPU
 the same command writes trainer_vs_trl_gpu.csv; that has not been run yet. Ends with code 1 where the sides' losses or
 norms of the gradient differ.
 

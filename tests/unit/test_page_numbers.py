@@ -214,6 +214,9 @@ def experiments() -> Iterator[str]:
     labels |= {f"echo-{weight}": f"ECHO, weight {weight}" for weight in ("0.05", "0.1", "0.3")}
     labels["actions-only"] = "no observation loss in the warm-up, GRPO"
     yield from against_grpo("experiment_replications", labels)
+    name = "experiment_replications_miniature"
+    yield from against_grpo(name, {key: labels[key] for key in ("predict", "actions-only")})
+    yield f"area under the evaluation curve it is {less(name, 'actions-only', 'area')} points"
 
 
 def against_grpo(name: str, labels: dict[str, str]) -> Iterator[str]:
