@@ -22,13 +22,14 @@ it, and so is every sum of the row.
 """
 
 # Triton's own annotations are those of host code: a kernel's constexpr and range mean something else to it.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra import libdevice
 
-TRUNCATES = tl.constexpr(triton.knobs.runtime.interpret)
+TRUNCATES = tl.constexpr(knobs.runtime.interpret)
 LN2 = tl.constexpr(0.6931471805599453)
 OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
 FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
