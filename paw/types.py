@@ -96,7 +96,7 @@ class Outcome:
     """Whether the response was well-formed; an invalid one costs `invalid_penalty` on its sample."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], where it has one (WebShop)."""
-    results: tuple[str, ...] = ()
+    results: list[str] = field(default_factory=list)
     """Of an answer with several calls the result of each, a tool message each; the observation is all of them."""
 
 

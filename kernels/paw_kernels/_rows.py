@@ -85,6 +85,9 @@ def why_not(backend: str, device: torch.device) -> str | None:
     """Why "cpu" or "cuda" cannot run on that device, or None."""
     if device.type != backend:
         return f"it needs tensors of device {backend}, these are on {device}"
-    if backend == "cpu" and cpu_library() is None:
+    if backend == "cuda":
+        built = why_no_cuda() is None and torch.cuda.is_available()
+        return why_no_cuda(torch.cuda.get_device_capability(device) if built else None)
+    if cpu_library() is None:
         return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and repeat pip install -e ."
-    return why_no_cuda(torch.cuda.get_device_capability(device)) if backend == "cuda" else None
+    return None

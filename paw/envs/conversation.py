@@ -87,7 +87,7 @@ class Conversation(ABC):
             action=_action(reply),
             valid=all(outcome.valid for outcome in outcomes),
             score=next((outcome.score for outcome in reversed(outcomes) if outcome.score is not None), None),
-            results=tuple(texts) if len(texts) > 1 else (),
+            results=texts if len(texts) > 1 else [],
         )
 
 

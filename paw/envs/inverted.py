@@ -91,7 +91,7 @@ class InvertedEnv:
             self._messages = [_plain(m) for m in after]
             added = self._messages[-1:]
         seen = [message["content"] for message in added]
-        results = tuple(seen) if len(seen) > 1 else ()
+        results = seen if len(seen) > 1 else []
         return Outcome("\n".join(seen), 0.0, done=False, won=False, action=action, valid=valid, results=results)
 
     async def close(self) -> None:

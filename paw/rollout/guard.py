@@ -98,7 +98,7 @@ class Guarded:
             action=self._text("Outcome.action", outcome.action),
             valid=self._flag("valid", outcome.valid),
             score=None if score is None else number(f"{name}.score", score, 0, 1),
-            results=tuple(self._text(f"{name}.results", text) for text in outcome.results),
+            results=[self._text(f"{name}.results", text) for text in outcome.results],
         )
 
     def oracle(self) -> str:

@@ -139,14 +139,15 @@ def test_a_task_that_is_none_is_one_line(rollouts):
 
 
 def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
-    texts = {"observation": np.str_("now")}
+    texts = {"observation": np.str_("now"), "results": (np.str_("a"), np.str_("b"))}
     flags = {"won": np.bool_(True), "valid": np.bool_(False)}
     groups, stats = play(rollouts(reward=np.float32(0.5), score=np.float64(0.25), **texts, **flags))
     assert stats.failures == []
     (odd,) = [episode for episode in groups[0].trajectories if not episode.turns[0].outcome.valid]
     outcome = vars(odd.turns[0].outcome)
-    assert list(outcome.values()) == ["now", 0.5, False, True, outcome["action"], False, 0.25]
-    assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float]
+    assert list(outcome.values()) == ["now", 0.5, False, True, outcome["action"], False, 0.25, ["a", "b"]]
+    assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float, list]
+    assert {type(text) for text in outcome["results"]} == {str}
 
 
 @pytest.mark.parametrize("error", [UserError("my_game: set MY_KEY"), KeyboardInterrupt()])

@@ -104,7 +104,7 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_ru
         logp = logp.gather(-1, ids[0, start:, None])[:, 0]
         assert torch.allclose(logp, torch.tensor(turn["sampled_logp"]), atol=1e-4)
         assert turn["response"] in tokenizer.decode(turn["response_ids"])
-        assert turn["outcome"].keys() == {"observation", "reward", "done", "won", "action", "valid", "score"}
+        assert turn["outcome"].keys() == {"observation", "reward", "done", "won", "action", "valid", "score", "results"}
 
 
 def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):

@@ -45,6 +45,7 @@ def backend(request, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     if name == "cuda":
         request.getfixturevalue("emulator").paw_emulate(2, -1)  # the threads of a block take turns at random
+        monkeypatch.setattr("paw_kernels._rows.KEPT_BYTES", 0)  # logits are kept on a CPU alone
         for passes in ("token_loss", "token_stats"):  # which a dispatch mode looks up by name
             monkeypatch.setattr(torch.ops.paw_on_cpu, passes, getattr(torch.ops.paw_kernels, passes), raising=False)
         monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
