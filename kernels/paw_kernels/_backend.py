@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paw_kernels import _measured, _rows
 from paw_kernels._head import MakeRows
-from paw_kernels.trial import largest_error
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
 """All there are; `best_backend` is the one of "auto"."""
@@ -92,6 +91,8 @@ def fault_of_backend(
     """
     if backend not in ("triton", "cuda"):
         return None
+    from paw_kernels.trial import largest_error
+
     V, D = shape or (600, 64)
     try:
         share = largest_error(implementation(backend), device, dtype, 300, 512 + V % 256, D)
