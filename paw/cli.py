@@ -166,7 +166,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
         if (count := options.gpus - config.engine.gpus) < 1:
             raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
-        return launch(count, ["train", options.recipe, *words, *(resume and ["--resume", resume])])
+        words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
+        return launch(count, words, device=config.model.device)
     from paw.train import train
 
     report = train(config, resume=resume, numbered=numbered)

@@ -18,8 +18,10 @@ GRACE_S = 3.0
 """Seconds for the others to say why they fail, once a rank has."""
 
 
-def launch(count: int, arguments: list[str]) -> int:
+def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     """Run `paw <arguments>` in `count` processes on this machine; the exit code of one that failed, else 0.
+
+    `device` is model.device: there are at most as many as GPUs, or on "cpu" as cores.
 
     When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
     is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all, Ctrl-C reaches them anyway,
@@ -29,7 +31,7 @@ def launch(count: int, arguments: list[str]) -> int:
 
     from paw.model.parallel import STORE
 
-    available = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
+    available = os.cpu_count() or 1 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
     if not 1 <= count <= available:
         raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}

@@ -156,9 +156,9 @@ class Peer:
 def connected(request):
     engines = []
 
-    def connect(*peers, transfer=None, entropy=False):
+    def connect(*peers, transfer=None, entropy=False, timeout_s=TIMEOUT_S):
         files = transfer or FileTransfer(torch.float32, TIMEOUT_S)
-        options = {"end_ids": {3}, "timeout_s": TIMEOUT_S, "ranks": Ranks(), "entropy": entropy}
+        options = {"end_ids": {3}, "timeout_s": timeout_s, "ranks": Ranks(), "entropy": entropy}
         engines.append(ServerEngine(Fleet([peer.url for peer in peers], files, **options), 64))
         return engines[-1]
 
@@ -195,7 +195,8 @@ HABITS = {
 @pytest.mark.parametrize("habit", HABITS)
 def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     bad, good = Peer(), Peer()
-    engine = connected(bad, good)
+    waits = "timeout_s" in HABITS[habit]
+    engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
     found = ask(engine)

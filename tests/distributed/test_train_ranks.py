@@ -280,6 +280,11 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     assert launch(2, ["train", "quickstart"]) == 0 and seen[-1]["OMP_NUM_THREADS"] == "3"
     with pytest.raises(UserError, match=r"--gpus 99: from 1 to 64 on this machine"):
         launch(99, [])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"--gpus 2: from 1 to 1 on this machine"):
+        launch(2, [])
+    assert launch(2, ["train", "quickstart"], device="cpu") == 0
 
 
 class Done:
