@@ -259,6 +259,24 @@ def says_only() -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def updated() -> Callable[[Any], Any]:
+    """`updated(run)` trains one update of that run; what the agent played: (groups, statistics)."""
+
+    def make(run: Any) -> Any:
+        from paw.rollout.scheduler import Rollouts
+        from paw.rollout.sync import push_weights
+        from paw.train import update
+
+        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
+        rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]
+        push_weights(run.policy.lm, run.engine, version=0)
+        update(run, rollouts)
+        return played[0]
+
+    return make
+
+
 @pytest.fixture
 def official_games() -> Callable[..., Iterator[tuple[str, dict[str, Any]]]]:
     """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop` games (None: of all)."""

@@ -32,10 +32,9 @@ from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers, vllm_command
 from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
 from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import Weights, push_weights
 from paw.run import open_run
-from paw.train import prepare, update
+from paw.train import prepare
 from paw.types import Reply, ToolCall
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -181,7 +180,7 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
         assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
 
 
-def test_tools_are_called_and_answered(folder, servers, says_only, tmp_path):
+def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path):
     """An update in which vLLM writes calls, its parser of the template's format reads them, and the results come back
     through the template, to ids that stay; its log-probs are the trainer's."""
     (tmp_path / "adder.py").write_text(ADDER)
@@ -195,11 +194,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, tmp_path):
     }  # fmt: skip
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
-        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, config)
-        rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]
-        push_weights(run.policy.lm, run.engine, version=0)
-        update(run, rollouts)
-        line, chat, ((groups, stats),) = run.log.history[-1], run.chat, played
+        groups, stats = updated(run)
+        line, chat = run.log.history[-1], run.chat
         joined = sequences(samples := prepare(run, groups), with_observation=True)
     assert not stats.failures and line["health/sampler_mismatch"] < 1e-4 and 0 < line["success/all"] < 1
     assert math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0

@@ -23,10 +23,9 @@ from paw.rollout.chat import Chat
 from paw.rollout.engines.base import Completion
 from paw.rollout.marks import PROBE
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.tools import sft
-from paw.train import prepare, update
+from paw.train import prepare
 from paw.types import Outcome, Reply, Task, ToolCall
 
 RESULTS = ["<tool_response>", "</tool_response>"]
@@ -322,18 +321,15 @@ def caller(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path):
+def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     """An update of GRPO and PaW: episodes are a sequence each, results are targets in it, broken calls cost."""
     keys = {"model.path": caller, "model.tool_parser": "transformers", "env.style": "chat", "env.entities": 20}
     keys |= {"rollout.tasks": 4, "rollout.group_size": 4, "rollout.max_prompt_tokens": 4000, "run.dir": tmp_path}
     keys |= {"rollout.max_response_tokens": 60, "wm.alpha": 1.0, "wm.weight": 1.0, "rollout.temperature": 1.0}
     config = load("search-quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
-        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, config)
-        rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]
-        push_weights(run.policy.lm, run.engine, version=0)
-        update(run, rollouts)
-        metrics, chat, (groups, stats) = run.log.history[-1], run.chat, played[0]
+        groups, stats = updated(run)
+        metrics, chat = run.log.history[-1], run.chat
         samples = prepare(run, groups)
         joined = sequences(samples, with_observation=True)
     turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
