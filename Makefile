@@ -36,7 +36,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along. The pip of Python 3.11 takes three times as
-# long as 26 to find what fits together; 26.3 builds no package from source beside an editable one (its sitecustomize
+# long as 26 to find what fits together; 26.2 builds no package from source beside an editable one (its sitecustomize
 # empties sys.path before it reads our .pth).
 $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
@@ -45,7 +45,7 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	  found. pip's torch brings gigabytes of CUDA along; the small CPU build: \
 	  make train TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) "pip>=26,<26.3"
+	$(PIP_INSTALL) "pip>=26,<26.2"
 	$(PIP_INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP_INSTALL) $(CONSTRAINTS) -e .
 	touch $@

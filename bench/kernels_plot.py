@@ -1,4 +1,4 @@
-"""The plots of docs/kernels.md from a table of bench/kernels.py or bench/roofline.py.
+"""The plots of docs/kernels.md from a table of bench/kernels.py, bench/roofline.py or bench/triton_aot.py.
 
 Measured is solid and filled; predicted is dashed and hollow, and its title says so.
 """
@@ -44,6 +44,8 @@ def read(path: Path) -> Rows:
 def draw(path: Path, folder: Path) -> list[Path]:
     """Draws what the table has data for; returns the pictures."""
     rows = read(path)
+    if "tile" in rows[0]:
+        return [save(tiles(read(path.with_name("triton_aot_before.csv")), rows), folder / "kernels_tile.png")]
     timed = [row for row in rows if row.get("ms")]
     measured = [row for row in timed if row["kind"] == "measured"]
     if measured and not measured[0]["cuda"]:
@@ -240,6 +242,28 @@ def cpu(rows: Rows) -> Figure:
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
         axes.xaxis.set_visible(False)
+    return figure
+
+
+def tiles(before: Rows, now: Rows) -> Figure:
+    """Instructions that a warp spends on a tile, in both versions of the forward kernel."""
+    shape = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
+    of = {tuple(row[key] for key in shape): int(row["tile"]) for row in now if row["table"] == "yes" and row["tile"]}
+    figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
+    names, version = [], before[0]["triton"]
+    for place, row in enumerate(before):
+        old, new = int(row["tile"]), of[tuple(row[key] for key in shape)]
+        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if not place else None)
+        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if not place else None)
+        share = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
+        axes.text(new, place + 0.19, f" {new:,} ({share})", va="center", fontsize=8)
+        what = ", bias" * (row["bias"] == "True") + ", no gradients" * (row["gradients"] == "False")
+        names.append(f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}{what}")
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 3100), xlabel="Instructions a warp spends on a tile")
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"Compiled by Triton {version}, not run", loc="left", fontsize=9)
     return figure
 
 

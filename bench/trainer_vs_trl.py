@@ -17,12 +17,13 @@ it leave them out, as it does on a GPU: its code with that one switch turned, wh
 """
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -177,8 +178,9 @@ def work(pipe: Any, who: str, folder: str, dtype: str, style: str, threads: int)
         with its as (step, meter):
             step(who)  # a first one is slower
             pipe.send({})
-            while side := pipe.recv():
-                pipe.send(meter.measure(partial(step, side)))
+            with suppress(EOFError):
+                while True:
+                    pipe.send(meter.measure(partial(step, pipe.recv())))
     except Exception as error:
         if not liger:
             raise
@@ -211,6 +213,7 @@ def main() -> int:
     about |= {"threads": options.threads, "commit": code_commit(), "sequences": SEQUENCES, "tokens": tokens(samples)}
     about |= {name: version(name) for name in ("torch", "transformers", "trl") if find_spec(name)}
     processes, context = dict[str, Any](), multiprocessing.get_context("spawn")
+    atexit.register(lambda: [pipe.close() for pipe in processes.values()])  # they end, whatever ends this one
     of = {side: side if side == SIDES[4] else side.partition(",")[0].partition(" ")[0] for side in options.sides}
     for who in dict.fromkeys(of.values()):
         processes[who], theirs = context.Pipe()
@@ -228,8 +231,6 @@ def main() -> int:
             rows.append(case | {"side": side, "round": number} | found | about)
             write(path, rows)
             print(side, found, flush=True)
-    for who in {*processes} - {*missing}:
-        processes[who].send("")
     own = [row for row in rows if case.items() <= row.items()]
     if not gpu and (options.dtype, options.style) == ("float32", "turns"):
         draw(own, ROOT / "docs" / "trainer_vs_trl.png")
