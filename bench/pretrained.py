@@ -10,6 +10,7 @@ Intervals are bootstrapped over episodes, those of norms over groups. What the f
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from functools import partial
@@ -31,7 +32,7 @@ from paw.recipe import load
 from paw.rollout.chat import Chat
 from paw.state.record import code_commit
 from paw.tools.recorded import read_episodes
-from paw_kernels import token_loss, token_stats, top_alpha
+from paw_kernels import token_loss, token_stats
 
 PLAY = ("--recipe", "quickstart", "--run.threads", 1, "--rollout.max_response_tokens", 16, "--env.max_turns", 10)
 SFT = ("--sft.turns", 192, "--sft.lr", 1e-4, "--optim.minibatch_samples", 8, "--optim.micro_batch_tokens", 1600,
@@ -105,9 +106,10 @@ def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
                 parts[f"{name}/policy by head"].append((float(sums[name].norm()), float(sums["policy"].norm())))
                 parts[f"{name}/policy by hidden"].append((squares[name] ** 0.5, squares["policy"] ** 0.5))
         parts["ce/cmae by head"].append((float(sums["ce"].norm()), float(sums["cmae"].norm())))
-    everyone = torch.ones(len(told), dtype=torch.bool)
-    picks = {key: top_alpha(torch.tensor([of[key] for of in told]), everyone, ALPHA) for key in ("full", "sampled")}
-    for of, full, sampled in zip(told, picks["full"].tolist(), picks["sampled"].tolist(), strict=True):
+    count = math.ceil(ALPHA * len(told) - 1e-9)
+    ranks = {key: sorted(range(len(told)), key=[-of[key] for of in told].__getitem__) for key in ("full", "sampled")}
+    for i, of in enumerate(told):
+        full, sampled = (i in ranks[key][:count] for key in ("full", "sampled"))
         of |= {"selected": full, "both": full and sampled}
     for episode in sorted({of["sample"].trajectory for of in told}):
         own = [of for of in told if of["sample"].trajectory == episode]
@@ -141,7 +143,7 @@ def intervals(parts: Parts) -> dict[str, tuple[float, float, float, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "smollm2")
     folder = parser.parse_args().folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

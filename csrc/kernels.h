@@ -35,13 +35,6 @@ cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t st
 cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
                          Type type, cudaStream_t stream);
 
-// Sums or means of values[offsets[s] .. offsets[s + 1]) for s < N; 0 for an empty segment.
-cudaError_t segment_reduce(const float* values, const int64_t* offsets, int64_t N, bool mean, float* out,
-                           cudaStream_t stream);
-
-// The ceil(alpha n_valid - 1e-9) highest valid scores, ties to the lower index.
-cudaError_t top_alpha(const float* score, const bool* valid, int N, double alpha, bool* selected, cudaStream_t stream);
-
 // source[k] for k < L = count[0]: k where live[k], else one of the live rows from L on, ascending. -1 from L on.
 cudaError_t pack(const bool* live, int n, int64_t* source, int64_t* count, cudaStream_t stream);
 

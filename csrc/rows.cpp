@@ -181,7 +181,7 @@ void paw_row_gradient(float* logits, int64_t stride, const float* bias, const in
   }
 }
 
-// source [n] and the number of chosen rows as `segments.pack` has them.
+// source [n] and the number of chosen rows as `_native.pack` has them.
 int64_t paw_pack(const bool* chosen, int64_t n, int64_t* source) {
   int64_t L = 0;
   for (int64_t i = 0; i < n; i++) L += chosen[i];

@@ -125,26 +125,6 @@ void row_gradient(Tensor logits, optional<Tensor> bias, Tensor target, Tensor so
                                call.stream));
 }
 
-Tensor segment_reduce(Tensor values, Tensor offsets, bool mean) {
-  const Call call(values);
-  const int64_t N = offsets.numel() - 1;
-  STD_TORCH_CHECK(N >= 0, "offsets must have at least one element");
-  Tensor result = call.empty(N, ScalarType::Float);
-  call.check(paw::segment_reduce(call.data<const float>(values, "values", values.numel()),
-                                 call.data<const int64_t>(offsets, "offsets", N + 1), N, mean,
-                                 call.data<float>(result, "result", N), call.stream));
-  return result;
-}
-
-Tensor top_alpha(Tensor score, Tensor valid, double alpha) {
-  const Call call(score);
-  const int N = size_of(score, "score");
-  Tensor selected = call.empty(N, ScalarType::Bool);
-  call.check(paw::top_alpha(call.data<const float>(score, "score", N), call.data<const bool>(valid, "valid", N), N, alpha,
-                            call.data<bool>(selected, "result", N), call.stream));
-  return selected;
-}
-
 std::tuple<Tensor, Tensor> pack(Tensor live) {
   const Call call(live);
   const int n = size_of(live, "live");
@@ -163,7 +143,5 @@ extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_inter
 STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));
   m.impl("row_gradient_", TORCH_BOX(&row_gradient));
-  m.impl("segment_reduce", TORCH_BOX(&segment_reduce));
-  m.impl("top_alpha", TORCH_BOX(&top_alpha));
   m.impl("pack", TORCH_BOX(&pack));
 }

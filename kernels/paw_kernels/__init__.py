@@ -4,7 +4,6 @@ Usable without the trainer: needs torch and nothing else.
 """
 
 from paw_kernels._backend import BACKENDS, best_backend, fault_of_backend, why_not_backend
-from paw_kernels.segments import segment_mean, segment_sum, top_alpha
 from paw_kernels.token_loss import Loss, TokenLoss, token_loss
 from paw_kernels.token_stats import TokenStats, token_stats
 
@@ -15,10 +14,7 @@ __all__ = [
     "TokenStats",
     "best_backend",
     "fault_of_backend",
-    "segment_mean",
-    "segment_sum",
     "token_loss",
     "token_stats",
-    "top_alpha",
     "why_not_backend",
 ]

@@ -99,10 +99,3 @@ class Values:
                 raise ValueError(message)
         self._pending, self._messages = [], []
         return found[checks:]
-
-
-def raise_first(problems: dict[str, Tensor]) -> None:
-    """Raises ValueError with the first message whose flag (a scalar bool tensor) is set. Waits for the device once."""
-    for message, flag in zip(problems, torch.stack(list(problems.values())).tolist(), strict=True):
-        if flag:
-            raise ValueError(message)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._checks import Values
-from paw_kernels._native import claimed
-from paw_kernels.segments import pack
+from paw_kernels._native import claimed, pack
 
 
 class Head(NamedTuple):
@@ -59,7 +58,7 @@ class Rows(Protocol):
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         """dL/d(W h + b) of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
 
-        `source` comes from `segments.pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
+        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
         """
         ...
 

@@ -20,12 +20,38 @@ _LIBRARY.define(
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 # In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of row source[k].
-# source [L] int64 comes from `segments.pack`; target, the statistics, a and c are those of all n rows. The result is
+# source [L] int64 comes from `pack`; target, the statistics, a and c are those of all n rows. The result is
 # `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
 _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
     "Tensor entropy, Tensor a, Tensor? c, float scale, ScalarType dtype, float? softcap=None) -> ()"
 )
+_LIBRARY.define("pack(Tensor chosen) -> (Tensor, Tensor)")
+
+
+def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of the L chosen rows of chosen [n] bool goes, so that packing in place can be done in parallel.
+
+    Answers source [n] int64 and L itself, [1] int64, without waiting for the device. source[k] = k where row k < L is
+    chosen; each hole there is filled by a chosen row from L on, in order; -1 from L on. So no row written is read by
+    another.
+
+    >>> source, count = pack(torch.tensor([True, False, True, False, False, True]))
+    >>> source.tolist(), count.tolist()
+    ([0, 5, 2, -1, -1, -1], [3])
+    """
+    return torch.ops.paw_kernels.pack(chosen.contiguous())
+
+
+def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """In plain torch, on every device."""
+    index, count = torch.arange(chosen.numel(), device=chosen.device), chosen.sum().reshape(1)
+    order = torch.argsort(chosen, descending=True, stable=True)  # the chosen rows, ascending; then what is left over
+    inside = index < count
+    hole = inside > chosen
+    rank = hole.cumsum(0)  # the last of the chosen rows fill the holes, in order
+    source = torch.where(hole, order[rank + (count - rank[-1:] - 1)], index)
+    return torch.where(inside, source, -1), count
 
 
 @cache
@@ -134,6 +160,7 @@ def _pack_cpu(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 _LIBRARY.impl("row_statistics", _row_statistics_cpu, "CPU")
 _LIBRARY.impl("row_gradient_", _row_gradient_cpu, "CPU")
+_LIBRARY.impl("pack", _pack, "CompositeExplicitAutograd")
 if cpu_library():
     _LIBRARY.impl("pack", _pack_cpu, "CPU")
 
@@ -146,3 +173,8 @@ def _(logits, *rest):
 @torch.library.register_fake("paw_kernels::row_gradient_")
 def _(logits, bias, target, source, *rest):
     return None
+
+
+@torch.library.register_fake("paw_kernels::pack")
+def _(chosen):
+    return chosen.new_empty(chosen.shape[0], dtype=torch.int64), chosen.new_empty(1, dtype=torch.int64)

@@ -260,7 +260,7 @@ def gradient_kernel(
     Under a soft cap times 1 - (u / softcap)^2.
 
     A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no row that is written is
-    read by another (`segments.pack`), in itself because each thread loads and stores the same elements. `width` is V
+    read by another (`_native.pack`), in itself because each thread loads and stores the same elements. `width` is V
     with the row's padding, whose content is never used: a mask by V would forbid wide loads for odd vocabularies. c and
     softcap may be None.
     """

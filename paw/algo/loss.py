@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paw.algo.samples import Batch, micro_batches
 from paw.types import Sample
-from paw_kernels import Loss, TokenLoss, TokenStats, segment_mean, token_loss, token_stats
+from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
 if TYPE_CHECKING:
     from paw.model.policy import Policy
@@ -284,9 +284,10 @@ def log_probs(
     ):
         of = model(partial(stats, batch))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
-        entropy = segment_mean(of.entropy, torch.tensor(ends, device=model.device)).tolist()
+        offsets: Any = torch.tensor(ends, device=model.device)
+        means = torch.segment_reduce(of.entropy.double(), "mean", offsets=offsets, unsafe=True).float()
         logp = of.logp.tolist()
-        for i, (start, end), mean in zip(batch.indices, pairwise(ends), entropy, strict=True):
+        for i, (start, end), mean in zip(batch.indices, pairwise(ends), means.tolist(), strict=True):
             found[i] = (logp[start:end], mean)
     return dict(sorted(found.items()))
 

@@ -5,15 +5,13 @@ update; a group's term weighs more the less the group succeeds (lambda_g). The n
 length happens at token level, in the loss.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from paw.types import Sample
-from paw_kernels import top_alpha
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ def select(
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer n_groups than groups, or
     entropy that is not finite.
     """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
     if weight == "adaptive" and not reward_max > 0:
         raise ValueError(f"reward_max must be positive, got {reward_max}")
     returns: dict[int, dict[int, float]] = {}
@@ -63,13 +63,15 @@ def select(
     if n_groups < len(lambdas):
         raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples")
 
-    candidate = torch.tensor([bool(sample.observation_ids) for sample in samples], dtype=torch.bool)
+    candidates = [i for i, sample in enumerate(samples) if sample.observation_ids]
     if dedup:
-        candidate &= torch.tensor(_first_of_its_kind(samples), dtype=torch.bool)
-    entropy = torch.tensor([sample.entropy for sample in samples], dtype=torch.float32)
-    if not entropy[candidate].isfinite().all():
-        raise ValueError("row.entropy must be finite on every sample with a target")
-    selected = top_alpha(entropy, candidate, alpha).tolist()
+        kinds = {_kind(samples[i]): i for i in reversed(candidates)}
+        candidates = sorted(kinds.values())
+    if not all(math.isfinite(samples[i].entropy) for i in candidates):
+        raise ValueError("sample.entropy must be finite on every sample with a target")
+    count = math.ceil(alpha * len(candidates) - 1e-9)  # of 0.1 * 30 = 3.0000000000000004 3
+    chosen = {*sorted(candidates, key=lambda i: -samples[i].entropy)[:count]}
+    selected = [i in chosen for i in range(len(samples))]
 
     size = Counter(sample.group for sample, on in zip(samples, selected, strict=True) if on)
     weights = [
@@ -79,7 +81,5 @@ def select(
     return Selection(weights, selected, list(lambdas.values()))
 
 
-def _first_of_its_kind(samples: Sequence[Sample]) -> list[bool]:
-    seen: dict[tuple, int] = {}
-    keys = (tuple(map(tuple, (s.prompt_ids, s.response_ids, s.observation_ids))) for s in samples)
-    return [seen.setdefault(key, i) == i for i, key in enumerate(keys)]
+def _kind(sample: Sample) -> tuple[tuple[int, ...], ...]:
+    return tuple(sample.prompt_ids), tuple(sample.response_ids), tuple(sample.observation_ids)

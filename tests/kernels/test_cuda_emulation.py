@@ -33,19 +33,9 @@ def gradient():
     return (x.view(torch.bfloat16)[:4, :20_001],)
 
 
-def select():
-    # The threshold lies among scores that differ from it in any byte, and some not at all.
-    g = torch.Generator().manual_seed(0)
-    close = 1 + torch.randint(200, (2500,), generator=g) * 2.0**-23
-    score = torch.where(torch.rand(2500, generator=g) < 0.5, close, random(2500))
-    return (OPS.top_alpha(score, random(2500, seed=1) > -1, 0.5),)
-
-
 CALLS = {
     "row_statistics": (statistics, 1),
     "row_gradient_": (gradient, 3),
-    "segment_reduce": (lambda: (OPS.segment_reduce(random(999), torch.tensor([0, 0, 500, 999]), True),), 1),
-    "top_alpha": (select, 20),
     "pack": (lambda: OPS.pack(random(5000) > 0.5), 8),
 }
 

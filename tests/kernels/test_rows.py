@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from paw_kernels import _head, _native, _rows, segments
+from paw_kernels import _head, _native, _rows
 from paw_kernels._head import has_gradient
 
 
@@ -30,7 +30,7 @@ def exact(x, bias, target, a, c, scale):
 def run(machine, x, bias, target, a, c, scale, dtype):
     """Statistics (top and the logarithm of the sum as one), sources and the packed gradient, made in place."""
     logp, entropy, top, log_total = machine.ops.row_statistics(x, bias, target, scale)
-    source, count = segments.pack(has_gradient(a, c))
+    source, count = _native.pack(has_gradient(a, c))
     source = source[: int(count)]
     machine.ops.row_gradient_(x, bias, target, source, top, log_total, entropy, a, c, scale, dtype)
     statistics = [t.cpu() for t in (logp, entropy, top * scale + log_total)]

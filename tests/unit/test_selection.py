@@ -94,5 +94,5 @@ def test_misuse_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             select([row], **{**options, **change})
-    with pytest.raises(ValueError, match=r"row\.entropy must be finite"):
+    with pytest.raises(ValueError, match=r"sample\.entropy must be finite"):
         select([make_row(0, 0, math.nan)], **options)
