@@ -36,10 +36,10 @@ from paw.plugins import load
 from paw.rollout.chat import Chat
 from paw.state.export import start_model
 from paw.state.record import code_commit
-from paw.tools.experiment.figures import Curve, average, draw
-from paw.tools.experiment.results import Record, markdown, percent, write
-from paw.tools.player import open_player, progress, resolve, tell
-from paw.tools.plots import INK, PALETTE, legend, styled
+from paw.tools.experiment.figures import Curve, draw
+from paw.tools.experiment.results import Record, interval, markdown, percent, write
+from paw.tools.player import EPISODES, open_player, resolve, tell
+from paw.tools.plots import INK, PALETTE, legend, moving_mean, styled
 from paw.tools.recorded import read_episodes
 from paw.tools.rundir import Run, load_run
 
@@ -138,7 +138,7 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
     groups = []
     if not rollouts:
         with open_player(config, path) as player:
-            groups, stats = player.training(0, tasks, progress)
+            groups, stats = player.training(0, tasks, EPISODES)
         tell(stats.failures)
     chat, limit = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.wm.max_tokens
     policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
@@ -236,6 +236,15 @@ def on_noise(lines: Sequence[Record]) -> Figure:
     return figure
 
 
+def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
+    """The curve over seeds, each seed's first smoothed by a moving mean; at the updates that all have."""
+    smooth = []
+    for run in runs:
+        steps, values = run.series(key)
+        smooth.append(dict(zip(steps, map(float, moving_mean(values, window)), strict=True)) if steps else {})
+    return {step: interval([one[step] for one in smooth]) for step in smooth[0] if all(step in one for one in smooth)}
+
+
 def dynamics(options: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first and last means."""
     if overrides:
@@ -308,7 +317,7 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     studies = parser.add_subparsers(required=True, metavar="STUDY")
     noise = studies.add_parser("noise-gradient", epilog="any key of the configuration can be set: --rollout.tasks 4")
     add = noise.add_argument

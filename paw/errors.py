@@ -93,6 +93,13 @@ def to_stderr(line: str) -> None:
     print(clean(line, LINE_CHARS), file=sys.stderr, flush=True)
 
 
+def progress(what: str, done: int, total: int) -> None:
+    """How far something is, in place on a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        text = f"{what} {done}/{total}"
+        print(f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total), end="", file=sys.stderr, flush=True)
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """ "did you mean 'X'?" of the known word that is most like `word`, or "" where none is like it."""
     import difflib

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.errors import LINE_CHARS, UserError, clean, to_stderr
+from paw.errors import LINE_CHARS, UserError, clean, progress, to_stderr
 from paw.files import write_file, writing
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
@@ -67,8 +68,6 @@ class Run(Parts):
     """Of the update in progress."""
     phase: str = "start"
     """What it is doing: start, or the name of a clock."""
-    progress: str = ""
-    """How far that has come, as text: "episodes 3/16"."""
     failed: bool = True
     """Whether it has not ended in order."""
 
@@ -98,12 +97,8 @@ class Run(Parts):
         say(text, self.ranks)
 
     def counting(self, phase: str) -> Callable[[int, int], None]:
-        """A function of (done, total) that keeps `progress`."""
-
-        def show(done: int, total: int) -> None:
-            self.progress = f"{phase} {done}/{total}" if done < total else ""
-
-        return show
+        """A function of (done, total) that shows them on the first rank's terminal."""
+        return partial(progress, phase) if self.ranks.first else lambda done, total: None
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:

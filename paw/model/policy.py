@@ -25,7 +25,7 @@ from paw.model.precision import run_in
 from paw.model.ranks import full_tensor, local_tensor, rows_like
 from paw_kernels import best_backend, fault_of_backend, why_not_backend
 
-transformers_logging.disable_progress_bar()  # they would cut through the live view
+transformers_logging.disable_progress_bar()  # they would cut through lines of progress
 transformers_logging.set_verbosity_error()  # so would its load report; what matters in it is raised below
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""The callbacks of every run: a line of each update or a live view, episodes to read, and the report."""
+"""The callbacks of every run: a line of each update, episodes to read, and the report."""
 
 import math
 import os
@@ -33,19 +33,14 @@ MAX_EPISODES, MAX_TURNS = 3, 20
 
 
 class Progress:
-    """Progress on the first rank's terminal: a live view where it is one, else a line of each update."""
+    """A line of each update on the first rank's terminal."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=10)
-        self._view: Any = None
 
     def on_start(self, run: "Run") -> None:
         """The first update's time counts from here."""
         self._step, self._last = run.step, time.monotonic()
-        if run.ranks.first and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            from paw.tools.live import LiveView
-
-            self._view = LiveView(run)
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
         """Show the update's metrics; a name that is absent, or null, is left out."""
@@ -62,14 +57,7 @@ class Progress:
             shown |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         if "eval/games" in metrics:
             shown["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
-        if self._view:
-            self._view.update(shown)
-        else:
-            run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *texts(LINE, shown), *trouble(shown)]))
-
-    def on_end(self, run: "Run") -> None:
-        if self._view:
-            self._view.stop()
+        run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *texts(LINE, shown), *trouble(shown)]))
 
 
 class Samples:

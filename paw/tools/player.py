@@ -5,12 +5,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, clean, to_stderr
+from paw.errors import UserError, clean, progress, to_stderr
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollout.chat import Chat
@@ -23,11 +24,14 @@ from paw.state.restore import export_run
 from paw.tools.played import load_played
 from paw.tools.results import kind_lines, kind_rows
 
+EPISODES = partial(progress, "episodes")
+"""Shows how many have ended."""
+
 
 def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     """Play `eval.games` held-out games and print success with Wilson intervals; returns 1 where episodes failed."""
     with open_player(config, path) as rollouts:
-        groups, stats = rollouts.evaluation(progress)
+        groups, stats = rollouts.evaluation(EPISODES)
         tell(stats.failures)
         metrics, table = success_metrics(groups, stats.failed), kind_rows(kinds(groups, stats.failed))
         source = rollouts.factory.fingerprint()
@@ -55,7 +59,7 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
             file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
         except OSError as error:
             raise UserError(f"--out {out}: {error.strerror}") from None
-        groups, stats = rollouts.training(0, tasks, progress)
+        groups, stats = rollouts.training(0, tasks, EPISODES)
         tell(stats.failures)
         for episode in (trajectory for group in groups for trajectory in group.trajectories):
             where = {"task": episode.task.id, "kind": episode.task.kind, "member": episode.member}
@@ -94,11 +98,6 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
         push_weights(policy.lm, engine, version=0)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:
             yield rollouts
-
-
-def progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def tell(failures: list[str]) -> None:

@@ -28,7 +28,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.tool_config import SftConfig
 from paw.tools import sft
-from paw.tools.player import open_player, progress, resolve, tell
+from paw.tools.player import EPISODES, open_player, resolve, tell
 from paw.types import Group, Task
 
 
@@ -152,7 +152,7 @@ def _prepare(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[An
 
 def _play(rollouts: Rollouts, tasks: list[Task], config: Config, group_size: int, stream: str) -> list[Group]:
     options: Any = {"temperature": config.rollout.temperature, "seed": config.run.seed, "stream": stream}
-    groups, stats = rollouts.play(tasks, group_size=group_size, progress=progress, **options)
+    groups, stats = rollouts.play(tasks, group_size=group_size, progress=EPISODES, **options)
     tell(stats.failures)
     return groups
 

@@ -7,17 +7,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import eval_tasks
-from paw.errors import ESCAPE, UserError
+from paw.errors import UserError, progress
 from paw.model.policy import Policy
 from paw.plugins import load
 from paw.rollout.scheduler import Rollouts
 from paw.tools.callbacks import Progress, Report, sample_episode
-from paw.tools.live import LiveView
 from paw.tools.trackers import TensorBoard
 from paw.types import Outcome, Trajectory, Turn
 
@@ -32,7 +30,7 @@ class Stage:
 
     def __init__(self, *, updates=20, step=0, first=True, directory=None):
         self.config = Config(model=ModelConfig(path="-"), run={"updates": updates})
-        self.step, self.directory, self.progress, self.ranks = step, directory, "", SimpleNamespace(first=first)
+        self.step, self.directory, self.ranks = step, directory, SimpleNamespace(first=first)
         self.signal, self.failed = SimpleNamespace(requested=False, name="SIGINT"), False
         self.said: list[str] = []
         self.say = self.said.append
@@ -41,25 +39,10 @@ class Stage:
         callback.on_start(self)
         for self.step, metrics in updates:
             callback.on_update(self, metrics)
-        callback.on_end(self)
         return self.said
 
 
-def on_terminal(*updates, width=100, encoding="utf-8", stop=False):
-    """What a terminal is sent."""
-    raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    console = Console(file=file, force_terminal=True, color_system=None, _environ={}, width=width, height=40)
-    run = Stage()
-    run.progress, run.signal.requested = "episodes 3/16", stop
-    view = LiveView(run, console)
-    for run.step, metrics in updates:
-        view.update(metrics)
-    view.stop()
-    return raw.getvalue().decode(encoding)
-
-
-def test_without_a_terminal_an_update_is_one_line_of_the_first_rank():
+def test_an_update_is_one_line_of_the_first_rank():
     evaluation = {"eval/success": 0.41, "eval/games": 100.0, "eval/failures": 0.0, "health/env_failures": 2}
     updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
     first, second = Stage(updates=150).show(Progress(), *updates)
@@ -69,23 +52,14 @@ def test_without_a_terminal_an_update_is_one_line_of_the_first_rank():
     assert Stage(first=False).show(Progress(), *updates) == []
 
 
-def test_the_live_view_shows_what_it_must():
-    evaluation = {"eval": "41.0% of 100 games, 1 failed (OSError: gone)", "eval/success_pick": 0.6, "success/all": 0.1}
-    updates = [(4, evaluation), (5, {**METRICS, "health/env_failures": 2, "left": "0:01:00"})]
-    shown = on_terminal(*updates)
-    frame = shown.rsplit("update 5/20", 1)[1]
-    for piece in (
-        *("0:01:00 left", "3.2", "32.0%", "pick 50%", "two 5%", "▁", "λ 0.680", "rollout 8.2 s", "update 3.3 s"),
-        *("2,310 tokens/s", "peak 21.3 GiB", "environment failures 2", "episodes 3/16"),
-        "41.0% of 100 games, 1 failed (OSError: gone)  pick 60.0%  at update 4",
-    ):
-        assert piece in frame, piece
-    assert "stopping" not in frame and shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
-    assert "finishing this update, then saving (again: stop now)" in on_terminal(*updates, stop=True)
-    assert "lambda 0.680" in on_terminal(*updates, encoding="ascii")
-    for encoding in ("ascii", "utf-8"):
-        narrow = on_terminal(*updates, width=30, encoding=encoding)
-        assert max(map(len, ESCAPE.sub("", narrow).splitlines())) <= 30
+def test_a_terminal_shows_in_place_how_far_it_is(monkeypatch):
+    for is_terminal, shown in ((True, "\repisodes 1/2\repisodes 2/2\r            \r"), (False, "")):
+        stream = io.StringIO()
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        for done in (1, 2):
+            progress("episodes", done, 2)
+        assert stream.getvalue() == shown
 
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):
