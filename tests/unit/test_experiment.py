@@ -138,31 +138,24 @@ def command(capsys, *words) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["compare", "sparse"])
-def test_compare_writes_table_numbers_and_plot(finished, capsys, name):
-    words = ("--variants", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only", "--run.updates", 4)
-    text = command(capsys, name, "quickstart", *words)
-    assert (finished / f"{name}.md").read_text() in text
+def test_compare_writes_table_numbers_and_plot(finished, capsys):
+    words = ("--variants", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only")
+    assert cli.main(["experiment", "compare", "quickstart", *map(str, words)]) == 2
+    assert "grpo-0 has run.updates = 4, not 240" in capsys.readouterr().err
+    text = command(capsys, "compare", "quickstart", *words, "--run.updates", 4)
+    assert (finished / "compare.md").read_text() in text
     assert "| paw | 3 | 20.0 [20.0, 20.0] | 60.0 [37.6, 82.4] | 9.0 |" in text
     assert "+10.0 [+7.5, +12.5]" in text and "| ce | 1 | 20.0 | 30.0 | - |" in text
-    assert ("| 70.0 | 60.6 | 43.9 |" if name == "compare" else "| 4.0 |") in text  # the paper's
-    with (finished / f"{name}.csv").open() as file:
+    assert "| 70.0 | 60.6 | 43.9 |" in text  # the paper's
+    assert "| 66.7 | 0 of 3 | - |" in text
+    with (finished / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["seed"]) for row in rows][:3] == [("grpo", "0"), ("grpo", "1"), ("grpo", "2")]
     assert rows[3]["eval_2"] == "0.3" and rows[3]["lambda_last10"] == "0.8" and rows[0]["lambda_last10"] == ""
     assert rows[0]["minutes"] == "3"
-    assert (finished / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert (finished / "compare.png").read_bytes()[:4] == b"\x89PNG"
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["paw"]["difference"]["n"] == 3 and summary["ce"]["overrides"]["wm.loss"] == "ce"
-
-
-def test_sweep_shares_the_recipes_own_values(finished, capsys):
-    words = ("--alpha", "0.75", "--rho", "0.2,0.4", "--seeds", 2, "--out", finished, "--report-only")
-    assert cli.main(["experiment", "sweep", "quickstart", *map(str, words)]) == 2
-    assert "paw-0 has run.updates = 4, not 240" in capsys.readouterr().err
-    text = command(capsys, "sweep", "quickstart", *words, "--run.updates", 4)
-    assert "| paw | 2 | 20.0 [20.0, 20.0] | 64.5 [7.3, 121.7] |" in text
-    assert (finished / "sweep.png").exists() and (finished / "sweep.csv").exists()
 
 
 def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
@@ -181,7 +174,6 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     for words, message in (
         ("compare quickstart --report-only", "no finished run of variant 'grpo'"),
         ("compare quickstart --seeds many", "'many' names no seed"),
-        ("sweep quickstart --rho 0.2,x", "--rho '0.2,x': give numbers"),
     ):
         assert cli.main(["experiment", *words.split()]) == 2
         error = capsys.readouterr().err

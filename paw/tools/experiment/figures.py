@@ -9,21 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from paw.tools.experiment.results import Interval, Record, interval
-from paw.tools.plots import BLUE, MUTED, PALETTE, legend, look, moving_mean, name_bars, printable, styled
-from paw.tools.rundir import Run
+from paw.tools.plots import MUTED, PALETTE, legend, look, name_bars, printable, styled
 
 PALE = "#b9c0c8"
 Curve = dict[int, Interval]
 """The mean over seeds with its interval, by update."""
-
-
-def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-    """The curve over seeds, each seed's first smoothed by a moving mean; at the updates that all have."""
-    smooth = []
-    for run in runs:
-        steps, values = run.series(key)
-        smooth.append(dict(zip(steps, map(float, moving_mean(values, window)), strict=True)) if steps else {})
-    return {step: interval([one[step] for one in smooth]) for step in smooth[0] if all(step in one for one in smooth)}
 
 
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
@@ -65,23 +55,6 @@ def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any], label: s
     right.axvline(0, color=MUTED, linewidth=1)
     name_bars(right, [f"{printable(variant)} ({found.n} seeds)" for variant, found in differences.items()])
     right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(differences) - 0.5, -0.5))
-    return figure
-
-
-@styled
-def sweeps(panels: Mapping[str, Mapping[float, Interval]], own: Mapping[str, float]) -> Figure:
-    """Success (shares) over each swept key; the recipe's own value has a filled dot."""
-    figure = Figure((4.2 * len(panels), 3.4))
-    for axes, (key, found) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        values = sorted(found)
-        axes.plot(values, [100 * found[value].mean for value in values], color=BLUE, linewidth=1.4)
-        for value in values:
-            mean, low, high = found[value].mean, found[value].low, found[value].high
-            if low is not None and high is not None:
-                axes.plot([value, value], [100 * low, 100 * high], color=BLUE, linewidth=1.4)
-            fill = BLUE if value == own[key] else "white"
-            axes.plot(value, 100 * mean, "o", markersize=6, markerfacecolor=fill, markeredgecolor=BLUE)
-        axes.set(xlabel=key, ylabel="Success after training (%)")
     return figure
 
 
