@@ -43,7 +43,7 @@ PHASES = ("rollout", "score", "update", "sync")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--learn", type=int, nargs="+", metavar="SEED")

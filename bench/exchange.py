@@ -37,7 +37,7 @@ WAYS = ("json", "arrays")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=10_000_000, help="prompts and responses, of both ranks")
     parser.add_argument("--way", choices=WAYS, help="one of the ranks")
     options = parser.parse_args()

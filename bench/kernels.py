@@ -186,7 +186,7 @@ def describe(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter timing")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains every word")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that the file has")

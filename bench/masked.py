@@ -28,7 +28,7 @@ Seen = dict[tuple[int, ...], list[bool]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--updates", type=int, default=60)
     options = parser.parse_args()

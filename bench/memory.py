@@ -70,7 +70,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well")
     card = parser.parse_args().device == "cuda"
     name = torch.cuda.get_device_name() if card else f"CPU ({platform.machine()}), simulation"

@@ -26,7 +26,7 @@ from paw.tools.rundir import Run, load_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
     parser.add_argument("--alone", type=Path, help="directory of a run that had the machine to itself")

@@ -32,8 +32,8 @@ from bench.common import RESULTS, ROOT, write
 from bench.kernels import commit, cpu_name
 from paw.envs.search.retrieval import Retriever, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
-from paw.envs.search.settings import SearchConfig
 from paw.envs.search.world import World
+from paw.envs.settings import SearchConfig
 
 CLIENTS = 16
 SECONDS = 5.0
@@ -41,7 +41,7 @@ SECONDS = 5.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bm25", type=int, default=20_000, help="documents (default: %(default)s)")
     parser.add_argument("--dense", type=int, default=1_000, help="documents (default: %(default)s)")
     options = parser.parse_args()

@@ -54,7 +54,7 @@ CONFIG = Config(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--envs", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--env-ms", type=float, default=0.0)

@@ -21,7 +21,7 @@ RECIPE = ("--recipe", "rwml-quickstart")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "rwml")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)

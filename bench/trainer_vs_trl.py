@@ -188,7 +188,7 @@ def work(pipe: Any, who: str, folder: str, dtype: str, style: str, threads: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", choices=[*TOLERANCE], default="float32")
     parser.add_argument("--style", choices=["turns", "conversations"], default="turns")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[: 5 if torch.cuda.is_available() else 4])

@@ -52,7 +52,7 @@ CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 89}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tabled", action="store_true", help="only the table, JSON lines to the standard output")
     options = parser.parse_args()
     if options.tabled:

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paw import __version__
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
@@ -27,7 +27,7 @@ COMMANDS = {
     "rollout": "play episodes and write every turn as JSON lines",
     "profile": "time and memory of an update with and without the world model",
     "plan": "predict memory and time, and find settings that fit",
-    "experiment": "repeat the paper's comparisons, sweeps and curves, over seeds",
+    "experiment": "compare variants over seeds, as the tables of the paper do",
     "sft": "fine-tune a model on expert play of an environment or on recorded episodes",
     "rwml": "world-model learning by RL: collect triplets, filter out easy ones, or fine-tune on them",
     "play": "play a game in the terminal and see what the agent sees",
@@ -110,6 +110,9 @@ def entry() -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # half a word is a mistake
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see {self.prog} --help")
 

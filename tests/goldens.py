@@ -70,7 +70,8 @@ def differences(name: str, old: dict, new: dict, within: float | None) -> list[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=form)
     parser.add_argument("runs", nargs="*", choices=[*RUNS, []], help="default: all")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--within", type=float)

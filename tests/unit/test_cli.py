@@ -123,6 +123,8 @@ MISTAKES = [
     (["report", "nowhere"], "nowhere: no such run directory"),
     (["report", "."], "no metrics.jsonl in it"),
     (["doctor", "--fix"], "unknown option '--fix'"),
+    (["doctor", "--kernel"], "unknown option '--kernel'"),  # half a word is not the whole one
+    (["experiment", "compare", "quickstart", "--report"], "unknown option '--report'"),
     (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'; see --help"),
     (["export", "nowhere"], "nowhere: no run directory"),
     (["warmup", "nowhere"], "unknown recipe 'nowhere'"),
