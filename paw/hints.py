@@ -33,41 +33,18 @@ SYNONYMS = {
     "lora.alpha": "lora_alpha", "lora.targets": "lora_target_modules target_modules", "env.name": "env_name",
 }  # fmt: skip
 """Our key -> its names in TRL (GRPOConfig) and verl."""
-MOVED = {
-    "advantage.estimator": "advantage.type", "optim.minibatch_rows": "optim.minibatch_samples",
-    "policy.verl_rows": "policy.verl_samples", "agent.kind": "agent.type", "advantage.gigpo_norm": "advantage.norm_std",
-    "critic.gamma": "advantage.gamma", "critic.lam": "advantage.lam",
-    "rollout.engine": "engine.type", "rollout.max_batch_tokens": "engine.max_batch_tokens",
-    "rollout.gpu_memory_utilization": "engine.gpu_memory_utilization", "rollout.sleep_level": "engine.sleep_level",
-    "rwml.triplets": "env.triplets", "rwml.embedding": "env.embedding", "rwml.threshold": "env.threshold",
-    "webshop": "env", "search": "env", "tau2": "env", "simulator": "env.simulator",
-}  # fmt: skip
-"""Keys and sections of older versions -> where they are now."""
-NO_HELP = "it did not help where it was measured (docs/experiments.md)"
-LEFT = {
-    "wm.balance": NO_HELP, "wm.ratio": NO_HELP, "wm.horizon": NO_HELP, "optim.clip": NO_HELP,
-    "wm.grad_norms": "it cost a second backward pass",
-}  # fmt: skip
-"""Keys of older versions that were removed, and why."""
 
 
-def unknown_key(key: str, value: Any, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
+def unknown_key(key: str, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
     """The error of a key that is unknown, or does not apply beside the others of `flat`."""
-    if key in MOVED and isinstance(value, dict) and value:
-        key += f".{next(iter(value))}"  # of a section that moved, the first key
     return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, flat)}")
 
 
 def hint(key: str, flat: Flat) -> str:
-    """What was meant, as the end of a line, or "": where it went, which choice has it, the nearest.
+    """What was meant, as the end of a line, or "": which choice has it, the nearest.
 
     A right name in the wrong section comes before a similar one.
     """
-    if key in LEFT:
-        return f"; {key} was removed: {LEFT[key]}"
-    section, _, rest = key.partition(".")
-    if moved := MOVED.get(key) or (section in MOVED and f"{MOVED[section]}.{rest}".rstrip(".")):
-        return f"; it is '{moved}' now"
     keys, leaf = keys_of(Config, flat), key.rpartition(".")[2]
     if (found := keys.get(key)) and found.needs:
         return f"; it needs {found.needs}"

@@ -70,7 +70,7 @@ def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dic
         if key not in keys and not (table in keys and get_origin(keys[table].field.annotation) is dict):
             from paw.hints import unknown_key
 
-            raise unknown_key(key.rstrip("."), value, flat | given, origin="command line", dashes="--")
+            raise unknown_key(key.rstrip("."), flat | given, origin="command line", dashes="--")
         if isinstance(value, str):
             value = _parsed(value, keys[key].field.annotation if key in keys else None)
         flat = {old: kept for old, kept in flat.items() if not old.startswith(f"{key}.")}  # a table as a whole
@@ -114,7 +114,7 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     if kind in ("extra_forbidden", "only"):
         from paw.hints import unknown_key
 
-        raise unknown_key(key, value, flatten(tree), origin=where(key))
+        raise unknown_key(key, flatten(tree), origin=where(key))
     if kind == "missing" and isinstance(problems[0]["loc"][-1], str):
         key = next((known for known in keys_of(Config, flatten(tree)) if known.startswith(f"{key}.")), key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")

@@ -15,13 +15,6 @@ from paw.errors import OURS, UserError, describe, shown
 from paw.types import Task
 
 FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
-RENAMED = {
-    "tasks": ("train_tasks", "tasks(split, seed), which serves every split, in place of train_tasks and its like"),
-    "context": ("prompt", "context() in place of prompt()"),
-    "oracle": ("expert", "oracle() in place of expert()"),
-    "admissible_actions": ("choices", "admissible_actions(), bare, and format_action(action) in place of choices()"),
-}
-"""Member -> (the old one, what is said to those who still have that)."""
 
 
 class OwnFactory:
@@ -74,17 +67,9 @@ class OwnFactory:
         return given(self.config) if wanted else given()
 
     def _require(self, made: object, members: tuple[str, ...]) -> None:
-        """UserError that names what `made` lacks of `members`, or has under an old name."""
-        name, found = type(made).__name__, []
-        for member in dict.fromkeys((*members, *RENAMED)):
-            old, instead = RENAMED.get(member, ("", ""))
-            if not hasattr(made, member):
-                if old and hasattr(made, old):
-                    found.append(f"{name} needs {instead}")
-                elif member in members:
-                    found.append(f"{name} lacks {member}")
-        if found:
-            raise UserError(f"{self._origin}: {'; '.join(found)}; see docs/environments.md")
+        if lacking := [member for member in members if not hasattr(made, member)]:
+            name = type(made).__name__
+            raise UserError(f"{self._origin}: {name} lacks {', '.join(lacking)}; see docs/environments.md")
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:

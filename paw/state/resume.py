@@ -3,7 +3,6 @@
 All may change but what the run's past or its checkpoints would have no meaning without.
 """
 
-import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import IO, Any
 from paw.config import Config
 from paw.errors import UserError, shown
 from paw.files import json_object, update_of, write_file
-from paw.hints import MOVED
 from paw.keys import flatten
 
 FIXED = {
@@ -23,8 +21,6 @@ FIXED = {
     **dict.fromkeys(("optim.name", "optim.master_bits"), "its checkpoints hold this optimizer's state"),
 }
 """Keys that a resumed run keeps, and why."""
-
-OLDER = {"wm/live_frac": "optim/gradient_frac"}
 
 
 def changes(directory: Path, config: Config) -> list[str]:
@@ -37,10 +33,9 @@ def changes(directory: Path, config: Config) -> list[str]:
     try:
         if not path.is_file():
             raise ValueError("it is missing" if not path.exists() else "it is no file")
-        written = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
-    before = {MOVED.get(key, key): value for key, value in written.items()}
     now = flatten(config.model_dump(mode="json", exclude_none=True))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
@@ -79,7 +74,7 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
                     broken.append(number)
                 elif update <= step:
                     new.write(line)
-                    kept.append(today(record))
+                    kept.append(record)
 
     write_file(path, copy)
     if broken:
@@ -92,9 +87,3 @@ def gaps(path: Path, history: list[dict[str, Any]], last: int) -> Iterator[str]:
     if missing := sorted(set(range(last + 1)).difference(record["step"] for record in history)):
         which = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
         yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
-
-
-def today(record: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl under the names of today."""
-    renamed = {name: re.sub("^world/", "wm/", name) for name in record}
-    return {OLDER.get(name, name): record[old] for old, name in renamed.items()}

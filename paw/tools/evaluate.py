@@ -153,8 +153,6 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
     for key in (*settings, *found):
-        if key == "updates" and key not in found:
-            continue  # an evaluation of an earlier release
         if (old := found.get(key)) != (new := settings.get(key)) and key != GROWS:
             other = f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}"
             raise UserError(f"{other}; name another folder with --out")

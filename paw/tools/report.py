@@ -201,7 +201,7 @@ def _what(run: Run) -> str:
     """The run in one line: algorithm, environment, model."""
     config, info = run.config, run.info
     parts = []
-    if estimator := config.get("advantage.type") or config.get("advantage.estimator"):
+    if estimator := config.get("advantage.type"):
         world = " + world-model co-training" if config.get("wm.enabled") else ", no world model"
         parts.append({"gigpo": "GiGPO"}.get(estimator, str(estimator).upper()) + world)
     if environment := config.get("env.name"):

@@ -10,7 +10,6 @@ from typing import Any
 from paw.errors import UserError
 from paw.files import json_object, text_of, update_of
 from paw.state.record import read_info
-from paw.state.resume import today
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each."""
@@ -73,7 +72,6 @@ def load_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
     lines, unreadable = _json_lines(path)
-    lines = [today(line) for line in lines]
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         if (step := update_of(line)) is not None:

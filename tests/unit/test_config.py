@@ -47,11 +47,6 @@ MEANT = {
     "max_steps": "; it is 'run.updates' here",
     "output_dir": "; it is 'run.dir' here",
     "beta": "; it is 'policy.kl_coef' here",
-    # keys that moved or left
-    "advantage.estimator": "; it is 'advantage.type' now",
-    "search.retriever": "; it is 'env.retriever' now",
-    "simulator.url": "; it is 'env.simulator.url' now",
-    "wm.horizon": "; wm.horizon was removed: it did not help where it was measured (docs/experiments.md)",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
     "agent.trials": "; agent.type = 'reflexion' has it",

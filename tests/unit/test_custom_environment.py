@@ -74,16 +74,6 @@ def test_a_factory_says_the_rest():
     assert len(eval_tasks(factory, "train", 0, 0)) == 256  # of an endless split
 
 
-class Old:
-    """As environments were written before."""
-
-    name, reward_max, invalid_penalty, may_block = "old", 1.0, 0.0, False
-
-    def train_tasks(self, step, count, seed): ...
-
-    def make(self): ...
-
-
 class Broken(Count):
     def __init__(self):
         raise KeyError("mine")
@@ -91,15 +81,10 @@ class Broken(Count):
 
 def test_what_is_missing_is_named_in_one_line():
     for given, message in (
-        (Old, r"Old needs tasks\(split, seed\), which serves every split, in place of train_tasks and its like"),
-        (
-            type("Game", (), dict.fromkeys(("tasks", "prompt", "expert", "choices", "reset", "step"), 1)),
-            r"Game needs context\(\) in place of prompt\(\); Game needs oracle\(\) in place of expert\(\); Game",
-        ),
         (type("Game", (Count,), {"tasks": property()}), "Game lacks tasks"),
-        (type("Game", (), {"tasks": [], "context": 1}), "Game lacks reset; Game lacks step; see docs/environments.md"),
+        (type("Game", (), {"tasks": [], "context": 1}), "Game lacks reset, step; see docs/environments.md"),
         (Broken, "it cannot be made: KeyError: 'mine'"),
-        (5, "int lacks tasks; int lacks reset"),
+        (5, "int lacks tasks, reset"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             make_factory(configure(), given)
@@ -120,7 +105,7 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
     words = ["train", "quickstart", "--model.path", ".", "--env.name"]
     assert cli.main([*words, "mine.py:Guess"]) == 2
     error = capsys.readouterr().err
-    assert "Guess needs context() in place of prompt()" in error and error.count("\n") == 1
+    assert "Guess lacks context; see docs/environments.md" in error and error.count("\n") == 1
     assert cli.main([*words, "example_environment:Guess"]) == 2
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 

@@ -17,7 +17,7 @@ CONFIG = """
 run = {{ name = "{name}", updates = 30 }}
 model.path = "quickstart"
 env = {{ name = "alfworld", difficulty = "tiny" }}
-advantage.estimator = "grpo"
+advantage.type = "grpo"
 wm = {{ enabled = {world}, rho = 0.2 }}
 eval.temperature = 0.4
 """
