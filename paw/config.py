@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from paw.engine_config import EngineConfig, listed
 from paw.errors import UserError
 from paw.keys import flatten, keys_of, section_type
-from paw.tool_config import EndpointConfig, RwmlConfig, SftConfig, TrackingConfig, WarmupConfig
+from paw.tool_config import EndpointConfig, EngineConfig, RwmlConfig, SftConfig, TrackingConfig, WarmupConfig, listed
 from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))

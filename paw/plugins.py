@@ -41,7 +41,7 @@ ENVS = {
 SETTINGS = {
     "envs.alfworld": "paw.envs.settings:AlfworldConfig",
     "envs.webshop": "paw.envs.settings:WebshopConfig",
-    "envs.search": "paw.envs.search.settings:SearchConfig",
+    "envs.search": "paw.envs.settings:SearchConfig",
     "envs.verifiers": "paw.envs.inverted:VerifiersConfig",
 }
 """Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""

@@ -16,7 +16,7 @@ from paw.agents.endpoint import Endpoint
 from paw.config import RunConfig
 from paw.envs.http import Loop
 from paw.envs.search.retrieval import Hit
-from paw.envs.search.settings import SimulatorConfig
+from paw.envs.settings import SimulatorConfig
 from paw.rollout.episode import derive_seed
 
 # After the paper's prompt.

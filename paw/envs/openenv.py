@@ -20,13 +20,13 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, field_validator
 
-from paw.config import listed
 from paw.envs.base import Endless, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
 from paw.envs.settings import SpokenConfig
 from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
+from paw.tool_config import listed
 from paw.types import Outcome, Task, ToolCall
 
 CONNECT_S, RETRY_S, CLOSE_S, START_S = 10.0, 5.0, 1.0, 120.0

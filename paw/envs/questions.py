@@ -4,13 +4,13 @@ What is said to an answer, whether it is right, is the world model's target; a w
 """
 
 import hashlib
+import random
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import partial
 
 from paw import plugins
-from paw.envs import maths
 from paw.envs.base import Endless, Tasks
 from paw.envs.question_sets import ANSWER, AUTO, HELD_OUT, QuestionsConfig, QuestionSet, Row, answers, messages
 from paw.envs.search.reward import exact_match
@@ -22,6 +22,18 @@ BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
 """Text whose braces, at most two deep, are its own."""
 FEW = 100
 """Answers, of which the quickstart's warm-up tries some at random."""
+SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
+"""Last digit of the hash of a generated problem's text: so none is in two."""
+STEPS = ("one", "two", "three", "four")
+PEOPLE = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lena", "Mika"]
+THINGS = ["apples", "books", "coins", "eggs", "flowers", "keys", "lamps", "marbles", "nuts", "shells", "stamps"]
+STORIES = {
+    "add": ("{who} finds {k} more.", "{who} buys {k} more {things}.", "{other} has {k} more {things} than {who}."),
+    "subtract": ("{who} loses {k} of them.", "{who} sells {k} {things}.", "{other} has {k} fewer {things} than {who}."),
+    "multiply": ("{other} has {k} times as many {things} as {who}.", "{who} then has {k} times as many {things}."),
+    "divide": ("{who} shares them equally among {k} friends, one of them {other}.", "{who} keeps one in every {k}."),
+}
+"""Where {other} is in it, the story goes on with what {other} has."""
 
 
 def exact(answer: str, right: str) -> bool:
@@ -77,12 +89,12 @@ class QuestionsFactory:
                 raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
             return self._set.evaluation if split == self.config.eval_split else self._set.training
         split = "test" if split in (AUTO, HELD_OUT) else split
-        if split not in maths.SPLITS:
-            raise UserError(f"generated problems have no split '{split}', only {', '.join(maths.SPLITS)}")
+        if split not in SPLITS:
+            raise UserError(f"generated problems have no split '{split}', only {', '.join(SPLITS)}")
 
         def made(i: int) -> Task:
             sizes = {"operations": self.config.operations, "largest": self.config.largest}
-            row = maths.problem(split, seed, i, **sizes)
+            row = problem(split, seed, i, **sizes)
             return Task(f"generated/{split}/{seed}/{i}", row["steps"], row)
 
         return Endless(made)
@@ -189,3 +201,37 @@ def _last_number(text: str) -> Decimal | None:
         return Decimal(above) / Decimal(below or "1")
     except (InvalidOperation, ArithmeticError):
         return None
+
+
+# ---- generated maths word problems: a story of one to four operations on a number of things, whose end is asked for
+
+
+def problem(split: str, seed: int, i: int, *, operations: int, largest: int) -> dict[str, str]:
+    """Number `i` of a split: "question", "answer" (a whole number from 1 to `largest`, as all on the way there) and
+    "steps", the number of operations, at most `operations`, in words. All follows from (split, seed, i)."""
+    rng = random.Random(f"maths/{split}/{seed}/{i}")
+    while True:
+        made = _story(rng, rng.randint(1, operations), largest)
+        if int(hashlib.sha256(made["question"].encode()).hexdigest(), 16) % 10 in SPLITS[split]:
+            return made
+
+
+def _story(rng: random.Random, count: int, largest: int) -> dict[str, str]:
+    who, *others = rng.sample(PEOPLE, count + 1)
+    things, number = rng.choice(THINGS), rng.randint(2, largest)
+    text = [f"{who} has {number} {things}."]
+    for other in others:
+        last = number
+        by = {
+            "add": range(1, largest - last + 1),
+            "subtract": range(1, last),
+            "multiply": range(2, largest // last + 1),
+            "divide": [k for k in range(2, min(last, 99) + 1) if last % k == 0],
+        }
+        verb = rng.choice([verb for verb, numbers in by.items() if numbers])
+        k, story = rng.choice(by[verb]), rng.choice(STORIES[verb])
+        number = {"add": last + k, "subtract": last - k, "multiply": last * k, "divide": last // k}[verb]
+        text.append(story.format(who=who, other=other, things=things, k=k))
+        who = other if "{other}" in story else who
+    question = f"{' '.join(text)} How many {things} does {who} have now?"
+    return {"question": question, "answer": str(number), "steps": STEPS[count - 1]}

@@ -15,7 +15,7 @@ from paw.config import EndpointConfig
 from paw.envs.search.retrieval import Hit, remote
 from paw.envs.search.retrieval import server as retriever_server
 from paw.envs.search.retrieval.remote import RemoteRetriever
-from paw.envs.search.settings import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 httpx = pytest.importorskip("httpx")

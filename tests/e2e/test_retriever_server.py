@@ -17,7 +17,7 @@ import pytest
 
 from paw.envs.search.retrieval import Hit, make_retriever, remote, server
 from paw.envs.search.retrieval.remote import RemoteRetriever
-from paw.envs.search.settings import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "attack"))

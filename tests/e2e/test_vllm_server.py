@@ -26,11 +26,10 @@ from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
 from paw.recipe import load
-from paw.rollout.engines.adapters import AdapterTransfer
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.server import Fleet, ServerEngine
 from paw.rollout.engines.servers import Servers, vllm_command
-from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
+from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollout.engines.vllm import VllmEngine
 from paw.rollout.sync import Weights, push_weights
 from paw.run import open_run

@@ -10,8 +10,7 @@ from paw.config import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.base import eval_tasks, train_tasks
-from paw.envs.search.settings import SearchConfig
-from paw.envs.settings import AlfworldConfig, WebshopConfig
+from paw.envs.settings import AlfworldConfig, SearchConfig, WebshopConfig
 
 
 @pytest.fixture(autouse=True)

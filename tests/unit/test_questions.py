@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.envs import make_factory, maths
+from paw.envs import make_factory, questions
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
@@ -201,11 +201,11 @@ def test_the_pages_functions_score(tmp_path):
 
 def test_generated_problems_are_right_and_in_one_split_only():
     texts = {}
-    for split in maths.SPLITS:
-        rows = [maths.problem(split, 0, i, operations=4, largest=300) for i in range(150)]
-        assert rows[7] == maths.problem(split, 0, 7, operations=4, largest=300)
-        assert {row["steps"] for row in rows} == set(maths.STEPS)
-        few = (maths.problem(split, 0, i, operations=1, largest=5) for i in range(1000))  # which would often meet
+    for split in questions.SPLITS:
+        rows = [questions.problem(split, 0, i, operations=4, largest=300) for i in range(150)]
+        assert rows[7] == questions.problem(split, 0, 7, operations=4, largest=300)
+        assert {row["steps"] for row in rows} == set(questions.STEPS)
+        few = (questions.problem(split, 0, i, operations=1, largest=5) for i in range(1000))  # which would often meet
         texts[split] = {row["question"] for row in few}
         assert all(solved(row["question"]) == int(row["answer"]) <= 300 for row in rows)
     assert not (texts["train"] & texts["test"] or texts["train"] & texts["warmup"] or texts["test"] & texts["warmup"])

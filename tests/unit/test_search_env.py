@@ -13,8 +13,8 @@ from paw.envs.search.factory import SearchEnv
 from paw.envs.search.prompt import CompactStyle, PaperStyle
 from paw.envs.search.retrieval import Hit
 from paw.envs.search.reward import exact_match, normalize
-from paw.envs.search.settings import SearchConfig
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
+from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError
 from paw.types import Task
 

@@ -13,7 +13,7 @@ from paw.envs.search.data import Question
 from paw.envs.search.prompt import SEARCH, SYSTEM, Action, ChatStyle, CompactStyle, PaperStyle, Style, title
 from paw.envs.search.retrieval import Hit, make_retriever
 from paw.envs.search.reward import exact_match
-from paw.envs.search.settings import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
 from paw.types import Outcome, Reply, Task, ToolCall
 

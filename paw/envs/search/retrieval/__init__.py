@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paw.envs.search.settings import SearchConfig
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 Documents = Sequence[tuple[str, str]]

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from paw.envs.checked import problem
 from paw.envs.search.retrieval import Documents, Hit, Retriever, make_retriever
 from paw.envs.search.retrieval.corpus import Corpus
-from paw.envs.search.settings import SearchConfig
 from paw.envs.search.world import World
+from paw.envs.settings import SearchConfig
 from paw.errors import UserError, to_stderr
 
 MAX_BYTES, MAX_HEAD, MAX_QUERIES = 4 << 20, 16 << 10, 1024
