@@ -241,7 +241,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """By side: of each measure, and of the first three over each other side's in the same round."""
     found, keys = dict[str, dict[str, float]](), ("seconds", "cpu_s", "peak_gib", "body_s", "head_s", "optimizer_s")
     by = {(row["side"], int(row["round"])): {key: float(row[key]) for key in keys} for row in rows}
-    for side in dict.fromkeys(row["side"] for row in rows):
+    for side in sorted({row["side"] for row in rows}, key=SIDES.index):
         rounds = [number for name, number in by if name == side]
         found[side] = {key: median(by[side, number][key] for number in rounds) for key in keys}
         for other in SIDES:
