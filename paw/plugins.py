@@ -46,7 +46,7 @@ SETTINGS = {
 }
 """Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""
 CALLBACKS = {
-    "live": "paw.tools.callbacks:Progress",
+    "progress": "paw.tools.callbacks:Progress",
     "samples": "paw.tools.callbacks:Samples",
     "report": "paw.tools.callbacks:Report",
     "tensorboard": "paw.tools.trackers:TensorBoard",

@@ -291,7 +291,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
 
 def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> Run:
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
-    names = ("live", "samples", *config.run.trackers, *config.run.callbacks, "report")
+    names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
     plugins = [load("callbacks", name) for name in names]
     callbacks = [plugin() if isinstance(plugin, type) else plugin for plugin in plugins]
     device = pick_device(config.model.device)
