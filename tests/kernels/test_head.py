@@ -191,7 +191,7 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatc
         # Full logits are never allocated.
         assert largest.numel <= (40 * 150 / 2 if tiles else max(chunk * 150, 150 * 8))
         for ours, theirs in zip((*split, *others), (*whole, *gradients), strict=True):
-            assert_close(ours, theirs, 1e-6)
+            assert_close(ours, theirs, max(1e-6, 40 / chunk * 2**-24))  # a sum of that many parts rounds as often
     again = backend.loss(*inputs)
     assert torch.equal(again[0].loss, split.loss) and all(map(torch.equal, again[1], others))
     if tiles:
