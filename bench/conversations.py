@@ -126,7 +126,7 @@ def added(samples: list[Any]) -> float:
     return round(100 * (more / alone - 1), 2)
 
 
-def timed(chat: Chat, *, episodes: int = 3, rounds: int = 3) -> list[dict[str, Any]]:
+def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, Any]]:
     """Scoring and an update with the world model, which the layouts take turns at."""
     folder, rows = update.make_folder("SmolLM2-135M", ROOT / "runs" / "bench" / "SmolLM2-135M"), []
     with update.trainer(folder) as (run, meter):
