@@ -1,6 +1,6 @@
 """How many of the selected observations the world model knows already, so that they need not run through the body.
 
-    python bench/masked.py [--recipe quickstart] [--updates 60]     renews bench/results/masked_cpu.csv
+    python bench/masked.py [--recipe quickstart] [--updates 60] [--model DIR]     renews bench/results/masked_cpu.csv
 
 Trains with PaW and counts in each update, of the selected samples: those whose observation is masked in every token
 (p > rho), which only the pass itself tells; those that a rule can know before it, because the same observation was
@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--model", help="where to start, in place of the recipe's warm-up")
     options = parser.parse_args()
     optimize, joint_loss = train.optimize, losses.joint_loss
     table, before, now, counts = list[dict[str, Any]](), Seen(), defaultdict[Any, list[bool]](list), dict[str, int]()
@@ -71,6 +72,7 @@ def main() -> None:
     make, losses.token_batch, losses.joint_loss, train.optimize = losses.token_batch, token_batch, watched_loss, watched
     with tempfile.TemporaryDirectory() as scratch:
         keys = {"run.dir": scratch, "run.updates": str(options.updates), "run.threads": "1", "eval.every": "0"}
+        keys |= {"model.path": options.model} if options.model else {}
         config = load(options.recipe, keys | {"wm.enabled": "true"})
         rho = config.wm.rho
         train.train(config)
