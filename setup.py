@@ -27,7 +27,7 @@ extensions = [
         "paw_kernels._cpu",
         ["csrc/rows.cpp"],
         language="c++",
-        extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", *openmp],
+        extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", *openmp],
         extra_link_args=openmp,
         optional=True,
     )

@@ -22,13 +22,16 @@ namespace {
 constexpr int64_t BLOCK = 2048;
 const float zeros[BLOCK] = {};
 
-// exp for x <= 88, to about 1 ulp; 0 below -87.3; NaN stays NaN. Branch-free, so that the compiler can vectorise it.
-inline __attribute__((always_inline)) float fast_exp(float x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits
-  const float bounded = x < -87.3f ? -87.3f : x;
-  const float shifted = bounded * 1.44269504f + magic;
+constexpr float LOWEST = -88.0f;  // of an exponent that is looked at: e to it is 0 here
+
+// exp for LOWEST <= x <= 88, to about 1 ulp; 0 below -87.7; NaN stays NaN. Branch-free, so that the compiler can
+// vectorise it.
+inline __attribute__((always_inline)) float exp_above(float x) {
+  // 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits. And 127: as the bits of an exponent.
+  const float magic = 12582912.0f + 127.0f;
+  const float shifted = x * 1.44269504f + magic;
   const float n = shifted - magic;
-  float r = bounded - n * 0.693359375f;
+  float r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -36,20 +39,22 @@ inline __attribute__((always_inline)) float fast_exp(float x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits;
+  p = (p * r + 1.0f) * r + 1.0f;
+  uint32_t bits;
   std::memcpy(&bits, &shifted, 4);
-  bits = (bits - 0x4B400000 + 127) << 23;
+  bits <<= 23;
   float scale;
   std::memcpy(&scale, &bits, 4);
-  return x < -87.3f ? 0.0f : p * scale;
+  return p * scale;
 }
+
+inline __attribute__((always_inline)) float bounded(float x) { return x < LOWEST ? LOWEST : x; }
 
 // tanh to about 2 ulp: a polynomial where the quotient would cancel. The same as in device.cuh and _triton_kernels.py.
 inline __attribute__((always_inline)) float fast_tanh(float x) {
   const float size = std::fabs(x), s = x * x;
   const float p = ((1.643756359e-2f * s - 5.267180450e-2f) * s + 1.332072492e-1f) * s - 3.333294663e-1f;
-  const float e = fast_exp(-2 * size), quotient = (1 - e) / (1 + e);
+  const float e = exp_above(bounded(-2 * size)), quotient = (1 - e) / (1 + e);
   return __builtin_copysignf(size < 0.55f ? size * s * p + size : quotient, x);
 }
 
@@ -93,10 +98,10 @@ CLONES Sums statistics(const float* row, const float* bias, float scale, float s
     float sum = 0, dot = 0;
 #pragma omp simd reduction(+ : sum, dot)
     for (int64_t j = 0; j < n; j++) {
-      const float down = (u[j] + b[j] - top) * scale;  // exactly 0 at the maximum
-      const float e = fast_exp(down);
+      const float down = bounded((u[j] + b[j] - top) * scale);  // exactly 0 at the maximum
+      const float e = exp_above(down);
       sum += e;
-      dot += e * (down < -87.3f ? 0.0f : down);
+      dot += e * down;
     }
     of.sum += sum;
     of.dot += dot;
@@ -108,6 +113,7 @@ template <bool WITH_ENTROPY>
 inline __attribute__((always_inline)) void gradient_of(const float* row, float* out, const float* bias, float scale,
                                                        float softcap, int64_t V, int64_t target, float top,
                                                        float log_total, float entropy, float a, float c) {
+  const float minus_a = -scale * a, minus_c = -scale * c;
   float capped[BLOCK];
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t n = V - start < BLOCK ? V - start : BLOCK, here = target - start;
@@ -120,9 +126,9 @@ inline __attribute__((always_inline)) void gradient_of(const float* row, float* 
     }
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-      const float logp = (u[j] + b[j] - top) * scale - log_total;
-      const float p = fast_exp(logp);
-      d[j] = WITH_ENTROPY ? -scale * (a * p + c * p * ((logp < -87.3f ? 0.0f : logp) + entropy)) : -scale * (a * p);
+      const float logp = bounded((u[j] + b[j] - top) * scale - log_total);
+      const float p = exp_above(logp);
+      d[j] = WITH_ENTROPY ? p * (minus_c * (logp + entropy) + minus_a) : p * minus_a;
     }
     if (here >= 0 && here < n) d[here] += scale * a;
     if (softcap > 0) {
@@ -149,7 +155,7 @@ CLONES void gradient(const float* row, float* out, const float* bias, float scal
 extern "C" {
 
 // Renamed whenever a function below changes, so that Python never calls an older library.
-extern const int paw_cpu_interface_3 = 3;
+extern const int paw_cpu_interface_4 = 4;
 
 // logits [n, V], rows `stride` apart; bias [V] or null; target [n] in [0, V). u = logits + bias, or with a softcap > 0
 // softcap tanh(u / softcap); z = u scale. Writes logp, entropy, top = max u and log_total = logsumexp(z - top scale), [n] each.
@@ -192,6 +198,20 @@ int64_t paw_pack(const bool* chosen, int64_t n, int64_t* source) {
     source[k] = mover++;
   }
   return L;
+}
+
+// Whether all of values [n] lie in [0, limit).
+bool paw_in_range(const int64_t* values, int64_t n, int64_t limit) {
+  uint64_t most = 0;  // negative ones are the largest
+  for (int64_t i = 0; i < n; i++) most = uint64_t(values[i]) > most ? values[i] : most;
+  return n == 0 || most < uint64_t(limit);
+}
+
+// Whether all of values [n] are finite.
+bool paw_finite(const uint32_t* values, int64_t n) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < n; i++) most = (values[i] << 1) > most ? values[i] << 1 : most;
+  return most < 0xFF000000u;
 }
 
 // Has memory that is about to be written mapped at once: a fault for each of its pages takes 1.5 times as long.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from paw_kernels._native import are_finite, in_range
+
 TAGS = (torch.Tag.cudagraph_unsafe,)
 """Of operators that wait for the device: torch.compile leaves them out of CUDA graphs."""
 
@@ -59,6 +61,15 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         raise RuntimeError("the fused head has no forward-mode derivatives (jvp); use backward")
 
 
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether no subclass, trace, mode or transform would see an operator on these: its dispatch may be left out."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return False
+    return all(type(t) in (Tensor, torch.nn.Parameter, type(None)) for t in tensors)
+
+
 def refuse_second_derivatives(name: str) -> None:
     """To be called in a backward pass, where gradients are recorded only on the way to a second derivative."""
     if torch.is_grad_enabled():
@@ -78,8 +89,12 @@ class Values:
     """Numbers that the host has yet to read off the device; what is wrong with a call's values comes with the first."""
 
     def __init__(self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()) -> None:
-        self.target = target.clamp(0, vocabulary - 1)
+        self.target = target
         """In range, so that kernels may run before anything is read."""
+        self._messages, self._pending = [], []
+        if in_range(target, vocabulary) and all(are_finite(value) for _, value in batch):
+            return
+        self.target = target.clamp(0, vocabulary - 1)
         self._messages = [f"target must be in [0, {vocabulary})"]
         self._pending = [(self.target != target).any().reshape(1)]
         if batch:
@@ -93,7 +108,8 @@ class Values:
         """
         if not self._pending and not more:
             return []
-        found, checks = torch.cat([*self._pending, *more]).tolist(), len(self._messages)
+        parts, checks = [*self._pending, *more], len(self._messages)
+        found = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
         for message, flag in zip(self._messages, found, strict=False):
             if flag:  # as NaN does
                 raise ValueError(message)

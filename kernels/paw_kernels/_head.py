@@ -109,7 +109,9 @@ def _chunks(
     dtype = gradient_dtype(hidden.dtype)
     logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     live = None if coefficients is None else torch.empty(N, dtype=torch.bool, device=device)
-    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=device) if wants[0] else None
+    d_hidden = torch.empty(hidden.shape, dtype=dtype, device=device) if wants[0] else None
+    if d_hidden is not None and index is not None:
+        d_hidden.zero_()
     d_weight: Tensor | None = None
     d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
 
@@ -132,20 +134,25 @@ def _chunks(
             source, length = pack(found)
             # Waits for the device: the shapes of the matmuls depend on the number of rows.
             L, *most = values.read(length, *([] if unit is None else [unit.max().reshape(1)]))
-            source = source[: int(L)]
+            source, dense = source[: int(L)], int(L) == len(y)  # dense: all rows, in order
+            if d_hidden is not None and index is None and not dense:
+                d_hidden[chunk] = 0
             if source.numel() == 0:
                 continue
             if unit is not None:
-                unit, largest = unit[source], most[0]
+                unit, largest = unit if dense else unit[source], most[0]
             dz = rows.gradient(y, source, a, c)
             if d_bias is not None:
                 d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
             if d_hidden is not None:
-                product = torch.mm(dz, rows.head) if unit is None else float32_product(dz, rows.head) * unit[:, None]
-                place = at[source] if isinstance(at, Tensor) else source + start
-                d_hidden.index_copy_(0, place, product.to(dtype))
+                if dense and isinstance(at, slice) and unit is None and dz.dtype == dtype:
+                    torch.mm(dz, rows.head, out=d_hidden[at])
+                else:
+                    product = float32_product(dz, rows.head) * unit[:, None] if unit is not None else dz @ rows.head
+                    place = at[source] if isinstance(at, Tensor) else source + start
+                    d_hidden.index_copy_(0, place, product.to(dtype))
             if wants[1]:
-                add, x = d_weight is not None, x[source]
+                add, x = d_weight is not None, x if dense else x[source]
                 if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
                     x = (x * (unit / largest)[:, None]).to(x.dtype)
                 if d_weight is None:

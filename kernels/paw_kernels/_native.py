@@ -61,13 +61,15 @@ def cpu_library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
-    if not hasattr(library, "paw_cpu_interface_3"):
+    if not hasattr(library, "paw_cpu_interface_4"):
         return None
     pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
     shape, results = [size, size], [pointer] * 4
     library.paw_row_statistics.argtypes = [pointer, size, pointer, pointer, real, real, *shape, *results, integer]
     library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 8, real, real, size, size, integer]
     library.paw_pack.argtypes, library.paw_pack.restype = [pointer, size, pointer], size
+    library.paw_in_range.argtypes, library.paw_finite.argtypes = [pointer, size, size], [pointer, size]
+    library.paw_in_range.restype = library.paw_finite.restype = ctypes.c_bool
     library.paw_claim.argtypes = [pointer, size, integer]
     library.paw_row_statistics.restype = library.paw_row_gradient.restype = library.paw_claim.restype = None
     return library
@@ -108,6 +110,18 @@ def claimed(tensor: Tensor) -> Tensor:
     if library and tensor.nbytes > _REUSED:
         library.paw_claim(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
     return tensor
+
+
+def in_range(values: Tensor, limit: int) -> bool:
+    """Whether values int64 are seen, at no cost, to lie in [0, limit): on a CPU, where the library is built."""
+    library = cpu_library() if type(values) is Tensor and values.device.type == "cpu" else None
+    return bool(library and library.paw_in_range(values.contiguous().data_ptr(), values.numel(), limit))
+
+
+def are_finite(values: Tensor) -> bool:
+    """The same of values float32 that are finite."""
+    library = cpu_library() if type(values) is Tensor and values.device.type == "cpu" else None
+    return bool(library and library.paw_finite(values.contiguous().data_ptr(), values.numel()))
 
 
 _REUSED = 32 << 20
@@ -155,7 +169,8 @@ def _row_gradient_cpu(
 def _pack_cpu(chosen: Tensor) -> tuple[Tensor, Tensor]:
     library, source = cpu_library(), torch.empty(chosen.numel(), dtype=torch.int64)
     assert library, "the C++ row operations are not built"
-    return source, torch.tensor([library.paw_pack(chosen.data_ptr(), chosen.numel(), source.data_ptr())])
+    L = library.paw_pack(chosen.data_ptr(), chosen.numel(), source.data_ptr())
+    return source, torch.full((1,), L, dtype=torch.int64)
 
 
 _LIBRARY.impl("row_statistics", _row_statistics_cpu, "CPU")
