@@ -115,13 +115,15 @@ def claimed(tensor: Tensor) -> Tensor:
 def in_range(values: Tensor, limit: int) -> bool:
     """Whether values int64 are seen, at no cost, to lie in [0, limit): on a CPU, where the library is built."""
     library = cpu_library() if type(values) is Tensor and values.device.type == "cpu" else None
-    return bool(library and library.paw_in_range(values.contiguous().data_ptr(), values.numel(), limit))
+    values = values.contiguous()
+    return bool(library and library.paw_in_range(values.data_ptr(), values.numel(), limit))
 
 
 def are_finite(values: Tensor) -> bool:
     """The same of values float32 that are finite."""
     library = cpu_library() if type(values) is Tensor and values.device.type == "cpu" else None
-    return bool(library and library.paw_finite(values.contiguous().data_ptr(), values.numel()))
+    values = values.contiguous()
+    return bool(library and library.paw_finite(values.data_ptr(), values.numel()))
 
 
 _REUSED = 32 << 20
