@@ -152,12 +152,11 @@ def cpu_markdown() -> str:
     heads = list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
     lines = list(dict.fromkeys((r["mode"], r["implementation"], r["live"]) for r in rows))
     lines = [(mode, name, live) for mode, name, live in lines if live == "1.0" or name == "paw[cpu]"]
-    cells = {
-        (r["mode"], r["implementation"], r["live"], r["head"]): (
-            f"{float(r['ms']):,.4g} ms, {float(r['peak_mib']):.0f} MiB"
-        )
-        for r in rows
-    }
+    cells = {}
+    for r in rows:
+        ms = float(r["ms"])
+        text = f"{ms:,.4g}" if ms < 1e4 else f"{ms:,.0f}"
+        cells[r["mode"], r["implementation"], r["live"], r["head"]] = f"{text} ms, {float(r['peak_mib']):,.0f} MiB"
     titles = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
     top = [f"| T x V x D | {' | '.join(titles)} |", "|---" * (1 + len(heads)) + "|"]
     found = list(top)
