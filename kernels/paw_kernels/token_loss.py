@@ -76,8 +76,7 @@ _SCHEMA = """(
 neither functions nor dataclasses: `loss` is the key of a `Loss`, `names` are those of `values`, "x?" is x = None."""
 
 
-@torch.library.custom_op("paw_kernels::token_loss", mutates_args=(), schema=" ".join(_SCHEMA.split()), tags=TAGS)
-def _token_loss(
+def _one_pass(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -122,6 +121,11 @@ def _token_loss(
     return token_loss.sum(), token_loss, result.logp, result.entropy, result.has_gradient, *gradients
 
 
+_token_loss = torch.library.custom_op(
+    "paw_kernels::token_loss", _one_pass, mutates_args=(), schema=" ".join(_SCHEMA.split()), tags=TAGS
+)
+
+
 @_token_loss.register_fake
 def _(hidden, weight, *rest) -> tuple[Tensor, ...]:
     T, wants = hidden.shape[0], rest[-1]
@@ -163,7 +167,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _token_loss._init_fn(*inputs)
+        output = _one_pass(*inputs)
         _save(ctx, inputs, output)
         return output
 

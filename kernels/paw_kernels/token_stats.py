@@ -26,8 +26,7 @@ class TokenStats(NamedTuple):
     """Entropy of the same distribution over the vocabulary, nats, >= 0."""
 
 
-@torch.library.custom_op("paw_kernels::token_stats", mutates_args=(), tags=TAGS)
-def _token_stats(
+def _one_pass(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -48,6 +47,9 @@ def _token_stats(
 
 def _only(rows: KeptRows) -> MakeRows:
     return lambda head, N, gradients: (rows, N)
+
+
+_token_stats = torch.library.custom_op("paw_kernels::token_stats", _one_pass, mutates_args=(), tags=TAGS)
 
 
 @_token_stats.register_fake
@@ -136,7 +138,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _token_stats._init_fn(*inputs)
+        output = _one_pass(*inputs)
         _save(ctx, inputs, output)
         return output
 

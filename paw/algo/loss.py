@@ -285,7 +285,7 @@ def log_probs(
         of = model(partial(stats, batch))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
         offsets: Any = torch.tensor(ends, device=model.device)
-        means = torch.segment_reduce(of.entropy.double(), "mean", offsets=offsets, unsafe=True).float()
+        means = torch.segment_reduce(of.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True).float()
         logp = of.logp.tolist()
         for i, (start, end), mean in zip(batch.indices, pairwise(ends), means.tolist(), strict=True):
             found[i] = (logp[start:end], mean)

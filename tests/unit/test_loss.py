@@ -93,6 +93,13 @@ def test_log_probs_are_those_of_full_logits(policy, rows):
         assert entropy == pytest.approx(float((-logps.exp() * logps).sum(-1).mean()), abs=1e-5)
 
 
+def test_an_empty_response_has_no_log_prob_and_no_entropy(policy, rows):
+    nothing = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
+    scored = log_probs(policy, nothing, temperature=0.7, budget=10**6)
+    alone = log_probs(policy, [rows[0]], temperature=0.7, budget=10**6)
+    assert scored[1] == ([], 0.0) and scored[0][1] == pytest.approx(alone[0][1], abs=1e-5)
+
+
 @pytest.mark.parametrize("norm", ["token", "group", "verl"])
 def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
     """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""

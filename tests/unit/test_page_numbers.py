@@ -295,6 +295,11 @@ def rollout() -> Iterator[str]:
         assert merged < paper < alone
         yield f"{per_cent(1 - merged / paper, 0)} % {told}"
         yield f"{alone / merged:.1f} times the tokens on {name}"
+    for name in ("search", "tau2"):
+        turns, episodes = (
+            [row["cpu_s"] for row in read("conversations_time_cpu", environment=name, rows=rows)] for rows in of
+        )
+        yield f"{median(a / b for a, b in zip(turns, episodes, strict=True)):.1f} times the processor seconds on {name}"
     for row in read("shared_prefix_cpu"):
         fewer = f"{row['packed_tokens'] / row['trie_tokens']:.2f}"
         faster = f"{row['faster']:.2f}" if row["faster"] else ""
