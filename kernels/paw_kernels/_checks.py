@@ -89,7 +89,7 @@ class Values:
     """Numbers that the host has yet to read off the device; what is wrong with a call's values comes with the first."""
 
     def __init__(self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()) -> None:
-        self.target = target
+        self.target = target.contiguous()
         """In range, so that kernels may run before anything is read."""
         self._messages, self._pending = [], []
         if in_range(target, vocabulary) and all(are_finite(value) for _, value in batch):
