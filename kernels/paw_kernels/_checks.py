@@ -1,7 +1,8 @@
 """Argument checks of the public functions. Each error names the argument and what it should have been."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,24 @@ def unobserved(*tensors: Tensor | None) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return False
     return all(type(t) in (Tensor, torch.nn.Parameter, type(None)) for t in tensors)
+
+
+def without_dispatch(one_pass: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """An operator's function, context and backward pass without its dispatch, which takes as long as a small head's
+    matmuls. Its first three inputs may have gradients."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output, ctx.others = one_pass(*inputs), len(inputs) - 3
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *backward(ctx, *gradients)[:3], *[None] * ctx.others
+
+    return Direct.apply
 
 
 def refuse_second_derivatives(name: str) -> None:

@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import TAGS, Values, check_head, check_tensor, refuse_second_derivatives, unobserved
+from paw_kernels._checks import (
+    TAGS,
+    Values,
+    check_head,
+    check_tensor,
+    refuse_second_derivatives,
+    unobserved,
+    without_dispatch,
+)
 from paw_kernels._head import Head, gradient_dtype, head_pass
 
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
@@ -160,20 +168,7 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 _token_loss.register_autograd(_backward, setup_context=_save)
-
-
-class _Direct(torch.autograd.Function):
-    """The operator without its dispatch, which takes as long as a small head's matmuls."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _one_pass(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[Any, ...]:
-        return *_backward(ctx, *factors)[:3], *[None] * 8
+_direct = without_dispatch(_one_pass, _save, _backward)
 
 
 def token_loss(
@@ -213,7 +208,7 @@ def token_loss(
             raise RuntimeError("inside torch.compile the loss must be a paw_kernels.Loss, made outside of it")
         loss = Loss(loss)
     grad = torch.is_grad_enabled()
-    operator = _Direct.apply if unobserved(hidden, weight, bias, target, *values.values()) else _token_loss
+    operator = _direct if unobserved(hidden, weight, bias, target, *values.values()) else _token_loss
     out = operator(
         hidden,
         weight,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._backend import resolve
-from paw_kernels._checks import TAGS, Values, check_head, refuse_second_derivatives, unobserved
+from paw_kernels._checks import TAGS, Values, check_head, refuse_second_derivatives, unobserved, without_dispatch
 from paw_kernels._head import Head, MakeRows, has_gradient, head_pass
 from paw_kernels._rows import KeptRows, aligned, keeps, make_rows
 
@@ -131,20 +131,7 @@ def _backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *
 
 
 _token_stats.register_autograd(_backward, setup_context=_save)
-
-
-class _Direct(torch.autograd.Function):
-    """The operator without its dispatch, which takes as long as a small head's matmuls."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _one_pass(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
+_direct = without_dispatch(_one_pass, _save, _backward)
 
 
 def token_stats(
@@ -170,6 +157,6 @@ def token_stats(
     softcap = None if softcap is None else float(softcap)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     keep = learns and keeps(hidden, weight) and resolve(backend, hidden, weight) is make_rows
-    operator = _Direct.apply if unobserved(hidden, weight, bias, target) else _token_stats
+    operator = _direct if unobserved(hidden, weight, bias, target) else _token_stats
     found = operator(hidden, weight, bias, target, float(temperature), softcap, backend, keep)
     return TokenStats(*found[:2])
