@@ -11,6 +11,8 @@ TORCH_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check --no-compile
 ARGS ?=
+# Of the quickstart: two on a machine without a GPU, each with a thread; two threads of one are hardly faster than one.
+PROCESSES := $(shell command -v nvidia-smi >/dev/null || test "$$(getconf _NPROCESSORS_ONLN)" -lt 2 || echo --gpus 2)
 JOBS ?= 2
 # Slow files first, each in one process: what its tests share is made once.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -18,7 +20,7 @@ PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 .PHONY: train test check fast lint docs lines constraints soak gpu clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
-	$(PY) -m paw train quickstart $(ARGS)
+	$(PY) -m paw train quickstart $(PROCESSES) $(ARGS)
 
 test: $(VENV)/.test  ## everything: unit, kernels, reliability, real vLLM, real TextWorld
 	$(PYTEST) $(ARGS)

@@ -41,7 +41,7 @@ def main() -> None:
         folder = options.runs / f"seed-{seed}"
         if not (folder / "report.html").exists():
             where = ("--run.dir", options.runs, "--run.name", folder.name)
-            paw("train", "quickstart", *where, "--run.seed", seed, "--warmup.seed", seed)
+            paw("train", "quickstart", "--gpus", 2, *where, "--run.seed", seed, "--warmup.seed", seed)
         run = load_run(folder)
         about = described(run)
         evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]

@@ -191,7 +191,8 @@ def build(
 
             compile_layers(model.lm)
         kept_out = config.policy.offload_reference and model is reference is not policy
-        ranks.shard(model, model.dtype, offload=kept_out, apart=config.model.shard == "node")
+        sharers = {"none": 1, "node": ranks.on_host}.get(config.model.shard)
+        ranks.shard(model, model.dtype, offload=kept_out, sharers=sharers)
     check_path(policy, path)
 
     learners = [

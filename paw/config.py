@@ -73,8 +73,8 @@ class ModelConfig(Section):
     """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give equal log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
-    shard: Literal["world", "node"] = "world"
-    """Several ranks: divide weights, gradients and moments among all; or within a machine, with a copy on each."""
+    shard: Literal["world", "node", "none"] = "world"
+    """Several ranks: divide weights, gradients and moments among all; within a machine, with a copy on each; or not."""
     liger: bool = False
     """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"

@@ -16,7 +16,9 @@ def check_hub(name: str) -> None:
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"model.path = '{name}': there is no config.json in it, so it is not a Hugging Face model")
     if not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise UserError(f"model.path = '{name}': there is no such folder")
+        raise UserError(
+            f"model.path = '{name}': there is no such folder; give a model's, its name on the hub, or 'quickstart'"
+        )
     if path.exists() or not (why := unreachable()):
         return
     from huggingface_hub import try_to_load_from_cache

@@ -140,7 +140,8 @@ class Run(Parts):
             with adapters_off(self.policy.lm):
                 yield
             return
-        visits = self.config.policy.offload_reference and self.ranks.world_size == 1
+        whole = self.ranks.world_size == 1 or self.config.model.shard == "none"
+        visits = self.config.policy.offload_reference and whole
         if visits:
             self.reference.to(self.policy.device)
         yield

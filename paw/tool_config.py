@@ -74,6 +74,8 @@ class WarmupConfig(Section):
     """Turns of an optimizer step."""
     lr: Positive = 3e-3
     """Learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of layers, which takes half the steps."""
     random_actions: Share = 0.3
     """Share of random actions executed during expert play, so that the model sees states off the expert's path."""
     lm_weight: NonNegative = 0.3

@@ -232,7 +232,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
         for batch in batches:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
             tokens = losses.token_batch(batch, minibatch, **of_update)
-            # Times world: the weights of samples are those of the whole mini-batch, FSDP averages over ranks.
+            # Times world: the weights of samples are those of the whole mini-batch, gradients are averaged over ranks.
             scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
             out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
             out.loss.backward()
@@ -243,6 +243,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             out = out._replace(token_loss=out.token_loss / ranks.world_size)
             sums = [a + b for a, b in zip(sums, tally(out, tokens), strict=True)]
         steps += 1
+        ranks.average_gradients(policy)
         norm = float(full_tensor(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))
         if run.guard.allows(loss=sum(ranks.gather(total)), grad_norm=norm):
             run.optimizer.step()

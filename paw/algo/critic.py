@@ -90,9 +90,10 @@ class Critic:
             for batch in batches:
                 self.ranks.sync_gradients(self.model, self.config.optim.grad_sync == "each" or batch is batches[-1])
                 part, limited = self.model(partial(self.loss, batch, minibatch))
-                (part * (self.ranks.world_size / n)).backward()  # FSDP averages over ranks
+                (part * (self.ranks.world_size / n)).backward()  # averaged over ranks
                 loss += float(part.detach()) / n
                 clipped += int(limited)
+            self.ranks.average_gradients(self.model)
             tokens += n
             losses.append(sum(self.ranks.gather(loss)))
             norm = float(full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)))

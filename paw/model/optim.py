@@ -41,5 +41,6 @@ def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """`lr`, times a group's own "scale"."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("scale", 1.0)

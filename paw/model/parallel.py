@@ -140,15 +140,23 @@ class DistributedRanks(Ranks):
             other = next(i for i, digest in enumerate(digests) if digest != digests[0])
             raise UserError(otherwise.replace("{}", str(other)))
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, apart: bool = False) -> None:
+    def shard(
+        self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
+    ) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
         `policy` is in host memory, its values rank 0's; what the others hold is replaced. Only calls of `policy` see
         whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
-        optimizer's. `offload` keeps the shards in host memory. `apart`: each machine's ranks, of which all machines
-        have as many, share a whole model among them, and gradients are summed over machines.
+        optimizer's. `offload` keeps the shards in host memory. Every `sharers` ranks, which divide their number,
+        hold a whole model together (default: all); gradients are summed over these. 1: nothing is sharded.
         """
-        self._mesh = self._mesh or self._make_mesh(apart)
+        if sharers == 1:
+            for parameter in policy.parameters():
+                self.broadcast(parameter.data, 0)
+            if not offload:
+                policy.to(self._device)
+            return
+        self._mesh = self._mesh or self._make_mesh(sharers or self.world_size)
         options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
@@ -166,17 +174,30 @@ class DistributedRanks(Ranks):
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # scattered by rank 0
             parameter.to_local().detach().copy_(shard.to_local())
 
-    def _make_mesh(self, apart: bool) -> DeviceMesh:
-        """Of all ranks, or [machines, ranks of each]: FSDP replicates over the first, and shards over the second."""
-        if not apart or self.on_host == self.world_size:
+    def _make_mesh(self, sharers: int) -> DeviceMesh:
+        """Of all ranks, or [copies, ranks of each]: FSDP replicates over the first, and shards over the second."""
+        if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
-        grid = torch.arange(self.world_size).view(-1, self.on_host)
+        grid = torch.arange(self.world_size).view(-1, sharers)
         groups: Any = [dist.new_subgroups_by_enumeration(of.tolist(), timeout=FOREVER)[0] for of in (grid.T, grid)]
-        return DeviceMesh.from_group(groups, self._device.type, mesh=grid, mesh_dim_names=("machine", "rank"))
+        return DeviceMesh.from_group(groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank"))
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         if isinstance(policy, FSDPModule):
             policy.set_requires_gradient_sync(last)
+
+    def average_gradients(self, policy: nn.Module) -> None:
+        if isinstance(policy, FSDPModule):
+            return
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        having = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        dist.all_reduce(having)
+        for parameter, ranks in zip(trained, having.tolist(), strict=True):
+            if ranks:  # without one anywhere it stays without, as in one rank
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total = grad.float()
+                dist.all_reduce(total)
+                parameter.grad = grad.copy_(total / self.world_size)
 
     def close(self) -> None:
         self._watchdog.close()

@@ -60,11 +60,16 @@ class Ranks:
         """What the watchdog of the other ranks may take to last."""
         return nullcontext()
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, apart: bool = False) -> None:
+    def shard(
+        self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
+    ) -> None:
         """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         """Whether the next backward pass reduces gradients over ranks, or adds to whole ones kept in each."""
+
+    def average_gradients(self, policy: nn.Module) -> None:
+        """Of a mini-batch, where every rank holds the whole model: in float32. FSDP averages by itself."""
 
     def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""

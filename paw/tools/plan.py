@@ -151,10 +151,10 @@ class Plan(Memory):
         learning = passes * (turns * tokens * body + judging) + 3 * turns * targets * head
         # The gathers of each pass of a micro-batch over all weights run beside its arithmetic. Adapters save none of
         # the arithmetic in the published runs.
-        gather = self.c * (s.parameters + self.valued) / self.link if self.N > 1 else 0
-        reduce = 4 * (self.trained + self.valued) / self.link if self.N > 1 else 0
-        if self.shards < self.N:  # each card then sums its shard over hosts: what it has goes out and comes back
-            reduce += 2 * 4 * (self.trained + self.valued) / self.shards / NETWORK
+        gather = self.c * (s.parameters + self.valued) / self.link if self.shards > 1 else 0
+        reduce = 4 * (self.trained + self.valued) / self.link if self.shards > 1 else 0
+        if self.shards < self.N:  # each card then sums its shard over copies: what it has goes out and comes back
+            reduce += 2 * 4 * (self.trained + self.valued) / self.shards / (NETWORK if self.hosts > 1 else self.link)
         micro = turns * tokens / self.T
         copied = 2 * self._kept() * micro / PCIE if config.model.offload_activations else 0
         scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)  # engines tell entropies

@@ -39,7 +39,7 @@ class Memory:
         if self.N < 1:
             raise UserError(f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on")
         self.on_host = min(self.N, -(-gpus // hosts))
-        self.shards = self.on_host if config.model.shard == "node" else self.N
+        self.shards = {"none": 1, "node": self.on_host, "world": self.N}[config.model.shard]
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
         self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
         self.c = 2 if config.model.dtype == "bfloat16" else 4

@@ -139,7 +139,7 @@ def example(
 
 def step(
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     rows: Sequence[Sample],
     *,
     lr: float,
@@ -164,7 +164,8 @@ def step(
         start, said = (1, said) if whole else (len(prompt), [])
         samples.append(Sample(0, 0, 0, prompt[:start], prompt[start:] + answer + said))
         weights.append([other] * (len(prompt) - start) + [1.0 / answers] * len(answer) + [other] * len(said))
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     if budget is None:
         longest = max(map(len, weights))
         weight = torch.tensor([of + [0.0] * (longest - len(of)) for of in weights])
@@ -180,9 +181,10 @@ def step(
             out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
             out.loss.backward()
             loss += float(out.token_loss[weight > 0].sum())
-    set_learning_rate(optimizer, lr)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
-    optimizer.step()
+    for optimizer in optimizers:
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
     return loss
 
 
@@ -243,7 +245,7 @@ def fine_tune(
     with StopSignal("step", "the same command goes on") as stop:
         for n, batch in enumerate(batches[done:], done):
             lr = learning_rate(optim, update=n, updates=len(batches))
-            loss, last = step(policy, optimizer, batch, lr=lr, **options), n + 1
+            loss, last = step(policy, [optimizer], batch, lr=lr, **options), n + 1
             if not math.isfinite(loss):
                 raise UserError(f"fine-tuning diverged at step {last} of {len(batches)}; lower {key}")
             now = time.monotonic()

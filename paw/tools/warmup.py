@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paw.cache import cache_dir, cached
-from paw.config import Config
+from paw.config import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.model.policy import Policy
 from paw.rollout.chat import Chat, shown
@@ -36,6 +37,8 @@ CORPUS_STRAYS = 0.05
 """Share of stray actions in the tokenizer's corpus, so that it has words for what the environment says to them."""
 OVERSHOOT = 0.2
 """Success beyond warmup.stop_success that is reported: little is left to learn."""
+MUON_LR = 2.0
+"""Muon's learning rate over AdamW's, the sizes of whose steps it matches."""
 CHECK_FROM, CHECK_EVERY = 300, 50
 CHECK_GAMES, CHECK_START = 256, 10_000_000
 """Warm-up games from CHECK_START on are for measuring, not for learning."""
@@ -77,7 +80,7 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
     lm = quickstart.build_model(tokenizer, settings)
     policy = Policy(lm)
     report(f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizers = _optimizers(lm, settings)
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=config.engine.max_batch_tokens)
     rollouts = Rollouts(factory, engine, chat, config, agent=plain)
     batches = _batches(factory, chat, config)
@@ -86,7 +89,7 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
     step, loss, success = 0, 0.0, 0.0
     for step in range(1, settings.max_steps + 1):
         lr = settings.lr * min(1.0, step / 40)
-        loss = train_step(policy, optimizer, next(batches), lr=lr, **options)
+        loss = train_step(policy, optimizers, next(batches), lr=lr, **options)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
             continue
         tasks = warmup_tasks(factory, CHECK_START, CHECK_GAMES, settings.seed)
@@ -108,6 +111,14 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
     rollouts.close()
     quickstart.save(lm, tokenizer, folder)
     return {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
+
+
+def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optimizer]:
+    named, decay = dict(lm.named_parameters()), 0.01  # a tied head comes as the embedding
+    layers = [name for name in named if named[name].ndim == 2 and "embed" not in name and settings.optimizer == "muon"]
+    matrices: Any = {"params": [named.pop(name) for name in layers], "scale": MUON_LR}
+    adamw = torch.optim.AdamW(named.values(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=decay)
+    return [adamw, torch.optim.Muon([matrices], weight_decay=decay, adjust_lr_fn="match_rms_adamw")][: 1 + bool(layers)]
 
 
 def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[Sample]]:

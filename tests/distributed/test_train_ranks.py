@@ -148,7 +148,8 @@ if "RANK" not in os.environ:  # the launcher: it imports vLLM, in seven seconds,
 def test_two_ranks_with_an_engine_each(start, tmp_path, paw):
     pytest.importorskip("vllm")
     options = {"engine_type": "vllm", "run_updates": 1, "eval_games": 2}
-    one, two = (words_of(tmp_path, start, name, **options) for name in ("one", "two"))
+    copies = {"model_shard": "none", "optim_grad_sync": "last"}
+    one, two = (words_of(tmp_path, start, name, **options, **how) for name, how in (("one", {}), ("two", copies)))
     (tmp_path / "patch.py").write_text(ONE_BY_ONE.format(alone=["paw", *one]))
     paw(*two, "--gpus", 2, env={"FORKED_PATCH": str(tmp_path / "patch.py")})
     one, two = tmp_path / "one", tmp_path / "two"

@@ -46,7 +46,7 @@ def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(lm_weight,
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         options = {"lm_weight": lm_weight, "observations": observations, "by_row": by_row, "budget": budget}
-        told = sft.step(Policy(model), optimizer, ROWS, lr=0.0, **options)
+        told = sft.step(Policy(model), [optimizer], ROWS, lr=0.0, **options)
         assert told == pytest.approx(float(answer.detach()), abs=1e-4)
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, wanted[name], atol=1e-5), (name, budget)
