@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +138,19 @@ def resources(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     return {**machine_code(made.asm["cubin"]), **instructions(made.asm), "shared": made.metadata.shared}
 
 
+@cache  # cases share kernels
 def machine_code(cubin: bytes) -> dict[str, int | None]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
+        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", told)}
+    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)]
     return {
         "registers": found["REG"],
         "stack": found["STACK"],
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", told)),
         "instructions": len(code),
         "tile": shortest_loop(code, "MUFU.EX2"),
     }
