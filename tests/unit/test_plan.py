@@ -332,9 +332,9 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tracker_counts_what_the_allocator_does(dtype):
-    tree = {"model": {"path": "-", "dtype": dtype, "checkpointing": "full"}, "optim": {"micro_batch_tokens": 1024}}
+    tree = {"model": {"path": "-", "dtype": dtype, "checkpointing": "full"}, "optim": {"micro_batch_tokens": 512}}
     config = MEMORY.validate(tree, origin="test")
-    small = Shape(512, 256, 1024, 4, 4, 2, 64, tied=False, qkv_bias=True)
+    small = Shape(512, 256, 512, 2, 4, 2, 64, tied=False, qkv_bias=True)
     found = SIMULATION.simulate(config, small, attention="sdpa")
     assert found.update > found.step  # so that activations count
     assert found.update == pytest.approx(SIMULATION.real_peak(config, small), rel=0.02)
