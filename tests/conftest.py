@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import importlib
 import importlib.util
 import json
 import lzma
@@ -54,6 +55,24 @@ QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for
 }
 
 
+TOGETHER = ("test_smollm2.py", "test_vllm_engine.py", "test_vllm_server.py", "test_vllm_train.py")
+"""Files of one process: they import vLLM in it, which takes twenty seconds of a core."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "together" if Path(file).name in TOGETHER else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # gc.collect() leaves out what is imported: 0.2 s each time
 
@@ -102,23 +121,49 @@ def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subproc
     return done
 
 
-@pytest.fixture
-def paw_here(paw_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """`paw` in this process, without the seconds a child takes to load torch: for what needs no process of its own."""
+@pytest.fixture(scope="session")
+def run_here(paw_env: dict[str, str]) -> Callable[..., int]:
+    """`paw_here` for fixtures that several tests share: the exit code."""
 
-    def run(*words: Any, code: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(*words: Any, cwd: Path | None = None) -> int:
         threads = torch.get_num_threads()
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
             patch.setitem(CALLBACKS, "report", "builtins:object")
             if cwd:
                 patch.chdir(cwd)
-            capfd.readouterr()
-            returned = main(command(*words)[3:])
+            code = main(command(*words)[3:])
         torch.set_num_threads(threads)
+        return code
+
+    return run
+
+
+@pytest.fixture
+def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
+    """`paw` in this process, without the seconds a child takes to load torch: for what needs no process of its own."""
+
+    def run(*words: Any, code: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        returned = run_here(*words, cwd=cwd)
         return checked(subprocess.CompletedProcess(words, returned, *capfd.readouterr()), code)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def vllm_here() -> Iterator[Any]:
+    """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and no compiled rank of
+    a token, which nothing reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        from paw.rollout.engines.vllm import import_vllm
+
+        with pytest.MonkeyPatch.context() as eager:
+            eager.setenv("TORCHDYNAMO_DISABLE", "1")
+            vllm = import_vllm()
+            importlib.import_module("vllm.v1.sample.ops.logprobs")
+        patch.setattr("vllm.platforms.cpu.GiB_bytes", 1 << 28)
+        yield vllm
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE
 BLOCK = 32  # of the prefix cache on a CPU
 
 
-def test_what_vllm_cannot_serve_is_a_users_error(tmp_path):
+def test_what_vllm_cannot_serve_is_a_users_error(vllm_here, tmp_path):
     config = simulation.qwen2(64, 96, 2, 4, 4, 128)
     config.architectures = ["Qwen2ForCausalLM"]
     for problem in ("local directory", "head_dim=16"):
@@ -64,7 +64,7 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory):
+def setup(vllm_here, tmp_path_factory):
     """(model, engine that holds its weights) in one thread, where sums have one order; the engine loads no weights."""
     threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("model")
     torch.set_num_threads(1)

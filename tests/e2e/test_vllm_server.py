@@ -216,7 +216,7 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
     assert several and len(joined) < len(samples)
 
 
-def test_a_server_samples_what_the_engine_in_the_process_samples(folder, servers):
+def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
     fleet = Fleet(servers.urls, files, end_ids=ends, timeout_s=60, ranks=Ranks(), entropy=True)
     over_http = ServerEngine(fleet, LIMIT)
@@ -250,7 +250,7 @@ def adapted(model, seed):
     return model
 
 
-def test_adapters_alone_are_sent_also_under_running_requests(folder, servers, monkeypatch):
+def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, servers, monkeypatch):
     """In the process and to a server: tokens are those of the merged weights, each log-prob is that of one version."""
     pytest.importorskip("peft")
     base = make_model(folder, seed=1)

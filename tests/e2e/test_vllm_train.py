@@ -38,7 +38,7 @@ BACKEND = "textworld" if all(map(importlib.util.find_spec, ("alfworld", "textwor
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    "TORCHDYNAMO_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip
 POSITIONS = 4096
 START_S = 400
@@ -46,7 +46,7 @@ START_S = 400
 
 
 @pytest.fixture(scope="module")
-def trained(paw, quick, tiny_llm, tmp_path_factory):
+def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
     """(folder of a mixture of experts, directory of the run that trained it)."""
     folder = tmp_path_factory.mktemp("vllm")
     model = tiny_llm(folder / "model", "qwen3_moe")
@@ -61,7 +61,7 @@ def trained(paw, quick, tiny_llm, tmp_path_factory):
     where = {"model.path": model, "run.dir": folder, "run.name": "run", "env.backend": BACKEND}
     (folder / "mine.py").write_text("def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n")
     own = {"reward.type": f"{folder / 'mine.py'}:odd"}  # it wins no game: of rewards that are all 0 comes no gradient
-    paw("train", "quickstart", quick | small, engine, where, own, env=QUIET)
+    assert run_here("train", "quickstart", quick | small, engine, where, own) == 0
     return model, folder / "run"
 
 
