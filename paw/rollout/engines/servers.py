@@ -168,6 +168,8 @@ class Servers:
         variables = DEFAULTS | variables | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
+        else:  # the model lies in the engine's process, as on one GPU: a process less that imports vLLM
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, "-m", "paw.rollout.engines.watch", *self._command, "--port", str(self._ports[index])]
         with self._log(index).open("ab") as log:
             return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
