@@ -10,7 +10,7 @@ two and the last, when the pipeline fills and empties), and prints the ratio of 
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update old, the oldest
 that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same seeds with ahead = 0 are in
-quickstart.csv (bench/quickstart_seeds.py).
+quickstart_long.csv (bench/quickstart_seeds.py).
 """
 
 import argparse
@@ -101,9 +101,9 @@ def learn(seeds: list[int]) -> None:
     for seed in seeds:
         folder = ROOT / "runs" / "late" / f"seed-{seed}"
         if not (folder / "report.html").exists():
-            model = paw("warmup", "quickstart", "--warmup.seed", seed).splitlines()[-1]
+            model = paw("warmup", "quickstart-long", "--warmup.seed", seed).splitlines()[-1]
             own = {"run.dir": str(folder.parent), "run.name": folder.name, "run.seed": seed, "model.path": model}
-            train(load("quickstart", own))
+            train(load("quickstart-long", own))
         run = load_run(folder)
         about = {"torch": run.info["torch"], "device": run.info["device"], "head": run.info["backend"]}
         for step in run.series("eval/success")[0]:

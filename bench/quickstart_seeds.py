@@ -1,11 +1,12 @@
 """Train the quickstart with several seeds, each with a model and a warm-up of its own; write the table and the curve.
 
-    python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds]
+    python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds] [--recipe quickstart-long]
     python bench/quickstart_seeds.py --alone runs/quickstart
 
 The second command writes the minutes of a run that had the machine to itself (`make train`) to quickstart_alone.csv.
 The first writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv
-(the same games before and after at the paper's temperature of 0.4) and docs/learning_curve.png. Seeds that already have
+(the same games before and after at the paper's temperature of 0.4) and docs/learning_curve.png; of the other recipe
+quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have
 a finished run there are read, not trained again.
 """
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
+    parser.add_argument("--recipe", choices=["quickstart", "quickstart-long"], default="quickstart")
     parser.add_argument("--alone", type=Path, help="directory of a run that had the machine to itself")
     options = parser.parse_args()
     if options.alone:
@@ -41,7 +43,7 @@ def main() -> None:
         folder = options.runs / f"seed-{seed}"
         if not (folder / "report.html").exists():
             where = ("--run.dir", options.runs, "--run.name", folder.name)
-            paw("train", "quickstart", "--gpus", 2, *where, "--run.seed", seed, "--warmup.seed", seed)
+            paw("train", options.recipe, "--gpus", 2, *where, "--run.seed", seed, "--warmup.seed", seed)
         run = load_run(folder)
         about = described(run)
         evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
@@ -54,9 +56,11 @@ def main() -> None:
         first, last = evaluated[0]["success"], evaluated[-1]["success"]
         print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%})")
         rows += evaluated
-    write(RESULTS / "quickstart.csv", rows)
-    write(RESULTS / "quickstart_t04.csv", cooler)
-    draw(rows)
+    name = options.recipe.replace("-", "_")
+    write(RESULTS / f"{name}.csv", rows)
+    write(RESULTS / f"{name}_t04.csv", cooler)
+    if name == "quickstart":
+        draw(rows)
 
 
 def described(run: Run) -> dict[str, str]:

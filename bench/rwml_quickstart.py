@@ -26,7 +26,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     triplets, kept, start, tuned = (folder / name for name in ("triplets.jsonl", "kept.jsonl", "start", "wm-sft"))
-    model = Path(paw("warmup", "quickstart").strip())
+    model = Path(paw("warmup", "quickstart-long").strip())
     learner = ("--model", model, *RECIPE)
     games = ("--recipe", "quickstart", "--tasks", 200, "--rwml.dedup", "true")
     for made, words in {

@@ -232,8 +232,7 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
         for batch in batches:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
             tokens = losses.token_batch(batch, minibatch, **of_update)
-            # Times world: the weights of samples are those of the whole mini-batch, gradients are averaged over ranks.
-            scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
+            scaled = replace(tokens, weight=ranks.world_size * tokens.weight)  # gradients are averaged over ranks
             out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
             out.loss.backward()
             if unscored:
