@@ -73,6 +73,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in TOGETHER)  # what takes longest comes first
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # gc.collect() leaves out what is imported: 0.2 s each time
 

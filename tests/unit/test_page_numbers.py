@@ -80,7 +80,7 @@ def cooler(name: str) -> list[tuple[float, float]]:
     """Success of a quickstart's seeds at temperature 0.4, before and after training."""
     rows = exact(read(f"{name}_t04"))
     return [(one(rows, "success", seed=seed, when="before"), one(rows, "success", seed=seed, when="after"))
-            for seed in range(4)]  # fmt: skip
+            for seed in sorted({row["seed"] for row in rows})]  # fmt: skip
 
 
 def trl_steps() -> dict[str, dict[str, float]]:
@@ -99,7 +99,8 @@ def readme() -> Iterator[str]:
     reached = [row["success"] for row in long if row["update"] == 240]
     yield f"reaches {per_cent(min(reached))} to {per_cent(max(reached))} %"
     (alone,) = read("quickstart_alone")
-    yield f"{alone['minutes']:.1f} minutes"
+    yield f"it took {alone['minutes']:.1f} minutes"
+    yield f"{alone['warm-up']:.1f} of them for the warm-up"
     games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
     yield f"gives {games} points, and {questions} on search questions"
     of_trl = trl_steps()["TRL"]
@@ -116,14 +117,17 @@ def readme() -> Iterator[str]:
 def quickstart() -> Iterator[str]:
     for name in ("quickstart", "quickstart_long"):
         curves = exact(read(name))
-        for seed in range(4):
+        for seed in sorted({row["seed"] for row in curves}):
             mine = " | ".join(f"{row['success']:.3f}" for row in curves if row["seed"] == seed)
-            yield f"| {seed} | {mine} |"
+            yield f"| {seed:.0f} | {mine} |"
         gains = [per_cent(after - before, 0) for before, after in cooler(name)]
         ends = [f"{short(before)} -> {short(after)}" for before, after in cooler(name)]
-        yield f"the same games give {', '.join(ends[:3])} and {ends[3]}"
-        yield f"a gain of {', '.join(gains[:3])} and {gains[3]} points"
-        if name == "quickstart_long":
+        yield f"the same games give {', '.join(ends[:-1])} and {ends[-1]}"
+        yield f"a gain of {', '.join(gains[:-1])} and {gains[-1]} points"
+        if name == "quickstart":
+            (alone,) = read("quickstart_alone")
+            yield f"Of {alone['minutes']:.1f} minutes alone on two cores of an AMD EPYC {alone['warm-up']:.1f} are"
+        else:
             yield f"is .20 | 0-3 | {', '.join(ends)} (240)"
     ends = [
         (row["setting"], row["success_before_t04"], row["success_after_t04"]) for row in read("quickstart_prototype")
