@@ -78,15 +78,16 @@ def about(run: "Run") -> dict[str, Any]:
     """Of run.json: versions, machine, model, games."""
     import torch  # what only reads a record does without
 
-    device, threads = run.policy.device, torch.get_num_threads()
-    cpu = f"CPU ({platform.machine()}, {threads} threads)"
+    device, threads, ranks = run.policy.device, torch.get_num_threads(), run.ranks.world_size
+    each = f"{threads} thread{'s' * (threads > 1)}"
+    cpu = f"CPU ({platform.machine()}, {f'{ranks} processes of {each}' if ranks > 1 else each})"
     return {
         "paw": __version__,
         "commit": code_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "ranks": run.ranks.world_size,
+        "ranks": ranks,
         "threads": threads,
         "engine": run.config.engine.type,
         "model": run.config.model.path,

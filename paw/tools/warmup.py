@@ -91,6 +91,8 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
         lr = settings.lr * min(1.0, step / 40)
         loss = train_step(policy, optimizers, next(batches), lr=lr, **options)
         if step != settings.max_steps and (step < CHECK_FROM or step % CHECK_EVERY):
+            if step % CHECK_EVERY == 0:
+                report(f"warm-up: step {step}, loss {loss:.3f}, {time.monotonic() - started:.0f} s")
             continue
         tasks = warmup_tasks(factory, CHECK_START, CHECK_GAMES, settings.seed)
         groups, stats = rollouts.play(

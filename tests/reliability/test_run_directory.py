@@ -128,9 +128,9 @@ def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, q
     assert f"{tmp_path}/run was trained with run.seed = 0, not 3: its tasks" in done.stderr
     assert before == {path: path.read_bytes() for path in before}
     done = paw_here(*words, {"optim.lr": 2e-3})
-    assert "\nchanged: optim.lr 0.0005 -> 0.002\n" in done.stdout
+    assert "\nchanged: optim.lr 0.001 -> 0.002\n" in done.stdout
     (resumed,) = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
-    assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.0005 -> 0.002"]
+    assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.001 -> 0.002"]
 
 
 def test_an_evaluation_has_its_folder_to_itself(paw_here, tmp_path, monkeypatch):

@@ -148,7 +148,7 @@ def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
 def test_a_high_rate_of_a_pretrained_model_is_warned_of(capsys):
     for words, warned in ((["--model.path", "a/b"], 1), ([], 0), (["--model.path", "a/b", "--optim.lr", "1e-6"], 0)):
         assert cli.main([*TRAIN, "--dry-run", *words]) == 0
-        assert capsys.readouterr().err.count("warning: optim.lr = 0.0005 is high for a pretrained model") == warned
+        assert capsys.readouterr().err.count("warning: optim.lr = 0.001 is high for a pretrained model") == warned
 
 
 def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):

@@ -116,8 +116,8 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
     stopped.write_text("\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line))
     (jobs[1].directory / "run.json").write_text('{"ended": {"how": "stopped"}}')
     assert [bool(job.finished) for job in jobs] == [False, False, True, True]
-    with pytest.raises(UserError, match=r"grpo-0 has optim.lr = 0.0005, not 0.001"):
-        make_plan(tmp_path, run__updates="3", optim__lr="1e-3")
+    with pytest.raises(UserError, match=r"grpo-0 has optim.lr = 0.001, not 0.002"):
+        make_plan(tmp_path, run__updates="3", optim__lr="2e-3")
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def command(capsys, *words) -> str:
 def test_compare_writes_table_numbers_and_plot(finished, capsys):
     words = ("--variants", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only")
     assert cli.main(["experiment", "compare", "quickstart", *map(str, words)]) == 2
-    assert "grpo-0 has run.updates = 4, not 240" in capsys.readouterr().err
+    assert "grpo-0 has run.updates = 4, not 80" in capsys.readouterr().err
     text = command(capsys, "compare", "quickstart", *words, "--run.updates", 4)
     assert (finished / "compare.md").read_text() in text
     assert "| paw | 3 | 20.0 [20.0, 20.0] | 60.0 [37.6, 82.4] | 9.0 |" in text

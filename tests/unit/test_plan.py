@@ -320,13 +320,15 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
     assert cli.main(["train", "quickstart", *words]) == 2
     assert "does not fit: weights, gradients and optimizer take" in capsys.readouterr().err
 
-    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B"})
+    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B", "model.shard": "world"})
     need = Plan(config, shape_of(config.model.path), **CARD).phases["update"]
     pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
     monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
     check_machine(config, gpus=2, gpu_gib=None, on_host=1)  # half of it here, half elsewhere
     with pytest.raises(UserError, match="does not fit"):
         check_machine(config, gpus=2, gpu_gib=None, on_host=2)
+    with pytest.raises(UserError, match="does not fit"):
+        check_machine(changed(config, {"model.shard": "none"}), gpus=2, gpu_gib=None, on_host=1)
 
 
 @pytest.mark.slow

@@ -287,6 +287,7 @@ def _global_state_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     wanted = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.pop("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", None)  # an engine before: the number would count for nothing
     try:
         with torch.random.fork_rng():
             yield
