@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, object]] = {
     "gigpo": {"advantage.type": "gigpo", "wm.loss": "gce"},
     "ppo": {"advantage.type": "ppo"},
     "lora": {"lora.rank": 4},
-    "ranks": {"--gpus": 2, "model.device": "cpu"},
+    "ranks": {"--gpus": 2, "model.device": "cpu", "model.shard": "world"},
     "resume": {},
     "vllm": {"engine.type": "vllm"},
 }
@@ -40,7 +40,7 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 def train(folder: Path, name: str, cache: Path, settings: dict[str, object], *words: str) -> None:
     overrides = {**SMALL, **settings, "run.dir": folder, "run.name": name}
-    command = [sys.executable, "-m", "paw", "train", "quickstart", *words]
+    command = [sys.executable, "-m", "paw", "train", "quickstart-long", *words]
     for key, value in overrides.items():
         command += [key if key.startswith("--") else f"--{key}", str(value)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
