@@ -6,8 +6,8 @@
 The second command writes the minutes of a run that had the machine to itself (`make train`) to quickstart_alone.csv.
 The first writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv
 (the same games before and after at the paper's temperature of 0.4) and docs/learning_curve.png; of the other recipe
-quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have
-a finished run there are read, not trained again.
+quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run there are read, not trained
+again.
 """
 
 import argparse

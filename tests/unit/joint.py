@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -157,9 +158,10 @@ def packed(
         share=share,
     )
     for batch in batches:
-        loss = objective.forward(policy, batch, minibatch, update_samples)[0].loss
-        loss.backward()
-        total += loss.item()
+        out = objective.forward(policy, batch, minibatch, update_samples)[0]
+        out.loss.backward()
+        total += out.token_loss.double().sum().item()  # of either sign: what is left of them is small beside each
+        assert out.loss.item() == pytest.approx(out.token_loss.sum().item())
     return total, gradients(policy)
 
 
