@@ -2,8 +2,9 @@
 
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as the keyword `packed`.
 flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs, fp32) the rows are laid side by side for
-torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T. So they are for
-layers that mix tokens by recurrence or convolution (mixers.py), which know no bounds.
+torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T; on a CPU long rows
+that differ go through it one by one. Side by side they are for layers that mix tokens by recurrence or convolution
+(mixers.py), which know no bounds.
 """
 
 import inspect
@@ -22,6 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from paw.errors import UserError
 
 ATTENTION = "paw_packed"
+LONG_ROW, MOST_PADDING = 256, 1.1
+"""On a CPU rows of this mean length go through sdpa one by one where padding would add this much work (measured)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,8 @@ class Packed:
     """[T] int64, from 0 in each row."""
     slot: Tensor | None
     """[T] int64: each token's place in [rows * longest]; None where that is its own, or nothing lays them so."""
+    one_by_one: tuple[int, ...]
+    """Lengths of rows that sdpa takes one by one; () where it takes them side by side."""
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """[T, ...] -> [rows, longest, ...], zeros behind shorter rows."""
@@ -55,7 +60,9 @@ def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device, padd
     """Bounds of rows of the given lengths (>= 1), on `device`; with `padded` for layers that need them side by side."""
     starts = [0, *accumulate(lengths)]
     longest = max(lengths)
-    needed = (padded or kernel == "sdpa") and starts[-1] != longest * len(lengths)
+    one_by_one = kernel == "sdpa" and device.type == "cpu" and not padded and starts[-1] >= LONG_ROW * len(lengths)
+    one_by_one &= longest**2 * len(lengths) > MOST_PADDING * sum(n**2 for n in lengths)
+    needed = (padded or kernel == "sdpa") and not one_by_one and starts[-1] != longest * len(lengths)
     slots = [b * longest + p for b, n in enumerate(lengths) for p in range(n)] if needed else []
     return Packed(
         kernel=kernel,
@@ -64,6 +71,7 @@ def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device, padd
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
         position_ids=torch.tensor([p for n in lengths for p in range(n)], device=device),
         slot=torch.tensor(slots, device=device) if slots else None,
+        one_by_one=tuple(lengths) if one_by_one else (),
     )
 
 
@@ -117,7 +125,7 @@ def packed_attention(
             raise UserError(f"model.attention = 'varlen' {cap}; install flash-attn, or use --model.attention sdpa")
         out = _varlen(q, k, v, packed, scaling, window)
     else:
-        out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
+        out = _sdpa(q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None
 
 
@@ -133,30 +141,31 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
     return varlen_attn(q, k, v, *bounds, **options)  # type: ignore[return-value]
 
 
-def _side_by_side(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, **options: Any) -> Tensor:
+    if packed.one_by_one:
+        split = (x.transpose(0, 1)[None].split(packed.one_by_one, dim=2) for x in (q, k, v))
+        return torch.cat([_causal(*row, **options)[0].transpose(0, 1) for row in zip(*split, strict=True)])
+    q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))
+    return packed.one_after_another(_causal(q, k, v, **options).transpose(1, 2))
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, sliding_window: int | None, softcap: float | None
 ) -> Tensor:
-    q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))  # [rows, heads, longest, size]
-    mask = None
-    if softcap is not None or (sliding_window and sliding_window < packed.longest):
-        mask = torch.ones(packed.longest, packed.longest, dtype=torch.bool, device=q.device).tril()
+    """Query [rows, heads, length, size], key and value [rows, kv heads, length, size]."""
+    mask, length = None, q.shape[2]
+    if softcap is not None or (sliding_window and sliding_window < length):
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         if sliding_window:
             mask &= ~mask.tril(-sliding_window)
     if softcap is None:
         causal = mask is None
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True)
-    else:  # softcap tanh(score / softcap) is held: [rows, heads, longest, longest]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
-        scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
-        out = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-    return packed.one_after_another(out.transpose(1, 2))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True)
+    # softcap tanh(score / softcap) is held: [rows, heads, length, length]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:

@@ -59,7 +59,7 @@ def test_the_tokenizer_and_the_template_are_the_published_ones(smollm2, paw_here
 
 
 @needs_vllm
-def test_an_update_on_vllm_and_its_export_there(smollm2, paw_here, quick, vllm_here, tmp_path):
+def test_an_update_on_vllm_and_its_export_there(smollm2, paw_here, quick, vllm_here, tmp_path, monkeypatch):
     """GRPO + PaW with vLLM as the sampler; vLLM alone loads what is exported, and answers questions."""
     small = {"rollout.tasks": 1, "rollout.group_size": 4, "env.max_turns": 1, "rollout.max_response_tokens": 8}
     small |= {"run.updates": 1, "eval.games": 2, "run.dir": tmp_path, "run.name": "run", "optim.lr": 1e-3}
@@ -79,6 +79,7 @@ def test_an_update_on_vllm_and_its_export_there(smollm2, paw_here, quick, vllm_h
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     texts = [turn["prompt"] for sample in samples for turn in sample["turns"]][:2]
     asked = [[{"role": "user", "content": text}] for text in (*texts, "What is the capital of France?")]
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # which its worker replaces
     llm = vllm_here.LLM(
         str(tmp_path / "run" / "hf"), dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
         enable_chunked_prefill=False,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from joint import VOCAB, make_lm
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 
 from paw.errors import UserError
 from paw.model.attention import pack_rows, packed_attention, pick_attention
@@ -14,6 +13,7 @@ from paw.model.policy import Policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [7, 1, 12, 12, 3]
+LONG = [300, 230, 260]  # which a CPU takes one by one
 
 
 def test_bounds_as_documented():
@@ -23,20 +23,34 @@ def test_bounds_as_documented():
     assert pack_rows([2, 3], kernel="sdpa", device=CPU).slot.tolist() == [0, 1, 3, 4, 5]
     assert pack_rows([2, 2], kernel="sdpa", device=CPU).slot is None
     assert pack_rows([2, 3], kernel="varlen", device=CPU).slot is None
+    apart = pack_rows(LONG, kernel="sdpa", device=CPU)
+    assert apart.one_by_one == tuple(LONG) and apart.slot is None
+    for lengths, padded in ((LONG, True), ([300, 300, 310], False), ([200, 60, 120], False)):
+        assert pack_rows(lengths, kernel="sdpa", device=CPU, padded=padded).one_by_one == ()
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_attention_is_that_of_a_block_diagonal_mask(window):
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["side by side", "one by one"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0), (4, 2.0)])
+def test_attention_is_that_of_a_block_diagonal_mask(lengths, window, softcap):
     torch.manual_seed(0)
-    total = sum(LENGTHS)
-    q, k, v = (torch.randn(1, heads, total, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    total, atol = sum(lengths), 1e-12 if softcap is None else 1e-5  # with a cap the softmax is float32's
+    q, k, v = (torch.randn(1, heads, total, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(total)
     mask = (row[:, None] == row) & (place[:, None] >= place) & (place[:, None] - place < (window or total))
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
-    packed = pack_rows(LENGTHS, kernel="sdpa", device=CPU)
-    out, _ = packed_attention(None, q, k, v, None, packed=packed, scaling=0.3, sliding_window=window)
-    assert torch.allclose(out, expected, atol=1e-12)
+    scores = 0.3 * q @ k.repeat_interleave(2, dim=1).mT
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, dim=1)
+    packed = pack_rows(lengths, kernel="sdpa", device=CPU)
+    options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    out, _ = packed_attention(None, q, k, v, None, packed=packed, **options)
+    assert torch.allclose(out, expected.transpose(1, 2), atol=atol)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    for grad, other in zip(
+        grads, torch.autograd.grad((expected.transpose(1, 2) * weight).sum(), (q, k, v)), strict=True
+    ):
+        assert torch.allclose(grad, other, atol=atol)
 
 
 def test_the_varlen_kernel_is_called_as_torch_declares_it():

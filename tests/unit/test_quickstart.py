@@ -14,7 +14,7 @@ from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
 from paw.envs.settings import AlfworldConfig
 from paw.rollout.chat import Chat
 from paw.tools import quickstart
-from paw.tools.warmup import demonstrations, ensure_warm_model
+from paw.tools.warmup import Muon, demonstrations, ensure_warm_model
 
 SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END]
 game_text = st.sampled_from([*corpus()[0][:30], *corpus()[2][:30], *sorted(corpus()[1])[:30]])
@@ -116,3 +116,22 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     loss, loss_at_start = (json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start))
     assert loss < 0.6 * loss_at_start
     assert len(AutoTokenizer.from_pretrained(folder)) == AutoModelForCausalLM.from_pretrained(folder).vocab_size
+
+
+def test_muon_is_torchs_in_float32(monkeypatch):
+    """Matrices of each layout, three steps: torch's own function, whose bfloat16 is taken out, gives the same."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(6, 6), (12, 6), (6, 12), (6, 6), (12, 6)]]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    optimizers = (
+        Muon([{"params": ours}], {"lr": 0.02, "weight_decay": 0.1}),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    )
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    for _ in range(3):
+        for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for index, parameter in enumerate(parameters):
+                parameter.grad = parameter.detach().cos() * (index + 1)
+            optimizer.step()
+    for parameter, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
