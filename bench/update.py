@@ -92,12 +92,12 @@ def make_folder(model: str, folder: Path) -> str:
 
 @contextmanager
 def trainer(
-    folder: str, *, dtype: str = "float32", threads: int = 2, budget: int = 4096
+    folder: str, *, dtype: str = "float32", threads: int = 2, keys: dict[str, str] | None = None
 ) -> Iterator[tuple[Run, Meter]]:
     """A run with that model that updates are measured on, and the meter, which began before the model was there."""
     torch.set_num_threads(threads)
     meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    keys = {"model.path": folder, "model.dtype": dtype, "optim.micro_batch_tokens": str(budget)}
+    keys = {"model.path": folder, "model.dtype": dtype, "optim.micro_batch_tokens": "4096"} | (keys or {})
     with ExitStack() as stack:
         keys |= {"run.threads": str(threads), "run.dir": stack.enter_context(tempfile.TemporaryDirectory())}
         config = load("alfworld-grpo-paw", KEYS | keys)

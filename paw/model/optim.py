@@ -17,8 +17,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.name == "adamw":
-        fused = all(parameter.is_cuda for parameter in trained)  # foreach keeps 4 more bytes a parameter meanwhile
-        return torch.optim.AdamW(trained, fused=fused, foreach=not fused, **options)
+        return torch.optim.AdamW(trained, fused=True, **options)  # foreach keeps 4 more bytes a parameter meanwhile
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         raise UserError("optim.name = 'flash-adamw': it needs a GPU; or use --optim.name adamw")
     try:

@@ -171,6 +171,7 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
         "model.path": str(folder), "model.chat_template_kwargs": {}, "agent.type": give(librarian),
         "env.name": give(same), "env.eval_split": "test", "env.max_turns": 2, "rollout.max_response_tokens": 8,
         "rollout.tasks": 2, "rollout.group_size": 2, "wm.rho": 1.0, "wm.alpha": 1.0, "wm.weight": 1.0,
+        "policy.kl_coef": 0.0,
     }  # fmt: skip
     monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
     train(load("own-environment", keys))
