@@ -288,9 +288,9 @@ def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Seconds of a step by part, and peak memory, of each side; readable at the width of a phone."""
     found, about = medians(rows), rows[-1]
-    figure, sides = Figure((4.4, 4.6)), list(found)[::-1]
+    figure, sides = Figure((4.4, 5.2)), list(found)[::-1]
     times, memory = figure.subplots(2, 1)
-    names, left = [side.replace(", ", ",\n") for side in sides], [0.0] * len(sides)
+    names, left = [side.replace(", completions", ",\ncompletions") for side in sides], [0.0] * len(sides)
     for part, colour in {"body": BLUE, "head": VERMILLION, "optimizer": GREEN, "rest": SKY}.items():
         pairs = [(found[side], at) for side, at in zip(sides, left, strict=True)]
         spent = [of.get(f"{part}_s", of["seconds"] - at) for of, at in pairs]

@@ -83,9 +83,18 @@ def cooler(name: str) -> list[tuple[float, float]]:
             for seed in sorted({row["seed"] for row in rows})]  # fmt: skip
 
 
-def trl_steps() -> dict[str, dict[str, float]]:
+def trl_steps(dtype: str = "float32", style: str = "turns") -> tuple[str, dict[str, dict[str, float]]]:
+    """The table of one optimizer step against TRL's, and its medians."""
     versus = importlib.import_module("bench.trainer_vs_trl")
-    return versus.medians(common.read(common.RESULTS / "trainer_vs_trl_cpu.csv"))
+    rows = common.read(common.RESULTS / "trainer_vs_trl_cpu.csv")
+    rows = [row for row in rows if (row["dtype"], row["style"]) == (dtype, style)]
+    return versus.table(rows), versus.medians(rows)
+
+
+def over(found: dict[str, dict[str, float]], base: str = "GRPO") -> tuple[float, float]:
+    """How many times as fast as TRL, and at what share of its memory."""
+    trl = found["TRL"]
+    return trl[f"seconds / {base}"], 1 / trl[f"peak_gib / {base}"]
 
 
 def readme() -> Iterator[str]:
@@ -103,8 +112,9 @@ def readme() -> Iterator[str]:
     yield f"{alone['warm-up']:.1f} of them for the warm-up"
     games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
     yield f"gives {games} points, and {questions} on search questions"
-    of_trl = trl_steps()["TRL"]
-    yield f"TRL 1.16 {of_trl['seconds / GRPO']:.2f} times as long and {of_trl['peak_gib / GRPO']:.2f} times the memory"
+    told = "TRL 1.16 {:.2f} times as long and {:.2f} times the memory in bfloat16, {:.2f} and {:.2f} times in float32"
+    found = [trl_steps(dtype)[1]["TRL"] for dtype in ("bfloat16", "float32")]
+    yield told.format(*(of[f"{key} / GRPO"] for of in found for key in ("seconds", "peak_gib")))
     over = read("rollout_cpu", envs="16", env_ms="0.0")
     for model in {row["model"] for row in over}:
         steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
@@ -424,13 +434,24 @@ def profile() -> Iterator[str]:
     yield f"{per_cent(masked, 0)} % of the selected observations are masked as a whole"
     yield f"rule takes {per_cent(ruled, 0)} %, of which {per_cent(wrong, 0)} % should have stayed"
     yield f"{per_cent(skipped)} % of the update's tokens"
+    cases = [trl_steps(), trl_steps("bfloat16"), trl_steps(style="conversations")]
+    yield from (table for table, _ in cases)
+    alone, bf16, turns = (found for _, found in cases)
+    yield "In bfloat16 {:.2f} times the speed at {:.2f}".format(*over(bf16))
+    yield "float32 {:.2f} times at {:.2f}, and {:.2f} times at {:.2f} with `model.compile`".format(
+        *over(alone), *over(alone, "GRPO, compiled")
+    )
+    yield f"{per_cent(alone['GRPO']['body_s'] / alone['GRPO']['seconds'], 0)} % of the step are the body"
+    assert alone["GRPO"]["body_s"] > alone["TRL"]["seconds"] / 2
+    ratios = (alone["GRPO + PaW"]["seconds / GRPO"], alone["GRPO + PaW, compiled"]["seconds / GRPO, compiled"])
+    yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
+    yield f"In the conversations {100 * turns['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
     versus = importlib.import_module("bench.trainer_vs_trl")
-    yield versus.table(steps := common.read(common.RESULTS / "trainer_vs_trl_cpu.csv"))
-    of_trl = trl_steps()["TRL"]
-    yield f"{of_trl['seconds / GRPO']:.2f} times and {1 / of_trl['peak_gib / GRPO']:.2f}"
-    alone, both = ([float(row["seconds"]) for row in steps if row["side"] == side] for side in versus.SIDES[:2])
-    yield "GRPO took {:.0f} and {:.0f} s".format(*sorted(alone))
-    yield "({:.2f} and {:.2f} times GRPO's seconds)".format(*(b / a for a, b in zip(alone, both, strict=True)))
+    samples = versus.make_samples("conversations")
+    last = sum(len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples))
+    rows = [sum(len(getattr(sample, key)) for sample in samples) for key in ("observation_ids", "response_ids")]
+    more = per_cent(last / versus.tokens(samples)), per_cent(rows[0] / rows[1], 0)
+    yield "{} % more tokens, and observations add {} %".format(*more)
 
 
 def scale() -> Iterator[str]:
