@@ -83,7 +83,7 @@ def vanilla_grpo(start, count):
     chat, factory = Chat(tokenizer), make_factory()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
     rollouts = Rollouts(factory, engine, chat, make_config(start, start))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, foreach=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
     weights = []
     for step in range(count):
         tasks = train_tasks(factory, step, 4, 0)
