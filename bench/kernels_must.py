@@ -146,10 +146,10 @@ def markdown() -> str:
 
 
 def cpu_markdown() -> str:
-    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation; then what must be reached."""
-    _, rows = measured_rows()
-    rows = [r for r in rows if r["mode"] in (BOTH, STATISTICS) and r["dead"] != "known" and r["ms"]]
-    heads = list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
+    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation; then what must be reached, there
+    and on an older processor."""
+    rows, older = (both_modes(read(ROOT / "bench" / "results" / f"kernels_cpu{name}.csv")) for name in ("", "_avx2"))
+    heads = heads_of(rows)
     lines = list(dict.fromkeys((r["mode"], r["implementation"], r["live"]) for r in rows))
     lines = [(mode, name, live) for mode, name, live in lines if live == "1.0" or name == "paw[cpu]"]
     cells = {}
@@ -157,17 +157,34 @@ def cpu_markdown() -> str:
         ms = float(r["ms"])
         text = f"{ms:,.4g}" if ms < 1e4 else f"{ms:,.0f}"
         cells[r["mode"], r["implementation"], r["live"], r["head"]] = f"{text} ms, {float(r['peak_mib']):,.0f} MiB"
-    titles = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
-    top = [f"| T x V x D | {' | '.join(titles)} |", "|---" * (1 + len(heads)) + "|"]
-    found = list(top)
+    found = titles(heads)
     for mode, name, live in sorted(lines):
         text = (
             f"{name}{'' if live == '1.0' else f', f = {float(live):g}'}{', statistics' if mode == STATISTICS else ''}"
         )
         found.append(f"| {text} | {' | '.join(cells.get((mode, name, live, head), '') for head, *_ in heads)} |")
-    found += ["", "Speed over the fastest peer's, and what it must be:", "", *top]
+    found += ["", "Speed over the fastest peer's, and what it must be:", "", *over_peers(rows)]
+    return "\n".join([*found, "", "On the AVX2 processor:", "", *over_peers(older)])
+
+
+def both_modes(rows: Rows) -> Rows:
+    return [r for r in rows if r["mode"] in (BOTH, STATISTICS) and r["dead"] != "known" and r["ms"]]
+
+
+def heads_of(rows: Rows) -> list[tuple[str, ...]]:
+    return list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
+
+
+def titles(heads: list[tuple[str, ...]]) -> list[str]:
+    shapes = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
+    return [f"| T x V x D | {' | '.join(shapes)} |", "|---" * (1 + len(heads)) + "|"]
+
+
+def over_peers(rows: Rows) -> list[str]:
+    """The table of speeds over the fastest peer."""
+    found = titles(heads_of(rows))
     for text, mode, live, musts in CPU_MUSTS:
-        over = [over_fastest_peer(rows, head, mode, live) for head, *_ in heads]
+        over = [over_fastest_peer(rows, head, mode, live) for head, *_ in heads_of(rows)]
         words = [
             ""
             if x is None
@@ -175,7 +192,7 @@ def cpu_markdown() -> str:
             for x, must in zip(over, musts, strict=False)
         ]
         found.append(f"| {text} | {' | '.join(words)} |")
-    return "\n".join(found)
+    return found
 
 
 CPU_MUSTS = (
