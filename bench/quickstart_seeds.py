@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
 from bench.common import RESULTS, ROOT, evaluate, paw, write
+from paw.errors import UserError, to_stderr
 from paw.tools.plots import PALETTE, styled
 from paw.tools.rundir import Run, load_run
 
@@ -82,4 +83,8 @@ def draw(rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        to_stderr(str(error))
+        sys.exit(2)

@@ -14,7 +14,7 @@ with its fused head, without a log-prob pass of its own (old log-probs are those
 samples by transformers). It has no packing. Kinder than TRL: it pads to the longest of the update, here each
 micro-batch has its own longest. On a CPU its head runs over prompts and padding as well. "TRL, completions only" has
 it leave them out, as it does on a GPU: its code with that one switch turned, which no setting does. "compiled":
-`model.compile` here, `torch_compile` there. "TRL, compiled" takes ten minutes to compile and 9 GiB beside the others.
+`model.compile` here, `torch_compile` there. "TRL, compiled", which compiles for minutes, runs only when it is named.
 """
 
 import argparse
@@ -197,7 +197,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", choices=[*TOLERANCE], default="float32")
     parser.add_argument("--style", choices=["turns", "conversations"], default="turns")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[: 8 if torch.cuda.is_available() else 6])
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, metavar="SIDE", default=SIDES[: 8 if torch.cuda.is_available() else 6]
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default=MODEL, help="a shape that paw.tools.shapes knows")

@@ -24,7 +24,7 @@ from paw.errors import UserError
 
 ATTENTION = "paw_packed"
 LONG_ROW, MOST_PADDING = 256, 1.1
-"""On a CPU rows of this mean length go through sdpa one by one where padding would add this much work (measured)."""
+"""On a CPU rows of this mean length go through sdpa one by one where padding would make it this many times the work."""
 
 
 @dataclass(frozen=True, eq=False)

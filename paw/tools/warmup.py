@@ -127,7 +127,7 @@ def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optim
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with adjust_lr_fn="match_rms_adamw", in float32 and all matrices of a shape at once.
 
-    torch's own iterates in bfloat16, which most processors only emulate: half of a warm-up step's time there.
+    torch's own iterates in bfloat16, which many processors only emulate: nearly half of a warm-up step's time there.
     """
 
     @torch.no_grad()

@@ -91,7 +91,7 @@ def trl_steps(dtype: str = "float32", style: str = "turns") -> tuple[str, dict[s
     return versus.table(rows), versus.medians(rows)
 
 
-def over(found: dict[str, dict[str, float]], base: str = "GRPO") -> tuple[float, float]:
+def against_trl(found: dict[str, dict[str, float]], base: str = "GRPO") -> tuple[float, float]:
     """How many times as fast as TRL, and at what share of its memory."""
     trl = found["TRL"]
     return trl[f"seconds / {base}"], 1 / trl[f"peak_gib / {base}"]
@@ -112,9 +112,10 @@ def readme() -> Iterator[str]:
     yield f"{alone['warm-up']:.1f} of them for the warm-up"
     games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
     yield f"gives {games} points, and {questions} on search questions"
-    told = "TRL 1.16 {:.2f} times as long and {:.2f} times the memory in bfloat16, {:.2f} and {:.2f} times in float32"
     found = [trl_steps(dtype)[1]["TRL"] for dtype in ("bfloat16", "float32")]
-    yield told.format(*(of[f"{key} / GRPO"] for of in found for key in ("seconds", "peak_gib")))
+    bf16, float32 = ([of[f"{key} / GRPO"] for key in ("seconds", "peak_gib")] for of in found)
+    yield "TRL 1.16 needs {:.2f} times the time and {:.2f} times the memory of PaW in bfloat16".format(*bf16)
+    yield "{:.2f} and {:.2f} times in float32".format(*float32)
     over = read("rollout_cpu", envs="16", env_ms="0.0")
     for model in {row["model"] for row in over}:
         steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
@@ -440,16 +441,16 @@ def profile() -> Iterator[str]:
     yield f"{per_cent(skipped)} % of the update's tokens"
     cases = [trl_steps(), trl_steps("bfloat16"), trl_steps(style="conversations")]
     yield from (table for table, _ in cases)
-    alone, bf16, turns = (found for _, found in cases)
-    yield "In bfloat16 {:.2f} times the speed at {:.2f}".format(*over(bf16))
+    turns, bf16, conversations = (found for _, found in cases)
+    yield "In bfloat16 {:.2f} times the speed at {:.2f}".format(*against_trl(bf16))
     yield "float32 {:.2f} times at {:.2f}, and {:.2f} times at {:.2f} with `model.compile`".format(
-        *over(alone), *over(alone, "GRPO, compiled")
+        *against_trl(turns), *against_trl(turns, "GRPO, compiled")
     )
-    yield f"{per_cent(alone['GRPO']['body_s'] / alone['GRPO']['seconds'], 0)} % of the step are the body"
-    assert alone["GRPO"]["body_s"] > alone["TRL"]["seconds"] / 2
-    ratios = (alone["GRPO + PaW"]["seconds / GRPO"], alone["GRPO + PaW, compiled"]["seconds / GRPO, compiled"])
+    yield f"{per_cent(turns['GRPO']['body_s'] / turns['GRPO']['seconds'], 0)} % of the step are the body"
+    assert turns["GRPO"]["body_s"] > turns["TRL"]["seconds"] / 2
+    ratios = (turns["GRPO + PaW"]["seconds / GRPO"], turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"])
     yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
-    yield f"In the conversations {100 * turns['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
+    yield f"In the conversations {100 * conversations['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
     versus = importlib.import_module("bench.trainer_vs_trl")
     samples = versus.make_samples("conversations")
     last = sum(len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples))
