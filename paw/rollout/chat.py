@@ -57,8 +57,11 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
             raise UserError(f"the tokenizer of '{self.name}' has no chat template; {fix}")
-        for key in options or {}:
-            if not re.search(rf"\b{re.escape(key)}\b", str(tokenizer.chat_template)):
+        template = str(tokenizer.chat_template)
+        for key, value in (options or {}).items():
+            if key == "enable_thinking" and value is False and "think" not in template.lower():
+                continue  # so it is without asking
+            if not re.search(rf"\b{re.escape(key)}\b", template):
                 fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
                 raise UserError(f"model.chat_template_kwargs: the template of '{self.name}' has no '{key}'; {fix}")
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)

@@ -218,6 +218,16 @@ def test_unusable_templates_are_named():
         Chat(thinker(), {"enable_thinkin": False})
 
 
+def test_a_template_without_thinking_may_be_told_not_to_think():
+    tokenizer = make(QWEN25, [], CHATML, eos="<|im_end|>")
+    assert Chat(tokenizer, {"enable_thinking": False}).prompt_ids("look") == Chat(tokenizer).prompt_ids("look")
+    with pytest.raises(UserError, match="has no 'enable_thinking'"):
+        Chat(tokenizer, {"enable_thinking": True})
+    tokenizer.chat_template = CHATML + "{% if thinking %}<think>{% endif %}"
+    with pytest.raises(UserError, match="has no 'enable_thinking'"):
+        Chat(tokenizer, {"enable_thinking": False})
+
+
 @pytest.mark.parametrize("flagged", [False, True])
 def test_what_the_template_opens_is_part_of_the_answer(flagged):
     tokenizer = thinker(flagged=flagged)
