@@ -9,11 +9,11 @@
 Rows are appended to bench/results/kernels_<device>.csv as they come, so a run may be stopped at any time; then the
 plots in docs/ are drawn. A case that fails is a row with its error. From a plain checkout: PYTHONPATH=.:kernels.
 
-Per case: median and 20th / 80th percentile of timed calls after a warm-up, CUDA events on a GPU, inputs that are random
-and not in the cache; `share` is the time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to
-4,096 rows) over its time; `peak_mib` is what torch's allocator held above the inputs, `beside_dw_mib` the same without
-a float32 dW (4 V D bytes); errors are against float64 (bench/kernels_problem.py), `passes`: at most twice those of
-plain torch in the same dtype, plus 1e-4.
+Per case: median and 20th / 80th percentile of timed calls after a warm-up, in turns with the cases it is compared with,
+CUDA events on a GPU, inputs that are random and not in the cache; `share` is the time of the bare matmuls that the case
+needs (1 + 2f passes, timed here on up to 4,096 rows) over its time; `peak_mib` is what torch's allocator held above the
+inputs, `beside_dw_mib` the same without a float32 dW (4 V D bytes); errors are against float64
+(bench/kernels_problem.py), `passes`: at most twice those of plain torch in the same dtype, plus 1e-4.
 """
 
 import argparse
@@ -28,16 +28,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.kernels_cases import Case, Row, bare_matmuls, cases, groups, measure, without_matmul
+from bench.kernels_cases import Case, Prepared, Row, bare_matmuls, cases, groups, prepare, without_matmul
+from bench.kernels_measure import in_turns
 from bench.kernels_problem import Problem, make_problem
 
 ROOT = Path(__file__).parents[1]
+Result = TypeVar("Result")
 RESULTS = ROOT / "bench" / "results"
 COLUMNS = (
     *("kind", "date", "commit", "device", "threads", "load", "python", "torch", "triton", "cuda"),
@@ -83,8 +87,12 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         group: [case for case in cases(group, device, dtype) if wanted(case.label(), case.columns())]
         for group in groups(device, options.quick)
     }
-    total, count = sum(map(len, plan.values())), 0
+    total, numbers = sum(map(len, plan.values())), count(1)
     print(f"{about['device']}, torch {about['torch']}: {total} cases -> {table.path}", flush=True)
+
+    def show(case: Case, row: Row) -> None:
+        table.add({**case.columns(), "dtype": str(dtype)[6:], **row})
+        print(f"[{next(numbers)}/{total}] {case.label()}: {describe(row)}", flush=True)
 
     for columns, measurement in without_matmul(device, seconds):
         label = f"{columns['mode']} {columns['implementation']}"
@@ -101,16 +109,21 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         for product, row in bare_matmuls(group, dtype, device, seconds).items():
             table.add({**row, "dtype": str(dtype)[6:]})
             per_row[product] = float(str(row["ms"])) / int(str(row["T"]))
-        made: tuple[Case, Problem] | None = None
+        heats: dict[tuple[object, ...], list[Case]] = {}  # what is compared is timed in turns
         for case in chosen:
-            if made is None or made[0][:3] != case[:3]:
-                made = None
-                free(device)
-                made = case, problem_of(case, dtype, device)
-            row = attempt(partial(measure, case, made[1], per_row, seconds), device)
-            table.add({**case.columns(), "dtype": str(dtype)[6:], **row})
-            count += 1
-            print(f"[{count}/{total}] {case.label()}: {describe(row)}", flush=True)
+            heats.setdefault((case.live, case.dead, case.mode), []).append(case)
+        for heat in heats.values():
+            problem, ready = problem_of(heat[0], dtype, device), list[Prepared]()
+            for case in heat:
+                found = attempt(partial(prepare, case, problem), device)
+                if isinstance(found, Prepared):
+                    ready.append(found)
+                else:
+                    show(case, found)
+            for prepared, timed in zip(ready, in_turns([(p.call, p.inputs) for p in ready], seconds), strict=True):
+                show(prepared.case, prepared.timed(timed, per_row))
+            del problem, ready
+            free(device)
     return table.path
 
 
@@ -119,8 +132,8 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
     return make_problem(T, D, V, live=case.live, known=case.dead == "known", dtype=dtype, device=device)
 
 
-def attempt(measurement: Callable[[], Row], device: torch.device) -> Row:
-    """Its columns, or the first line of what it raised."""
+def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Row:
+    """What it gives, or columns with the first line of what it raised."""
     try:
         return measurement()
     except Exception as error:  # a peer may fail in any way

@@ -145,8 +145,28 @@ def statistics_of(name: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor,
     return torch.compile(plain, dynamic=False) if name == "torch_compile" else plain
 
 
-def measure(case: Case, problem: Problem, matmuls: dict[str, float], seconds: float) -> Row:
-    """`matmuls`: milliseconds a row of the bare products. Raises whatever the implementation raises."""
+@dataclass(frozen=True)
+class Prepared:
+    """A case that ran once: what is left is to time `call` on `inputs`."""
+
+    case: Case
+    call: Callable[[Tensor], object]
+    inputs: list[Tensor]
+    live: int
+    """Rows with a gradient that are told apart; all for peers that work on every row."""
+    row: Row
+
+    def timed(self, of: Times, matmuls: dict[str, float]) -> Row:
+        """Columns of the table; `matmuls`: milliseconds a row of the bare products."""
+        group, backward = self.case.group, self.case.mode != FORWARD
+        entering, leaving = self.live if self.case.dead == "known" else group.T, self.live if backward else 0
+        bound = matmuls["logits"] * entering + (matmuls["d_hidden"] + matmuls["d_weight"]) * leaving
+        times_of = timing(of, flops=2 * group.D * group.V * (entering + 2 * leaving))
+        return {**times_of, "bound_ms": f"{bound:.4g}", "share": f"{bound / of.median:.3f}", **self.row}
+
+
+def prepare(case: Case, problem: Problem) -> Prepared:
+    """Errors and memory of one call. Raises whatever the implementation raises."""
     run = implementation(case, problem)
     backward = case.mode != FORWARD
     weight = problem.weight.detach().requires_grad_(backward)
@@ -163,22 +183,16 @@ def measure(case: Case, problem: Problem, matmuls: dict[str, float], seconds: fl
     compared = None if loss is None or run.want is None else (loss, run.want)
     found = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
     del loss, logp, gradients
-    timed, peak = times(call, inputs, seconds), peak_bytes(call, inputs[0])
-
-    T, D, V = problem.hidden.shape[0], *reversed(problem.weight.shape)
-    L = problem.live.numel() if case.name.startswith("paw[") or case.dead == "known" else T
-    entering, leaving = L if case.dead == "known" else T, L if backward else 0
-    bound = matmuls["logits"] * entering + (matmuls["d_hidden"] + matmuls["d_weight"]) * leaving
-    return {
-        **timing(timed, flops=2 * D * V * (entering + 2 * leaving)),
-        "bound_ms": f"{bound:.4g}",
-        "share": f"{bound / timed.median:.3f}",
+    peak = peak_bytes(call, inputs[0])
+    live = problem.live.numel() if case.name.startswith("paw[") or case.dead == "known" else case.group.T
+    row: Row = {
         "peak_mib": f"{peak / 2**20:.1f}",
-        "beside_dw_mib": f"{(peak - 4 * V * D) / 2**20:.1f}" if backward else "",
+        "beside_dw_mib": f"{(peak - 4 * case.group.V * case.group.D) / 2**20:.1f}" if backward else "",
         **{f"error_{name}": "" if value is None else f"{value:.2e}" for name, value in asdict(found).items()},
         "passes": "yes" if passes(found, problem.plain) else "no",
         "version": run.version,
     }
+    return Prepared(case, call, inputs, live, row)
 
 
 def timing(of: Times, *, flops: int = 0, moved: int = 0) -> Row:
