@@ -111,7 +111,7 @@ class SearchFactory:
 
     def _search(self, question: Question, query: str) -> list[Hit]:
         if self._simulator:
-            return self._simulator.search([query], self.config.topk, self._simulator.share(question.step))[0]
+            return self._simulator.search(query, self.config.topk, question.step)
         return self._retriever(question.world).search([query], self.config.topk)[0]
 
 

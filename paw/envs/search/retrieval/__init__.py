@@ -33,8 +33,6 @@ def make_retriever(config: SearchConfig, documents: Documents | None = None) -> 
         from paw.envs.search.retrieval.remote import RemoteRetriever
 
         return RemoteRetriever(config.retriever, timeout_s=config.timeout_s)
-    if config.retriever == "zerosearch":
-        raise UserError("env.retriever = 'zerosearch' is an LLM that plays the search engine: there is no index")
     if config.corpus is not None:
         from paw.envs.search.retrieval.corpus import Corpus
 
