@@ -109,9 +109,8 @@ class Catalogue:
         return 500 if len(self.goals) >= 1000 else len(self.goals) // 4 or 1
 
     def search(self, query: str) -> list[Product]:
-        """The 50 best products for the lower-cased words, best first; fewer where fewer share a word with them."""
-        (hits,) = self._index.top([query.lower()], HITS)
-        return [self.products[at] for at, _ in hits]
+        """The 50 best products, best first; fewer where fewer share a word with the query."""
+        return [self.products[at] for at, _ in self._index.top(query, HITS)]
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:

@@ -55,11 +55,8 @@ class Bm25:
     def save(self, folder: Path) -> None:
         self._index.save(folder, show_progress=False)
 
-    def top(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query at most k pairs (position of a text, score), best first; only of texts with a word of it."""
-        return [self._top(query, k) for query in queries]
-
-    def _top(self, query: str, k: int) -> list[tuple[int, float]]:
+    def top(self, query: str, k: int) -> list[tuple[int, float]]:
+        """At most k pairs (position of a text, score), best first; only of texts with a word of the query."""
         words = [word for word in WORD.findall(query.lower()) if word not in self._stopwords]
         with self._lock:  # a stemmer may not be shared
             stems = self._stemmer.stemWords(words)
@@ -90,7 +87,7 @@ class Bm25Retriever:
             self._index = self._build()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        found = self._index.top(queries, topk)
+        found = (self._index.top(query, topk) for query in queries)
         return [[Hit(*self._documents[at], score) for at, score in hits] for hits in found]
 
     def _build(self) -> Bm25:

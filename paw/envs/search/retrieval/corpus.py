@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar, overload
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,7 @@ class Document(Strict):
     contents: Annotated[str, Field(pattern=r"\S")]
 
 
-class Corpus(Sequence[tuple[str, str]]):
+class Corpus:
     """The documents (id, contents) of the JSONL file `path`. UserError, with file and line, for what is no document."""
 
     def __init__(self, path: Path):
@@ -43,15 +43,9 @@ class Corpus(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[tuple[str, str]]: ...
-    def __getitem__(self, at: int | slice) -> tuple[str, str] | Sequence[tuple[str, str]]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        start, end = self._starts[at % len(self)], self._starts[at % len(self) + 1]
-        found = Document.model_validate_json(os.pread(self._file.fileno(), int(end - start), int(start)))
+    def __getitem__(self, at: int) -> tuple[str, str]:
+        start, end = map(int, self._starts[at : at + 2])
+        found = Document.model_validate_json(os.pread(self._file.fileno(), end - start, start))
         return str(found.id), found.contents
 
     def __iter__(self) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,8 @@ class DenseRetriever:
         return [[Hit(*self._documents[int(at)], float(score)) for at, score in row] for row in found]
 
     def _passages(self, part: slice) -> np.ndarray:
-        return self._encoder.encode([self._passage + contents for _, contents in self._documents[part]]).numpy()
+        places = range(len(self._documents))[part]
+        return self._encoder.encode([self._passage + self._documents[at][1] for at in places]).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
         partial = path.with_suffix(".part")
