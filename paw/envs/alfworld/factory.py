@@ -15,8 +15,8 @@ from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
-from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, Style, task_text
-from paw.envs.alfworld.tables import get_difficulty
+from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
+from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import Endless, Tasks
 from paw.envs.settings import AlfworldConfig
@@ -88,7 +88,7 @@ class AlfworldFactory:
         """Where the games come from and a hash of them; the engine's version where it is not the native one."""
         config, root = self.config, self._root
         engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        kinds = ",".join(self._kinds or (config.kinds if root else get_difficulty(config.difficulty).kinds))
+        kinds = ",".join(self._kinds or (config.kinds if root else DIFFICULTIES[config.difficulty].kinds))
         if root is None:
             digest = hashlib.sha256()
             for split in generator.SPLITS:
@@ -144,7 +144,7 @@ class AlfworldEnv:
         self._game: Game = task.payload
         self._household = self._worker or Household(self._game)
         self._text = self._start(self._household)
-        self.task = task_text(self._text)
+        self.task = self._text.partition(TASK)[2].strip()
         self._past: list[tuple[str, str]] = []
         self._admissible = self._playable()
         return self._text
