@@ -28,7 +28,7 @@ class GymnasiumFactory:
 
     Config = GymnasiumConfig
     name = "gymnasium"
-    may_block = True  # whether it does is not known
+    may_block = runs_others_code = True  # whether it blocks is not known
     distinct_eval = True
 
     def __init__(self, config: GymnasiumConfig) -> None:
