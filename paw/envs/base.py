@@ -89,6 +89,17 @@ class Endless:
         return self._make(i)
 
 
+class Made(Endless):
+    """`count` tasks made on demand."""
+
+    def __init__(self, make: Callable[[int], Task], count: int) -> None:
+        super().__init__(make)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
 def seeds(split: str, seed: int) -> Endless:
     """Tasks that are seeds, each `payload["seed"]` below 2^31."""
 

@@ -6,8 +6,6 @@ Evaluation on files draws with replacement, as the reference code's independentl
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, Made, Tasks
 from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
@@ -70,7 +68,13 @@ class AlfworldFactory:
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError: the split is unknown, missing or empty. Warm-up games are generated, whatever is trained on."""
         if split != "warmup" and self._root is not None:
-            return Files(self._root, self._split(split), self._read)
+            games, root = self._split(split), self._root
+
+            def read(i: int) -> Task:
+                task_id, kind = games[i]
+                return Task(task_id, kind, self._read(root / task_id / index.GAME_FILE))
+
+            return Made(read, len(games))
         stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
         if stream is None:
             raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
@@ -109,22 +113,6 @@ class AlfworldFactory:
         if not games:
             raise UserError(f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds")
         return games
-
-
-@dataclass
-class Files:
-    """The tasks of a split, read when they are played."""
-
-    root: Path
-    games: list[tuple[str, str]]
-    read: Callable[[Path], Game]
-
-    def __len__(self) -> int:
-        return len(self.games)
-
-    def __getitem__(self, i: int) -> Task:
-        task_id, kind = self.games[i]
-        return Task(task_id, kind, self.read(self.root / task_id / index.GAME_FILE))
 
 
 class AlfworldEnv:
