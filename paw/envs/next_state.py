@@ -22,7 +22,7 @@ from paw.config import EnvConfig
 from paw.envs.base import Tasks
 from paw.envs.checked import json_lines
 from paw.errors import UserError
-from paw.files import cause, write_file
+from paw.files import write_file, writing
 from paw.types import Outcome, Task
 from paw.values import Positive
 
@@ -101,10 +101,8 @@ def read_triplets(path: Path) -> list[Triplet]:
 
 
 def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
-    try:
+    with writing(path, "; set --out"):
         write_file(path, "".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {cause(error)}; set --out") from None
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:

@@ -18,6 +18,7 @@ from paw.envs.search.embedding import Embedding
 from paw.envs.search.retrieval import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError, needed
+from paw.files import writing
 
 TOKENS = 256
 CHUNK = 1024
@@ -72,7 +73,7 @@ class DenseRetriever:
 
     def _write(self, path: Path, *, width: int) -> None:
         partial = path.with_suffix(".part")
-        try:
+        with writing(partial, "; set PAW_CACHE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # one process writes, the others wait for it
@@ -85,5 +86,3 @@ class DenseRetriever:
                     file.write(self._passages(slice(start, start + CHUNK)).tobytes())
                     file.flush()
                 partial.rename(path)
-        except OSError as error:
-            raise UserError(f"cannot write {partial}: {error.strerror}; set PAW_CACHE") from None
