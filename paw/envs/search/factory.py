@@ -122,8 +122,8 @@ class SearchEnv:
 
     def __init__(self, config: SearchConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
-        styles = {"paper": PaperStyle, "compact": CompactStyle, "chat": ChatStyle}
-        self.style: Style = styles[config.style](history=config.history, think=config.think)
+        paper = PaperStyle(history=config.history, think=config.think)
+        self.style: Style = {"paper": paper, "compact": CompactStyle(), "chat": ChatStyle()}[config.style]
         self._retrieve = search
         self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True
