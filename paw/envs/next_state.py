@@ -22,7 +22,7 @@ from paw.config import EnvConfig
 from paw.envs.base import Tasks
 from paw.envs.checked import json_lines
 from paw.errors import UserError
-from paw.files import write_file, writing
+from paw.files import reading, write_file, writing
 from paw.types import Outcome, Task
 from paw.values import Positive
 
@@ -91,10 +91,8 @@ class Triplet:
 
 def read_triplets(path: Path) -> list[Triplet]:
     """The triplets of a file of JSON lines. UserError, naming file and line, where one is none, or there are none."""
-    try:
+    with reading(f"env.triplets = '{path}'", "; make it with `paw rwml collect`"):
         found = [triplet for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")]
-    except OSError as error:
-        raise UserError(f"env.triplets = '{path}': {error.strerror}; make it with `paw rwml collect`") from None
     if not found:
         raise UserError(f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
     return found

@@ -117,7 +117,7 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     with pytest.raises(UserError, match="there is no document in it"):
         Corpus(path)
     for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .{reason}"):
+        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read: {reason}"):
             Corpus(path)
     with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from paw.envs.checked import Strict, checked
 from paw.errors import UserError
+from paw.files import reading
 
 TASK_TYPES = {
     "pick": "pick_and_place_simple",
@@ -140,10 +141,8 @@ class Game:
     @classmethod
     def load(cls, path: str | Path) -> "Game":
         """Read a game.tw-pddl file. UserError if that fails, or its goal or grammar is none of ALFWorld's."""
-        try:
+        with reading(f"game file {path}"):
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(f"game file {path}: cannot be read: {error.strerror or error}") from error
         try:
             file = checked(GameFile, data, f"game file {path}")
         except UserError as error:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from paw.envs.checked import Strict, checked, json_lines
 from paw.errors import UserError, needed
+from paw.files import cause, reading
 from paw.types import Task
 
 SETS = {
@@ -76,10 +77,9 @@ def load(path: Path) -> list[Task]:
     """The questions of a file in order, their kind the data_source. UserError, naming line or row, for damage."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
-    try:
-        rows = list(_parquet(path) if path.suffix == ".parquet" else _lines(path))
-    except OSError as error:
-        raise UserError(f"env.data: {path}: {error.strerror}") from None
+    with reading(f"env.data: {path}"):
+        lines = json_lines(path, Row, f"env.data: {path}")
+        rows = list(_parquet(path)) if path.suffix == ".parquet" else [row for _, row in lines]
     if not rows:
         raise UserError(f"env.data: {path} holds no question; {FIX}")
     tasks = []
@@ -101,10 +101,6 @@ def short_name(source: str) -> str:
     return tail if tail in SETS else source
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    return (row for _, row in json_lines(path, Row, f"env.data: {path}"))
-
-
 def _parquet(path: Path) -> Iterator[Row]:
     what = f"env.data: reading {path.name}"
     pyarrow, parquet = needed("pyarrow", what, "search"), needed("pyarrow.parquet", what, "search")
@@ -120,7 +116,6 @@ def _parquet(path: Path) -> Iterator[Row]:
                 answers = row.get("golden_answers") or target
                 yield checked(Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # without a number it is pyarrow's way to say: damaged
+        if getattr(error, "errno", None):  # without a number it is pyarrow's way to say: damaged
             raise
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"env.data: {path} is no whole parquet file: {reason}") from None
+        raise UserError(f"env.data: {path} is no whole parquet file: {cause(error)}") from None

@@ -17,6 +17,7 @@ from pydantic import Field
 from paw.cache import cached, stamp
 from paw.envs.checked import Strict, json_lines
 from paw.errors import UserError, to_stderr
+from paw.files import reading
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0
@@ -33,11 +34,9 @@ class Corpus:
 
     def __init__(self, path: Path):
         self.path = path.expanduser()
-        try:
+        with reading(f"env.corpus = '{path}'"):
             self._file = self.path.open("rb")
             folder = cached(f"corpus-{stamp(self.path)}", self._index)
-        except OSError as error:
-            raise UserError(f"env.corpus = '{path}': cannot be read ({error.strerror})") from None
         self._starts = np.load(folder / "starts.npy", mmap_mode="r")
 
     def __len__(self) -> int:
