@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from paw.config import EnvConfig
-from paw.envs.base import Tasks
+from paw.envs.base import EnvFactory, Tasks
 from paw.envs.checked import json_lines
 from paw.errors import UserError
 from paw.files import reading, write_file, writing
@@ -127,7 +127,7 @@ def predicted(response: str, config: NextStateConfig) -> str | None:
     return found[1].strip() or None
 
 
-class NextStateFactory:
+class NextStateFactory(EnvFactory):
     """The triplets of `env.triplets`; `similarity` makes rewards (default: the encoder `env.embedding`, loaded now).
 
     Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there is no encoder.
@@ -135,7 +135,6 @@ class NextStateFactory:
 
     Config = NextStateConfig
     name = "next_state"
-    distinct_eval = True
     may_block = True  # environments wait for one another, so that the encoder gets batches
 
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:

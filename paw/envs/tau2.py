@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from paw.config import EnvConfig
-from paw.envs.base import Tasks
+from paw.envs.base import EnvFactory, Tasks
 from paw.envs.conversation import Message, Retold
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
@@ -73,7 +73,7 @@ class Tau2Config(EnvConfig):
     """Whether a valid response needs <think>...</think>."""
 
 
-class Tau2Factory:
+class Tau2Factory(EnvFactory):
     """The tasks of one domain. UserError: tau2-bench is not installed, or has no such domain or split."""
 
     Config = Tau2Config

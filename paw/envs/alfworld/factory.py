@@ -16,7 +16,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import Endless, Made, Tasks
+from paw.envs.base import Endless, EnvFactory, Made, Tasks
 from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
@@ -29,7 +29,7 @@ KEPT_GAMES = 512
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
-class AlfworldFactory:
+class AlfworldFactory(EnvFactory):
     """The games of env.data, or generated ones, endlessly many.
 
     Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is not installed.
