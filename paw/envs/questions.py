@@ -7,7 +7,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 
 from paw import plugins
@@ -198,7 +198,7 @@ def _last_number(text: str) -> Decimal | None:
     above, _, below = found[-1].replace(",", "").partition("/")
     try:
         return Decimal(above) / Decimal(below or "1")
-    except (InvalidOperation, ArithmeticError):
+    except ArithmeticError:
         return None
 
 
