@@ -55,7 +55,7 @@ def make_chat(words: int) -> Chat:
 class SimulatedFactory:
     """Environments of random words; the n-th that is made plays episodes of the n-th length that `seed` draws."""
 
-    name, reward_max, invalid_penalty = "simulated", 1.0, 0.0
+    name, reward_max, invalid_penalty, runs_others_code = "simulated", 1.0, 0.0, True
 
     def __init__(self, words: int, *, seed: int = 0, env_ms: float = 0.0, most_turns: int = MOST_TURNS):
         self.words, self.seed, self.seconds, self.most_turns = words, seed, env_ms / 1e3, most_turns

@@ -30,6 +30,15 @@ def writing(what: object, advice: str = "") -> Iterator[None]:
         raise UserError(f"cannot write {what}: {cause(error)}{advice}") from None
 
 
+@contextmanager
+def reading(what: object, advice: str = "") -> Iterator[None]:
+    """A file that cannot be read is one line: UserError "WHAT: cannot be read", the cause, and `advice`."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: cannot be read: {cause(error)}{advice}") from None
+
+
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Make `content` what `path` holds: all of it, or on any failure, power loss included, what was there before.
 

@@ -13,12 +13,12 @@ from paw.envs.alfworld.generator import games
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import REQUIRED_STATE, Game
+from paw.envs.alfworld.tables import TREATMENTS
 from paw.envs.base import warmup_tasks
 from paw.errors import UserError
 
 FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
-TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 DETOURS = 2
 """Places that an example looks into first: the expert knows where the object is, a player has to search."""
 OK = "OK."
@@ -59,7 +59,7 @@ def household_example(game: Game) -> str:
     household = Household(game)
     lines = [opening("alfworld", "", household.reset())]
     thing, place = game.goal.object.removesuffix("type"), game.goal.target.removesuffix("type")
-    treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TOOLS[game.kind]}, then "
+    treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TREATMENTS[game.kind][0].lower()}, then "
     goal = "find and use a desklamp" if game.kind == "look" else f"{treat or ''}put it in {place}"
     again = f", then do the same with a second {thing}" if game.kind == "two" else ""
 

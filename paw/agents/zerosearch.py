@@ -5,11 +5,9 @@ knows the answer gives it away to a model trained on the reward. Whether documen
 that an evaluation repeated finds the same.
 """
 
-import asyncio
 import math
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from paw.agents.endpoint import Endpoint
@@ -33,7 +31,7 @@ MAX_TOKENS = 512
 
 
 class Simulator:
-    """A retriever whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
+    """A search engine whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
 
     def __init__(self, model: Any, config: SimulatorConfig, run: RunConfig) -> None:
         self.model, self.config, self.run = model, config, run
@@ -45,23 +43,16 @@ class Simulator:
         rise = (b ** min(1.0, (step or 0) / max(1, self.run.updates)) - 1) / (b - 1)
         return config.noise_start + rise * (config.noise_end - config.noise_start)
 
-    def search(self, queries: Sequence[str], topk: int, share: float | None = None) -> list[list[Hit]]:
-        """At most `topk` documents a query, noise instead of useful ones with probability `share`.
+    def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
+        """At most `topk` documents, noise instead of useful ones with the probability of update `step`.
 
         Raises EndpointError if the endpoint fails; an answer without documents is one document, as it is.
         """
-        share = self.share(None) if share is None else share
-
-        async def search() -> list[list[Hit]]:
-            return await asyncio.gather(*(self._search(query, topk, share) for query in queries))
-
-        return self._loop.run(search(), math.inf)  # the endpoint has time limits of its own
-
-    async def _search(self, query: str, topk: int, share: float) -> list[Hit]:
         seed = derive_seed(self.run.seed, "zerosearch", query)
-        quality = "noisy" if random.Random(seed).random() < share else "useful"
+        quality = "noisy" if random.Random(seed).random() < self.share(step) else "useful"
         prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
-        text = (await self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)).text
+        call = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
+        text = self._loop.run(call, math.inf).text  # the endpoint has time limits of its own
         documents = [" ".join(found.split()) for found in DOCUMENT.findall(text)] or [" ".join(text.split())]
         kept = [document for document in documents if document][:topk]
         return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(kept, start=1)]

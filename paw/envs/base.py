@@ -59,12 +59,15 @@ class EnvFactory(Protocol):
     """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default: 1)."""
     invalid_penalty: float
     """Subtracted from the score of a turn whose response is invalid (default: env.invalid_penalty)."""
-    may_block: bool
+    may_block: bool = False
     """Whether its environments wait for something outside this process, a child or a network: they then run in threads,
-    many at once (default: False)."""
-    distinct_eval: bool
+    many at once."""
+    runs_others_code: bool = False
+    """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at most (a user's own:
+    always)."""
+    distinct_eval: bool = True
     """Whether an evaluation plays different tasks, as many as there are; else each is an independent draw, as in the
-    reference code (default: True)."""
+    reference code."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """The tasks of a split; `seed` is for those that are generated. The split "warmup" is for the quickstart's
@@ -87,6 +90,17 @@ class Endless:
 
     def __getitem__(self, i: int) -> Task:
         return self._make(i)
+
+
+class Made(Endless):
+    """`count` tasks made on demand."""
+
+    def __init__(self, make: Callable[[int], Task], count: int) -> None:
+        super().__init__(make)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
 
 def seeds(split: str, seed: int) -> Endless:

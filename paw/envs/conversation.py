@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError
+from paw.files import reading
 from paw.types import THINKING, Outcome, Reply, Task, ToolCall
 
 Message = dict[str, Any]
@@ -115,10 +115,8 @@ def unread(place: int) -> ToolCall:
 
 def opening(instruction: Path | None, text: str) -> list[Message]:
     """The first messages: the system's from a file, where there is one, and the user's `text`. UserError: no file."""
-    try:
+    with reading(f"env.instruction = '{instruction}'"):
         system = [{"role": "system", "content": instruction.expanduser().read_text()}] if instruction else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"env.instruction = '{instruction}': it cannot be read: {error}") from None
     return [*system, {"role": "user", "content": text}]
 
 

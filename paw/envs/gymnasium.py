@@ -3,7 +3,7 @@
 from typing import Any
 
 from paw import plugins
-from paw.envs.base import Tasks, seeds
+from paw.envs.base import EnvFactory, Tasks, seeds
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.settings import SpokenConfig
 from paw.errors import UserError, clean, describe, needed
@@ -23,13 +23,12 @@ class GymnasiumConfig(SpokenConfig):
     """Arguments of gymnasium.make."""
 
 
-class GymnasiumFactory:
+class GymnasiumFactory(EnvFactory):
     """UserError: gymnasium is not installed or knows no `env.id`, or that cannot be made or has other spaces."""
 
     Config = GymnasiumConfig
     name = "gymnasium"
-    may_block = True  # whether it does is not known
-    distinct_eval = True
+    may_block = runs_others_code = True  # whether it blocks is not known
 
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty

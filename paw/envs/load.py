@@ -23,6 +23,8 @@ class OwnFactory:
     Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every tenth is held out.
     """
 
+    runs_others_code = True
+
     def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
         self._given, self.config, self._origin = given, config, origin
         self._made = self._new()

@@ -19,10 +19,10 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from paw.config import EnvConfig
-from paw.envs.base import Tasks
+from paw.envs.base import EnvFactory, Tasks
 from paw.envs.checked import json_lines
 from paw.errors import UserError
-from paw.files import cause, write_file
+from paw.files import reading, write_file, writing
 from paw.types import Outcome, Task
 from paw.values import Positive
 
@@ -91,20 +91,16 @@ class Triplet:
 
 def read_triplets(path: Path) -> list[Triplet]:
     """The triplets of a file of JSON lines. UserError, naming file and line, where one is none, or there are none."""
-    try:
+    with reading(f"env.triplets = '{path}'", "; make it with `paw rwml collect`"):
         found = [triplet for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")]
-    except OSError as error:
-        raise UserError(f"env.triplets = '{path}': {error.strerror}; make it with `paw rwml collect`") from None
     if not found:
         raise UserError(f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
     return found
 
 
 def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
-    try:
+    with writing(path, "; set --out"):
         write_file(path, "".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {cause(error)}; set --out") from None
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
@@ -131,7 +127,7 @@ def predicted(response: str, config: NextStateConfig) -> str | None:
     return found[1].strip() or None
 
 
-class NextStateFactory:
+class NextStateFactory(EnvFactory):
     """The triplets of `env.triplets`; `similarity` makes rewards (default: the encoder `env.embedding`, loaded now).
 
     Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there is no encoder.
@@ -139,7 +135,6 @@ class NextStateFactory:
 
     Config = NextStateConfig
     name = "next_state"
-    distinct_eval = True
     may_block = True  # environments wait for one another, so that the encoder gets batches
 
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, field_validator
 
-from paw.envs.base import Endless, Tasks, seeds
+from paw.envs.base import Endless, EnvFactory, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
@@ -80,7 +80,7 @@ class Full(Dropped):
     """The server has no room for another session."""
 
 
-class OpenenvFactory:
+class OpenenvFactory(EnvFactory):
     """The environment of the servers `env.url`, or of a container of `env.image`.
 
     UserError: nobody answers there, it is no OpenEnv server, servers differ, or a field or split does not exist.
@@ -89,7 +89,6 @@ class OpenenvFactory:
     Config = OpenenvConfig
     name = "openenv"
     may_block = True
-    distinct_eval = True
 
     def __init__(self, config: OpenenvConfig) -> None:
         _websockets()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from paw.config import EnvConfig
-from paw.envs.base import every_tenth
+from paw.envs.base import Made, every_tenth
 from paw.errors import UserError, describe, needed, shown
 from paw.hub import unreachable
 from paw.types import Task
@@ -74,21 +74,6 @@ class QuestionsConfig(EnvConfig):
         return form
 
 
-class Split(Sequence[Task]):
-    """Rows of a data set as tasks, read when they are asked for."""
-
-    def __init__(self, name: str, rows: "Dataset", indices: Sequence[int], kind: str | None) -> None:
-        self.name, self._rows, self._indices, self._kind = name, rows, indices, kind
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, i: Any) -> Task:
-        index = self._indices[i]
-        row: Row = self._rows[index]
-        return Task(f"{self.name}/{index}", str(value(row, self._kind)) if self._kind else self.name, row)
-
-
 class QuestionSet:
     """The splits that a configuration names; `check` gets each row. UserError for whatever cannot be had."""
 
@@ -102,11 +87,11 @@ class QuestionSet:
         rows = self._rows(train, "train_split")
         if held_out == HELD_OUT and HELD_OUT not in self._found:
             tenth, kept = (every_tenth(range(len(rows)), held) for held in (True, False))
-            self.evaluation = Split(train, rows, tenth, config.kind)
+            self.evaluation = self._tasks(train, rows, tenth)
         else:
             asked = self._rows(held_out, "eval_split")
-            self.evaluation, kept = Split(held_out, asked, range(len(asked)), config.kind), range(len(rows))
-        self.training = Split(train, rows, kept, config.kind)
+            self.evaluation, kept = self._tasks(held_out, asked, range(len(asked))), range(len(rows))
+        self.training = self._tasks(train, rows, kept)
         parts = [f"{name} {digest}" for name, digest in self._digests.items()]
         self.fingerprint = f"{config.data} {', '.join(parts)}, asked in {held_out}"
 
@@ -139,6 +124,16 @@ class QuestionSet:
         except Exception as error:  # each reader has its own
             raise UserError(f"{self._where}: {describe(error.__cause__ or error)}") from None
         return found if isinstance(found, dict) else {"train": found}  # pyright: ignore[reportReturnType]
+
+    def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Made:
+        """Those rows, read when they are asked for."""
+        kind = self._config.kind
+
+        def task(i: int) -> Task:
+            row: Row = rows[indices[i]]
+            return Task(f"{split}/{indices[i]}", str(value(row, kind)) if kind else split, row)
+
+        return Made(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
         """A split, its columns and rows checked."""

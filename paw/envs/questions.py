@@ -7,11 +7,11 @@ import hashlib
 import random
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 
 from paw import plugins
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, EnvFactory, Tasks
 from paw.envs.question_sets import ANSWER, AUTO, HELD_OUT, QuestionsConfig, QuestionSet, Row, answers, messages
 from paw.envs.search.reward import exact_match
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, shown
@@ -62,12 +62,11 @@ def regex(answer: str, right: str) -> bool:
 SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": number, "regex": regex}
 
 
-class QuestionsFactory:
+class QuestionsFactory(EnvFactory):
     """The questions of env.data, or generated ones. UserError: they cannot be had, or one cannot be asked."""
 
     Config = QuestionsConfig
     name = "questions"
-    distinct_eval = True
 
     def __init__(self, config: QuestionsConfig) -> None:
         self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
@@ -199,7 +198,7 @@ def _last_number(text: str) -> Decimal | None:
     above, _, below = found[-1].replace(",", "").partition("/")
     try:
         return Decimal(above) / Decimal(below or "1")
-    except (InvalidOperation, ArithmeticError):
+    except ArithmeticError:
         return None
 
 

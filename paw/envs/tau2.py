@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from paw.config import EnvConfig
-from paw.envs.base import Tasks
+from paw.envs.base import EnvFactory, Tasks
 from paw.envs.conversation import Message, Retold
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
@@ -73,7 +73,7 @@ class Tau2Config(EnvConfig):
     """Whether a valid response needs <think>...</think>."""
 
 
-class Tau2Factory:
+class Tau2Factory(EnvFactory):
     """The tasks of one domain. UserError: tau2-bench is not installed, or has no such domain or split."""
 
     Config = Tau2Config
@@ -144,7 +144,7 @@ class Tau2Env:
         text, info = self._within(gym.reset)
         if not text:
             raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
-        self._gym, self._text, self.task = gym, text, text
+        self._gym, self.task = gym, text
         self.schemas = [tool.openai_schema for tool in info["tools"]]
         self._tools = {tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]}
         self.policy: str = info["policy"].strip()
@@ -167,22 +167,21 @@ class Tau2Env:
         self._turns += 1
         reward, done = 0.0, False
         if problem:
-            self._text = f"Invalid action: {problem}."
+            text = f"Invalid action: {problem}."
         else:
-            self._text, reward, done, _, info = self._within(self._gym.step, action)
+            text, reward, done, _, info = self._within(self._gym.step, action)
             if done:
                 self._gym = None
                 run = json.loads(info["simulation_run"])
                 if not run or run.get("termination_reason") in BROKEN:
                     raise EnvironmentFailure(f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}")
-        self._said += [f"assistant: {action}", self._text]
+        self._said += [f"assistant: {action}", text]
         if not done and self._turns >= self.config.max_turns:
             done = True
             self.close()
         score, won = float(reward), reward >= 1.0
-        return Outcome(
-            self._text, self.config.reward * score, done=done, won=won, action=action, valid=not problem, score=score
-        )
+        reward = self.config.reward * score
+        return Outcome(text, reward, done=done, won=won, action=action, valid=not problem, score=score)
 
     def format_action(self, action: str) -> str:
         thought = "<think>I know what to do.</think>" if self.config.think else ""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from paw.envs.base import Tasks, every_tenth
+from paw.envs.base import EnvFactory, Tasks, every_tenth
 from paw.envs.checked import problem
 from paw.envs.http import Loop
 from paw.envs.inverted import InvertedEnv, VerifiersConfig
@@ -38,13 +38,12 @@ START_S = 300.0
 """For the tool servers that all episodes share."""
 
 
-class VerifiersFactory:
+class VerifiersFactory(EnvFactory):
     """The tasks of the package env.id. UserError: it is not installed, is no environment, or does not take env.args."""
 
     Config = VerifiersConfig
     name = "verifiers"
     may_block = runs_others_code = True
-    distinct_eval = True
 
     def __init__(self, config: VerifiersConfig) -> None:
         self.config = config

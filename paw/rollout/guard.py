@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
-from paw.envs.load import OwnFactory
 from paw.envs.threads import Threads
 from paw.errors import EnvironmentFailure, NoOracleError, clean, shown
 from paw.types import Outcome, Reply, Task
@@ -27,10 +26,9 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
     """Where environments of a factory run: up to `count` at once where they may block, else one at a time. Ours have
     time limits of their own, and those that never wait stay in the caller's thread."""
     count = count if factory.may_block else 1
-    ours = type(factory).__module__.startswith("paw.") and not getattr(factory, "runs_others_code", False)
-    if ours and not isinstance(factory, OwnFactory):
-        return Threads(count if count > 1 else 0)
-    return Threads(count, config.step_timeout_s)
+    if factory.runs_others_code:
+        return Threads(count, config.step_timeout_s)
+    return Threads(count if count > 1 else 0)
 
 
 class Guarded:

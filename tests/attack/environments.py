@@ -23,7 +23,7 @@ FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 
 
 
 class Honest:
-    name, reward_max, may_block = "attack", 1.0, False
+    name, reward_max, may_block, runs_others_code = "attack", 1.0, False, True
     wrong: Mapping[str, Any] = MappingProxyType({})
     """Methods of the game that misbehave, and what the fields of its outcomes are instead."""
     everywhere = False

@@ -145,7 +145,7 @@ OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELD
         (OPTIONS, {}, r"the action of http\S+ has left \(integer\), a \(text\), b \(text\); '\*' lets the model"),
         (OPTIONS, {"action_field": "c"}, "env.action_field = 'c' is no field of"),
         (OPTIONS, {"action_field": "a", "prompt_field": "p"}, "env.prompt_field = 'p' is no field of"),
-        (SCHEMA, {"instruction": "/nowhere"}, "env.instruction = '/nowhere': it cannot be read"),
+        (SCHEMA, {"instruction": "/nowhere"}, "env.instruction = '/nowhere': cannot be read"),
         (SCHEMA, {"image": "x"}, "needs either env.url = 'http://...' or env.image"),
     ],
 )

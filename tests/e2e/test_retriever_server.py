@@ -165,7 +165,7 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"id": 0, "contents": "x"}\n{"id": 1}\n')
     for words, reason in (
         (["--corpus", "bad.jsonl"], "bad.jsonl, line 2: contents: Field required"),
-        (["--corpus", "missing.jsonl"], "env.corpus = 'missing.jsonl': cannot be read (No such file or directory)"),
+        (["--corpus", "missing.jsonl"], "env.corpus = 'missing.jsonl': cannot be read: No such file or directory"),
         (["--retriever", "zerosearch"], "'zerosearch' is no index"),
         (["--port", "70000"], "--port 70000"),
     ):

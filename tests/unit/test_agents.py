@@ -318,15 +318,15 @@ def test_a_simulated_search_engine():
     settings = {"noise_start": 0.1, "noise_end": 0.9, "noise_base": 4.0}
     config = searching("plain", env={"simulator": settings}, run={"updates": 100})
     simulator = Simulator(model, config.env.simulator, config.run)
-    hits = simulator.search(["where is Tik", "who"], 3, share=0.0)
-    assert [[hit.contents for hit in found] for found in hits] == [["Tik is a town.", "It lies far away.", "More."]] * 2
-    assert {hit.id for hit in hits[0]} == {"useful/1", "useful/2", "useful/3"}
-    assert any("generate 3 useful documents" in prompt and "Query: where is Tik\n" in prompt for prompt in model.asked)
-    found = simulator.search([f"query {i}" for i in range(400)], 1, share=0.25)
-    assert 70 <= sum(hits[0].id.startswith("noisy") for hits in found) <= 130
-    assert sum("noisy information" in prompt for prompt in model.asked) >= 70
-    assert found == simulator.search([f"query {i}" for i in range(400)], 1, share=0.25)
+    hits = simulator.search("where is Tik", 3)
+    assert [hit.contents for hit in hits] == ["Tik is a town.", "It lies far away.", "More."]
+    assert {hit.id for hit in hits} == {"useful/1", "useful/2", "useful/3"}
+    assert "generate 3 useful documents" in model.asked[0] and "Query: where is Tik\n" in model.asked[0]
+    found = [simulator.search(f"query {i}", 1, step=50) for i in range(400)]
+    noisy = sum(hits[0].id.startswith("noisy") for hits in found)
+    assert 120 <= noisy <= 180 and sum("noisy information" in prompt for prompt in model.asked) == noisy
+    assert found == [simulator.search(f"query {i}", 1, step=50) for i in range(400)]
     shares = [simulator.share(step) for step in (None, 0, 50, 100, 200)]
     assert shares == pytest.approx([0.1, 0.1, 0.1 + (4**0.5 - 1) / 3 * 0.8, 0.9, 0.9])
     model.text = "no documents here"
-    assert simulator.search(["who"], 3)[0][0].contents == "no documents here"
+    assert simulator.search("who", 3)[0].contents == "no documents here"

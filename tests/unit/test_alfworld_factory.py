@@ -8,7 +8,7 @@ import pytest
 
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.factory import AlfworldFactory
-from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, task_text
+from paw.envs.alfworld.prompt import CompactStyle, PaperStyle
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks
 from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
@@ -270,5 +270,3 @@ def test_compact_projection_and_own_answers():
         assert style.parse_action(response, ADMISSIBLE) == (response, False)
     for style in (PaperStyle(), PaperStyle(think=False), CompactStyle()):
         assert style.parse_action(style.format_action("go to shelf 1"), ADMISSIBLE) == ("go to shelf 1", True)
-    with pytest.raises(ValueError, match="no 'Your task is to:'"):
-        task_text("You are nowhere.")

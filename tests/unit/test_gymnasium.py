@@ -1,16 +1,20 @@
 """Environments of gymnasium: one of text, one of named choices, and what is neither."""
 
 import pytest
+from toyworld import Scripted, make_chat
 
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError
 from paw.rollout.guard import Guarded
+from paw.rollout.scheduler import Rollouts
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
 from paw.tools.played import load_played
 
 GAMES = '''
+import time
+
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
@@ -43,7 +47,12 @@ class Door(Letter):
         return super().step("abcd"[[5, 6].index(action)])
 
 
-for kind in (Letter, Door):
+class Stuck(Letter):
+    def step(self, action):
+        time.sleep(600)
+
+
+for kind in (Letter, Door, Stuck):
     gymnasium.registry.pop(f"paw/{kind.__name__}-v0", None)
     gymnasium.register(f"paw/{kind.__name__}-v0", entry_point=kind)
 '''
@@ -83,6 +92,15 @@ def test_an_episode_is_a_conversation(tmp_path):
         assert outcome.done and outcome.won == (outcome.observation == "right") == (outcome.reward == 1.0)
         returns.add(outcome.reward)
     assert returns == {0.0, 1.0}
+
+
+def test_one_that_hangs_costs_its_episode(tmp_path):
+    config, chat = load(tmp_path, "paw/Stuck-v0", step_timeout_s="0.2"), make_chat()
+    factory = make_factory(config)
+    rollouts = Rollouts(factory, Scripted(chat, lambda prompt: "a"), chat, config)
+    options = {"group_size": 2, "temperature": 1.0, "seed": 0, "stream": "t"}
+    groups, stats = rollouts.play(train_tasks(factory, 0, 1, 0), **options)
+    assert not groups and len(stats.failures) == 2 and "no answer within 0.2 s" in stats.failures[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paw.envs.alfworld import index
 from paw.envs.alfworld.factory import AlfworldFactory
-from paw.envs.alfworld.generator import generate, write
+from paw.envs.alfworld.generator import games, write
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle, solve
 from paw.envs.alfworld.problem import KINDS, TASK_TYPES, Game
@@ -111,7 +111,7 @@ def test_expert_gathers_two_objects_that_lie_in_two_targets():
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), wander=st.integers(0, 80))
 def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
-    household = Household(generate(seed, difficulty="small", kinds=[kind]))
+    household = Household(*games("train", 0, 1, seed=seed, difficulty="small", kinds=[kind]))
     rng = random.Random(seed)
     for _ in range(wander):
         handling = [c for c in household.admissible if not c.startswith(("go to", "examine"))]
@@ -124,10 +124,12 @@ def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
 
 
 @pytest.mark.slow
-def test_every_official_walkthrough_and_the_expert_win(official_games):
+def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path):
     kinds, count = dict.fromkeys(KINDS, 0), 0
+    path = tmp_path / index.GAME_FILE
     for name, data in official_games():
-        game = Game.from_data(data, name=name)
+        path.write_text(json.dumps(data))
+        game = Game.load(path)
         household = Household(game)
         assert not household.won, name
         play(household, *game.walkthrough)
@@ -143,7 +145,7 @@ def test_speed():
     """20,000 steps per CPU second, best of three, reading the admissible commands and the win flag after every one."""
     played, rng = [], random.Random(0)
     for seed in range(20):
-        household, commands = Household(generate(seed, difficulty="full")), []
+        household, commands = Household(*games("train", 0, 1, seed=seed)), []
         for _ in range(50):
             commands.append(oracle(household) if rng.random() < 0.3 else rng.choice(household.admissible))
             household.step(commands[-1])
@@ -161,7 +163,7 @@ def test_speed():
 
 
 def test_a_damaged_file_is_one_clear_line(tmp_path):
-    path = write(generate(3, difficulty="tiny"), tmp_path)
+    path = write(*games("train", 3, 1, difficulty="tiny"), tmp_path)
     text, data = path.read_text(), json.loads(path.read_text())
     problem, grammar = data["pddl_problem"], data["grammar"].replace("move {o} to", "put {o} in")
     for content, complaint in (
@@ -255,7 +257,7 @@ def test_generated_games_match_the_real_engine(both):
     rng = random.Random(1)
     for i in range(GAMES):
         level = list(DIFFICULTIES.values())[i % 4]
-        game = generate(i, difficulty=level.name, kinds=[level.kinds[i % len(level.kinds)]])
+        (game,) = games("train", i, 1, difficulty=level.name, kinds=[level.kinds[i % len(level.kinds)]])
         wander = (40, 15, 0)[i % 3]
         assert play_both(both, Task("generated", game.kind, game), rng, wander) or wander
 
@@ -264,7 +266,7 @@ def test_generated_games_match_the_real_engine(both):
 @pytest.mark.timeout(0)
 def test_quirks_match_the_real_engine(both, tmp_path):
     """Long random play where receptacles share a location, an object is cool from the start, and a knife is at hand."""
-    data = json.loads(write(generate(0, difficulty="tiny"), tmp_path).read_text())
+    data = json.loads(write(*games("train", 0, 1, difficulty="tiny"), tmp_path).read_text())
     rng = random.Random(2)
     for kind in ("two", "look"):
         path = tmp_path / f"{kind}.tw-pddl"

@@ -56,7 +56,7 @@ def write(path: Path, documents: list[tuple[str, str]]) -> Path:
 
 def test_bm25_scores_as_lucene():
     """By hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b length / mean length))."""
-    ((hit, other),) = Bm25(["red shoes shoes", "red hat", "blue hat"]).top(["the red SHOE"], 5)
+    hit, other = Bm25(["red shoes shoes", "red hat", "blue hat"]).top("the red SHOE", 5)
     red, shoe = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
     long, short = 0.9 * (0.6 + 0.4 * 3 / (7 / 3)), 0.9 * (0.6 + 0.4 * 2 / (7 / 3))
     assert hit == (0, pytest.approx(red / (1 + long) + shoe * 2 / (2 + long)))
@@ -65,11 +65,11 @@ def test_bm25_scores_as_lucene():
 
 def test_bm25_splits_words_as_lucene():
     index = Bm25(["running shoes, size M", "the runner's socks", "a hat"])
-    found = [[at for at, _ in hits] for hits in index.top(["run", "runner", "s", "m", "SOCK!", "THE a of"], 9)]
+    found = [[at for at, _ in index.top(query, 9)] for query in ("run", "runner", "s", "m", "SOCK!", "THE a of")]
     assert found == [[0], [1], [], [0], [1], []]
-    (hits,) = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top(["red"], 5)
+    hits = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top("red", 5)
     assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
-    assert Bm25(["the", ""]).top(["the red"], 3) == [[]] and Bm25(["red"]).top([], 3) == []
+    assert Bm25(["the", ""]).top("the red", 3) == []
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
@@ -91,7 +91,7 @@ def test_a_corpus_gives_its_documents(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": 7, "contents": "\\"T\\"\\nfirst ü"}\n\n  \n{"contents": "x", "id": "b", "more": []}')
     corpus = Corpus(path)
-    assert list(corpus) == [corpus[0], corpus[-1]] == corpus[0:9] == [("7", '"T"\nfirst ü'), ("b", "x")]
+    assert list(corpus) == [corpus[0], corpus[1]] == [("7", '"T"\nfirst ü'), ("b", "x")]
     path.write_text('{"id": 1, "contents": "rewritten"}\n')
     assert list(Corpus(path)) == [("1", "rewritten")]
 
@@ -117,7 +117,7 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
     with pytest.raises(UserError, match="there is no document in it"):
         Corpus(path)
     for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read .{reason}"):
+        with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read: {reason}"):
             Corpus(path)
     with pytest.raises(UserError, match=r"needs documents: name a file with --env\.corpus"):
         make_retriever(SearchConfig())
@@ -153,7 +153,7 @@ def loaded(news, monkeypatch) -> None:
 def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, monkeypatch):
     class Interrupted(list):
         def __getitem__(self, at):
-            if isinstance(at, slice) and at.start == 4:
+            if at == 4:
                 raise KeyboardInterrupt
             return super().__getitem__(at)
 

@@ -194,7 +194,7 @@ def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
     path = tmp_path / "t.jsonl"
-    with pytest.raises(UserError, match=r"t.jsonl': No such file"):
+    with pytest.raises(UserError, match=r"t.jsonl': cannot be read: No such file"):
         read_triplets(path)
     good = asdict(triplet())
     for text, message in (

@@ -6,8 +6,6 @@ Evaluation on files draws with replacement, as the reference code's independentl
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -15,10 +13,10 @@ from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.household import Household
 from paw.envs.alfworld.oracle import oracle
 from paw.envs.alfworld.problem import KINDS, Game
-from paw.envs.alfworld.prompt import CompactStyle, PaperStyle, Style, task_text
-from paw.envs.alfworld.tables import get_difficulty
+from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
+from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, EnvFactory, Made, Tasks
 from paw.envs.settings import AlfworldConfig
 from paw.envs.worker import Worker
 from paw.errors import UserError
@@ -31,7 +29,7 @@ KEPT_GAMES = 512
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
-class AlfworldFactory:
+class AlfworldFactory(EnvFactory):
     """The games of env.data, or generated ones, endlessly many.
 
     Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is not installed.
@@ -70,7 +68,13 @@ class AlfworldFactory:
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError: the split is unknown, missing or empty. Warm-up games are generated, whatever is trained on."""
         if split != "warmup" and self._root is not None:
-            return Files(self._root, self._split(split), self._read)
+            games, root = self._split(split), self._root
+
+            def read(i: int) -> Task:
+                task_id, kind = games[i]
+                return Task(task_id, kind, self._read(root / task_id / index.GAME_FILE))
+
+            return Made(read, len(games))
         stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
         if stream is None:
             raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
@@ -88,7 +92,7 @@ class AlfworldFactory:
         """Where the games come from and a hash of them; the engine's version where it is not the native one."""
         config, root = self.config, self._root
         engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        kinds = ",".join(self._kinds or (config.kinds if root else get_difficulty(config.difficulty).kinds))
+        kinds = ",".join(self._kinds or (config.kinds if root else DIFFICULTIES[config.difficulty].kinds))
         if root is None:
             digest = hashlib.sha256()
             for split in generator.SPLITS:
@@ -111,22 +115,6 @@ class AlfworldFactory:
         return games
 
 
-@dataclass
-class Files:
-    """The tasks of a split, read when they are played."""
-
-    root: Path
-    games: list[tuple[str, str]]
-    read: Callable[[Path], Game]
-
-    def __len__(self) -> int:
-        return len(self.games)
-
-    def __getitem__(self, i: int) -> Task:
-        task_id, kind = self.games[i]
-        return Task(task_id, kind, self.read(self.root / task_id / index.GAME_FILE))
-
-
 class AlfworldEnv:
     """One episode at a time, in this process (native) or in a child of its own (textworld)."""
 
@@ -144,7 +132,7 @@ class AlfworldEnv:
         self._game: Game = task.payload
         self._household = self._worker or Household(self._game)
         self._text = self._start(self._household)
-        self.task = task_text(self._text)
+        self.task = self._text.partition(TASK)[2].strip()
         self._past: list[tuple[str, str]] = []
         self._admissible = self._playable()
         return self._text

@@ -15,7 +15,7 @@ from pathlib import Path
 from paw.envs.alfworld import tables
 from paw.envs.alfworld.oracle import solve
 from paw.envs.alfworld.problem import TASK_TYPES, Game
-from paw.envs.alfworld.tables import Difficulty, Room, get_difficulty
+from paw.envs.alfworld.tables import DIFFICULTIES, Difficulty, Room
 from paw.errors import UserError
 
 SPLITS = {"train": (0, 1), "warmup": (2,), "unseen": (3,)}
@@ -57,43 +57,28 @@ class Scene:
         return next(split for split, residues in SPLITS.items() if residue in residues)
 
 
-def generate(seed: int, *, difficulty: str = "full", kinds: Sequence[str] | None = None) -> Game:
-    """The game of `seed`, of one of `kinds` (default: all that the difficulty offers). UserError where it has none."""
-    level = get_difficulty(difficulty)
-    return _game(_draw(seed, level, _offered(level, kinds)), level)
-
-
 def games(
     split: str, start: int, count: int, *, seed: int = 0, difficulty: str = "full", kinds: Sequence[str] | None = None
 ) -> Iterator[Game]:
     """Games `start`, ..., `start + count - 1` of an endless seeded stream; within one a tiny game may come twice.
 
-    Raises UserError: unknown difficulty, or a kind that it does not offer.
+    `difficulty` is one of DIFFICULTIES. UserError: it does not offer one of the `kinds` (default: all it has).
     """
-    level = get_difficulty(difficulty)
-    offered = _offered(level, kinds)
-    for index in range(start, start + count):
-        for attempt in itertools.count():
-            parts = json.dumps((split, seed, index, attempt)).encode()  # neighbouring games share nothing
-            scene = _draw(int.from_bytes(hashlib.sha256(parts).digest()[:6], "big"), level, offered)
-            if scene.split() == split:
-                break
-        yield _game(scene, level)
-
-
-def _offered(level: Difficulty, kinds: Sequence[str] | None) -> tuple[str, ...]:
-    kinds = level.kinds if kinds is None else tuple(kinds)
+    level = DIFFICULTIES[difficulty]
+    kinds = level.kinds if kinds is None else kinds
     if wrong := [kind for kind in kinds if kind not in level.kinds]:
         offered = ", ".join(level.kinds)
         raise UserError(f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}')
-    return kinds
-
-
-def _game(scene: Scene, difficulty: Difficulty) -> Game:
-    name = f"generated/{difficulty.name}/{scene.kind}/{scene.seed:012x}"
-    game = Game(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
-    game.walkthrough, game.scene = solve(game), scene
-    return game
+    for index in range(start, start + count):
+        for attempt in itertools.count():
+            parts = json.dumps((split, seed, index, attempt)).encode()  # neighbouring games share nothing
+            scene = _draw(int.from_bytes(hashlib.sha256(parts).digest()[:6], "big"), level, kinds)
+            if scene.split() == split:
+                break
+        name = f"generated/{difficulty}/{scene.kind}/{scene.seed:012x}"
+        game = Game(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
+        game.walkthrough, game.scene = solve(game), scene
+        yield game
 
 
 # ---- drawing a scene

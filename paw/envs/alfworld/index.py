@@ -9,6 +9,7 @@ from typing import NamedTuple
 from paw.cache import cached
 from paw.envs.alfworld.problem import TASK_TYPES
 from paw.errors import UserError
+from paw.files import reading
 
 FOLDER = "json_2.1.1"
 GAME_FILE = "game.tw-pddl"
@@ -59,10 +60,8 @@ def _scan(root: Path, split: str) -> Split:
         kind = kinds.get(name.split("/")[1].split("-")[0])
         if kind is None or "movable" in name or "Sliced" in name:
             continue
-        try:
+        with reading(f"game file {path}"):
             content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"game file {path}: cannot be read: {error.strerror or error}") from None
         if b'"solvable": false' in content:
             continue
         games.append((name, kind))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from paw.envs.checked import Strict, checked
 from paw.errors import UserError
+from paw.files import reading
 
 TASK_TYPES = {
     "pick": "pick_and_place_simple",
@@ -140,31 +141,24 @@ class Game:
     @classmethod
     def load(cls, path: str | Path) -> "Game":
         """Read a game.tw-pddl file. UserError if that fails, or its goal or grammar is none of ALFWorld's."""
-        try:
+        with reading(f"game file {path}"):
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(f"game file {path}: cannot be read: {error.strerror or error}") from error
-        return cls.from_data(data, name=str(path))
-
-    @classmethod
-    def from_data(cls, data: Any, *, name: str) -> "Game":
-        """A game from the content of its file, or that decoded; `name` says in errors where it came from."""
         try:
-            file = checked(GameFile, data, f"game file {name}")
+            file = checked(GameFile, data, f"game file {path}")
         except UserError as error:
             raise UserError(f"{error}; download the games again") from None
         task = _TASK.search(file.grammar)
         if task is None:
-            raise UserError(f'game file {name}: its grammar names no task ("Your task is to: ...")')
+            raise UserError(f'game file {path}: its grammar names no task ("Your task is to: ...")')
         if "move {o} to {r}" not in file.grammar:
             raise UserError(
-                f'game file {name}: its grammar has no "move ... to ..." command, so it is older than release '
+                f'game file {path}: its grammar has no "move ... to ..." command, so it is older than release '
                 "json_2.1.2; download the games with alfworld >= 0.4.0, or play it with the textworld back end"
             )
         # The domain inside the released games also cleans in a sink that has no basin.
         sinks = ("sinkbasintype", "sinktype") if _SINK_RULE.search(file.pddl_domain) else ("sinkbasintype",)
         sentence = json.loads(task.group(1))
-        return cls(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=name, sink_types=sinks)
+        return cls(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=str(path), sink_types=sinks)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:

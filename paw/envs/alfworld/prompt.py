@@ -59,13 +59,5 @@ class CompactStyle(LineStyle):
 Style = PaperStyle | CompactStyle
 
 
-def task_text(opening: str) -> str:
-    """The task in an episode's first observation, after "Your task is to: ". ValueError if there is none."""
-    _, found, task = opening.partition(TASK)
-    if not found:
-        raise ValueError(f"no '{TASK.strip()}' in the opening text {opening[:80]!r}")
-    return task.strip()
-
-
 def _line(text: str) -> str:
     return " ".join(text.split())

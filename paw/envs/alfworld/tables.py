@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from paw.envs.alfworld.problem import KINDS
-from paw.errors import UserError
 
 _TABLES = tomllib.loads((Path(__file__).parent / "data" / "household.toml").read_text(encoding="utf-8"))
 
@@ -68,10 +67,3 @@ DIFFICULTIES = {
     name: Difficulty(name, tuple(map(_room, table.pop("rooms").split())), **table)
     for name, table in _TABLES["difficulties"].items()
 }
-
-
-def get_difficulty(name: str) -> Difficulty:
-    """A preset. UserError where none has that name."""
-    if name not in DIFFICULTIES:
-        raise UserError(f'difficulty "{name}" is not known; choose one of {", ".join(DIFFICULTIES)}')
-    return DIFFICULTIES[name]

@@ -9,13 +9,12 @@ from paw.errors import UserError
 
 
 class TextworldHousehold:
-    """One game file, played by the real engine. UserError: alfworld or textworld is not installed."""
+    """One game file, played by the real engine."""
 
     admissible: list[str]
     won: bool
 
     def __init__(self, path: str) -> None:
-        require_textworld()
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
         from textworld.core import EnvInfos
         from textworld.envs import PddlEnv

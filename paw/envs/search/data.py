@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from paw.envs.checked import Strict, checked, json_lines
 from paw.errors import UserError, needed
+from paw.files import cause, reading
 from paw.types import Task
 
 SETS = {
@@ -27,8 +28,7 @@ SETS = {
 }
 """data_source -> the paper's name, in the order of its Table 2."""
 SUFFIXES = (".parquet", ".jsonl")
-COLUMNS = ("question", "golden_answers", "data_source")
-TARGET = "reward_model.ground_truth.target"
+COLUMNS = ("question", "golden_answers", "data_source", "reward_model.ground_truth.target")
 FIX = "docs/environments.md has the format"
 
 
@@ -77,10 +77,9 @@ def load(path: Path) -> list[Task]:
     """The questions of a file in order, their kind the data_source. UserError, naming line or row, for damage."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
-    try:
-        rows = list(_parquet(path) if path.suffix == ".parquet" else _lines(path))
-    except OSError as error:
-        raise UserError(f"env.data: {path}: {error.strerror}") from None
+    with reading(f"env.data: {path}"):
+        lines = json_lines(path, Row, f"env.data: {path}")
+        rows = list(_parquet(path)) if path.suffix == ".parquet" else [row for _, row in lines]
     if not rows:
         raise UserError(f"env.data: {path} holds no question; {FIX}")
     tasks = []
@@ -102,28 +101,21 @@ def short_name(source: str) -> str:
     return tail if tail in SETS else source
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    return (row for _, row in json_lines(path, Row, f"env.data: {path}"))
-
-
 def _parquet(path: Path) -> Iterator[Row]:
     what = f"env.data: reading {path.name}"
     pyarrow, parquet = needed("pyarrow", what, "search"), needed("pyarrow.parquet", what, "search")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-            present = [name for name in (*COLUMNS, TARGET) if any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves)]
-            if "question" not in present:
-                names = ", ".join(file.schema_arrow.names)
-                raise UserError(f"env.data: {path} has no column 'question'; it has {names}")
-            for row in (row for batch in file.iter_batches(columns=present) for row in batch.to_pylist()):
+            names = file.schema_arrow.names
+            if "question" not in names:
+                raise UserError(f"env.data: {path} has no column 'question'; it has {', '.join(names)}")
+            for row in (row for batch in file.iter_batches(columns=COLUMNS) for row in batch.to_pylist()):
                 number += 1
                 target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
                 answers = row.get("golden_answers") or target
                 yield checked(Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # without a number it is pyarrow's way to say: damaged
+        if getattr(error, "errno", None):  # without a number it is pyarrow's way to say: damaged
             raise
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"env.data: {path} is no whole parquet file: {reason}") from None
+        raise UserError(f"env.data: {path} is no whole parquet file: {cause(error)}") from None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paw import plugins
 from paw.config import RunConfig
-from paw.envs.base import Endless, Tasks, shuffled
+from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
 from paw.envs.conversation import Message, Retold
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
@@ -23,7 +23,7 @@ WORLDS = 100
 """Generated ones, in compact style."""
 
 
-class SearchFactory:
+class SearchFactory(EnvFactory):
     """The questions of files, or of a generated world, and the retriever that answers searches.
 
     Raises UserError: env.data or env.corpus is damaged or without the other, or what answers searches is missing.
@@ -31,7 +31,6 @@ class SearchFactory:
 
     Config = SearchConfig
     name = "search"
-    distinct_eval = True
 
     def __init__(self, config: SearchConfig, run: RunConfig, tasks_per_update: int = 1) -> None:
         self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
@@ -111,7 +110,7 @@ class SearchFactory:
 
     def _search(self, question: Question, query: str) -> list[Hit]:
         if self._simulator:
-            return self._simulator.search([query], self.config.topk, self._simulator.share(question.step))[0]
+            return self._simulator.search(query, self.config.topk, question.step)
         return self._retriever(question.world).search([query], self.config.topk)[0]
 
 
@@ -122,8 +121,8 @@ class SearchEnv:
 
     def __init__(self, config: SearchConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
-        styles = {"paper": PaperStyle, "compact": CompactStyle, "chat": ChatStyle}
-        self.style: Style = styles[config.style](history=config.history, think=config.think)
+        paper = PaperStyle(history=config.history, think=config.think)
+        self.style: Style = {"paper": paper, "compact": CompactStyle(), "chat": ChatStyle()}[config.style]
         self._retrieve = search
         self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True

@@ -110,7 +110,7 @@ class PaperStyle:
 class ChatStyle(PaperStyle):
     """Of conversations, in which nothing that was found is forgotten: documents as they are."""
 
-    def __init__(self, *, history: int = 0, think: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(history=1_000_000, think=False)
 
     def observation(self, documents: Sequence[str]) -> str:
@@ -128,9 +128,8 @@ class CompactStyle:
     town 12 lies on river 13.
     """
 
-    def __init__(self, *, history: int = 1, think: bool = False) -> None:
-        self.shown = 1
-        """Observations of earlier turns that a prompt holds."""
+    shown = 1
+    """Observations of earlier turns that a prompt holds."""
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         lines = [f"task: {question}"]

@@ -22,7 +22,7 @@ from paw.envs.checked import Strict, checked
 from paw.envs.search.retrieval.bm25 import Bm25
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import generator
-from paw.envs.webshop.reward import Goal, Product, choose_nouns, require_rapidfuzz
+from paw.envs.webshop.reward import Goal, Product, choose_nouns, need_rapidfuzz
 from paw.errors import UserError
 
 SEED = 233
@@ -109,14 +109,13 @@ class Catalogue:
         return 500 if len(self.goals) >= 1000 else len(self.goals) // 4 or 1
 
     def search(self, query: str) -> list[Product]:
-        """The 50 best products for the lower-cased words, best first; fewer where fewer share a word with them."""
-        (hits,) = self._index.top([query.lower()], HITS)
-        return [self.products[at] for at, _ in hits]
+        """The 50 best products, best first; fewer where fewer share a word with the query."""
+        return [self.products[at] for at, _ in self._index.top(query, HITS)]
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
     """The user's copy of WebShop's files, of the size that env.catalogue names. UserError: one is missing or broken."""
-    require_rapidfuzz()
+    need_rapidfuzz()
     names = [ITEMS, ENTRIES] if config.catalogue == "small" else ["items_shuffle.json", "items_ins_v2.json"]
     items, entries, *human = [folder / name for name in (*names, *([HUMAN] if config.goals == "human" else []))]
     for path in (items, entries, *human):
@@ -134,7 +133,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
 @functools.lru_cache(8)
 def generated(products: int, goals: str, nouns: str, seed: int = 0) -> Catalogue:
     """The generated shop; one for all factories of a process."""
-    require_rapidfuzz()
+    need_rapidfuzz()
     made = generator.records(products, seed)
     digest = hashlib.sha256(json.dumps(made).encode())
     return _stock(made[0], made[1], made[2] if goals == "human" else None, nouns, digest, ("generated", "generated"))

@@ -7,7 +7,7 @@ warm-up visits other shops, generated, endlessly many.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, EnvFactory, Tasks
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop.prompt import CompactStyle, PaperStyle, Style
@@ -29,12 +29,11 @@ class Visit(NamedTuple):
     goal: Goal
 
 
-class WebshopFactory:
+class WebshopFactory(EnvFactory):
     """The goals of one catalogue, the user's copy of WebShop's or a generated one."""
 
     Config = WebshopConfig
     name = "webshop"
-    may_block = False
     distinct_eval = False
 
     def __init__(self, config: WebshopConfig) -> None:

@@ -15,8 +15,9 @@ import functools
 import importlib.util
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from paw.errors import UserError
+from paw.errors import UserError, needed
 
 MATCH = 85
 PATH = "›"
@@ -80,10 +81,9 @@ class Goal:
     """Largest price, US dollars; infinite without a limit."""
 
 
-def require_rapidfuzz() -> None:
-    """UserError if the reward could not be computed."""
-    if importlib.util.find_spec("rapidfuzz") is None:
-        raise UserError("WebShop's reward needs rapidfuzz: pip install 'paw-trainer[webshop]'")
+def need_rapidfuzz() -> Any:
+    """The library that compares texts. UserError where it is not installed."""
+    return needed("rapidfuzz", "WebShop's reward", "webshop")
 
 
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
@@ -130,10 +130,9 @@ def _wanted(name: str, value: str) -> str:
 
 @functools.lru_cache(1 << 16)
 def _match(a: str, b: str) -> bool:
-    from rapidfuzz import fuzz, utils
-
+    library = need_rapidfuzz()
     a, b = (text.translate(LATIN_1) for text in (a, b))
-    return round(fuzz.token_set_ratio(a, b, processor=utils.default_process)) > MATCH
+    return round(library.fuzz.token_set_ratio(a, b, processor=library.utils.default_process)) > MATCH
 
 
 LATIN_1 = dict.fromkeys(range(128, 256))

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
-Documents = Sequence[tuple[str, str]]
+Documents = list[tuple[str, str]] | Corpus
 """(id, contents) each."""
 
 
@@ -33,11 +34,7 @@ def make_retriever(config: SearchConfig, documents: Documents | None = None) -> 
         from paw.envs.search.retrieval.remote import RemoteRetriever
 
         return RemoteRetriever(config.retriever, timeout_s=config.timeout_s)
-    if config.retriever == "zerosearch":
-        raise UserError("env.retriever = 'zerosearch' is an LLM that plays the search engine: there is no index")
     if config.corpus is not None:
-        from paw.envs.search.retrieval.corpus import Corpus
-
         documents = Corpus(config.corpus)
     if not documents:
         raise UserError(f"env.retriever = '{config.retriever}' needs documents: name a file with --env.corpus")

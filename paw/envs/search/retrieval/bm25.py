@@ -6,8 +6,7 @@ The index holds a score for every (word, document), so that a query adds up a fe
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,20 @@ class Bm25:
     """An index of `texts`, or the memory-mapped one that `save` left in `saved`. Safe to use from several threads."""
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None):
+        # bm25s imports numba if it can: unused here, it costs a second, and vLLM's start on a CPU fails over it.
+        if hide := "numba" not in sys.modules:
+            sys.modules["numba"] = None  # type: ignore[assignment]
         try:
-            with _hidden("numba"):
-                import bm25s
+            import bm25s
             from bm25s.stopwords import STOPWORDS_EN
             from Stemmer import Stemmer
         except ImportError:
             raise UserError(
                 "BM25 needs bm25s and PyStemmer: pip install 'paw-trainer[search]', or 'paw-trainer[webshop]'"
             ) from None
+        finally:
+            if hide:
+                del sys.modules["numba"]
         self._stemmer, self._lock = Stemmer("porter"), threading.Lock()
         self._stopwords = frozenset(STOPWORDS_EN)
         self._index: Any = self._build(bm25s, texts) if saved is None else bm25s.BM25.load(saved, mmap=True)
@@ -55,11 +59,8 @@ class Bm25:
     def save(self, folder: Path) -> None:
         self._index.save(folder, show_progress=False)
 
-    def top(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query at most k pairs (position of a text, score), best first; only of texts with a word of it."""
-        return [self._top(query, k) for query in queries]
-
-    def _top(self, query: str, k: int) -> list[tuple[int, float]]:
+    def top(self, query: str, k: int) -> list[tuple[int, float]]:
+        """At most k pairs (position of a text, score), best first; only of texts with a word of the query."""
         words = [word for word in WORD.findall(query.lower()) if word not in self._stopwords]
         with self._lock:  # a stemmer may not be shared
             stems = self._stemmer.stemWords(words)
@@ -90,24 +91,9 @@ class Bm25Retriever:
             self._index = self._build()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        found = self._index.top(queries, topk)
+        found = (self._index.top(query, topk) for query in queries)
         return [[Hit(*self._documents[at], score) for at, score in hits] for hits in found]
 
     def _build(self) -> Bm25:
         texts = (contents for _, contents in self._documents)
         return Bm25(progress(texts, len(self._documents), "BM25 index"))
-
-
-@contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Imports within do without `package`, where it is not loaded yet.
-
-    bm25s imports numba if it can; unused here it costs a second, and vLLM's start on a CPU fails over its modules.
-    """
-    if hide := package not in sys.modules:
-        sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if hide:
-            del sys.modules[package]

@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar, overload
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -17,6 +17,7 @@ from pydantic import Field
 from paw.cache import cached, stamp
 from paw.envs.checked import Strict, json_lines
 from paw.errors import UserError, to_stderr
+from paw.files import reading
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0
@@ -28,30 +29,22 @@ class Document(Strict):
     contents: Annotated[str, Field(pattern=r"\S")]
 
 
-class Corpus(Sequence[tuple[str, str]]):
+class Corpus:
     """The documents (id, contents) of the JSONL file `path`. UserError, with file and line, for what is no document."""
 
     def __init__(self, path: Path):
         self.path = path.expanduser()
-        try:
+        with reading(f"env.corpus = '{path}'"):
             self._file = self.path.open("rb")
             folder = cached(f"corpus-{stamp(self.path)}", self._index)
-        except OSError as error:
-            raise UserError(f"env.corpus = '{path}': cannot be read ({error.strerror})") from None
         self._starts = np.load(folder / "starts.npy", mmap_mode="r")
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[tuple[str, str]]: ...
-    def __getitem__(self, at: int | slice) -> tuple[str, str] | Sequence[tuple[str, str]]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        start, end = self._starts[at % len(self)], self._starts[at % len(self) + 1]
-        found = Document.model_validate_json(os.pread(self._file.fileno(), int(end - start), int(start)))
+    def __getitem__(self, at: int) -> tuple[str, str]:
+        start, end = map(int, self._starts[at : at + 2])
+        found = Document.model_validate_json(os.pread(self._file.fileno(), end - start, start))
         return str(found.id), found.contents
 
     def __iter__(self) -> Iterator[tuple[str, str]]:

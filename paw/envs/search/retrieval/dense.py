@@ -18,6 +18,7 @@ from paw.envs.search.embedding import Embedding
 from paw.envs.search.retrieval import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError, needed
+from paw.files import writing
 
 TOKENS = 256
 CHUNK = 1024
@@ -67,11 +68,12 @@ class DenseRetriever:
         return [[Hit(*self._documents[int(at)], float(score)) for at, score in row] for row in found]
 
     def _passages(self, part: slice) -> np.ndarray:
-        return self._encoder.encode([self._passage + contents for _, contents in self._documents[part]]).numpy()
+        places = range(len(self._documents))[part]
+        return self._encoder.encode([self._passage + self._documents[at][1] for at in places]).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
         partial = path.with_suffix(".part")
-        try:
+        with writing(partial, "; set PAW_CACHE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # one process writes, the others wait for it
@@ -84,5 +86,3 @@ class DenseRetriever:
                     file.write(self._passages(slice(start, start + CHUNK)).tobytes())
                     file.flush()
                 partial.rename(path)
-        except OSError as error:
-            raise UserError(f"cannot write {partial}: {error.strerror}; set PAW_CACHE") from None
