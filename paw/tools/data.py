@@ -21,7 +21,6 @@ from typing import Any
 from paw.cache import cache_dir, cached, stamp
 from paw.envs.alfworld import index
 from paw.envs.alfworld.problem import KINDS
-from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
@@ -42,21 +41,7 @@ Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", choices=["alfworld", "webshop", "search", "smollm2"], help="whose files are meant")
-    parser.add_argument("--dir", type=Path, help="their folder (default: ~/.cache/ENV; alfworld: $ALFWORLD_DATA first)")
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--download", action="store_true", help="alfworld: get the games with alfworld's own command")
-    task.add_argument("--generate", type=int, metavar="N", help="write N games, products or entities to --out")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for what is generated (smollm2: default in the cache)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is generated (default: %(default)s)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of generated games")
-    parser.add_argument("--corpus", type=Path, help=f"search: the documents (default: DIR/{' or DIR/'.join(CORPORA)})")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: object) -> int:
     """Do what `args` ask and print what the folder holds."""
     if args.env == "smollm2":
         print(smollm2(args.out))

@@ -204,17 +204,6 @@ def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
-    add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
-    add("--gpus", default="1x80GB", metavar="NxGB", help="all cards, and their memory (default: %(default)s)")
-    add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
-    add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
-
-
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Print the plan; 0 where something fits, else 1."""
     if not options.recipe and not options.model:

@@ -100,13 +100,7 @@ LEADS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
-    default = "RUN_DIR; for several, comparison/ beside it"
-    parser.add_argument("--out", type=Path, help=f"folder for report.html and plots/ (default: {default})")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: object) -> int:
     print(write_report(*args.run_dir, out=args.out))
     return 0
 
