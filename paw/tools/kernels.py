@@ -6,19 +6,17 @@ Cases run one after another in a child: what crashes, hangs or does not compile 
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from paw.errors import UserError, clean, to_stderr
 from paw.files import cause, write_file
@@ -209,43 +207,40 @@ def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
 
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
     """Answers to the first of these cases, of one backend: to all, unless a child ends before. Then why, at the end."""
-    interpreted = {"TRITON_INTERPRET": "1"} if cases[0].backend == "triton" and cases[0].device == "cpu" else {}
-    pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        of = {"stdin": pipe, "stdout": pipe, "stderr": said, "text": True, "start_new_session": True}
-        child: Any = subprocess.Popen(command, env=os.environ | interpreted, **of)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as said:
+        child: Any = spawn.Process(target=_answer, args=(theirs, cases, said.name))
+        child.start()
+        theirs.close()
         try:
-            with suppress(BrokenPipeError), child.stdin:
-                child.stdin.writelines(json.dumps(asdict(case)) + "\n" for case in cases)
             for _ in cases:
-                began, timer = time.monotonic(), threading.Timer(limit_s, _kill, [child])
-                timer.start()
-                line = child.stdout.readline()
-                timer.cancel()
-                if not line.endswith("\n"):
-                    late = time.monotonic() - began >= limit_s
-                    yield Answer(why=f"no answer in {limit_s:g} s" if late else _fate(child, said))
+                if not ours.poll(limit_s):
+                    yield Answer(why=f"no answer in {limit_s:g} s")
                     return
-                yield Answer(**json.loads(line))
+                yield ours.recv()
+        except EOFError:
+            child.join()
+            code, lines = child.exitcode, said.read().strip().splitlines()
+            last = clean(lines[-1]) if lines else f"ended with exit code {code}"
+            yield Answer(why=f"killed by {signal.Signals(-code).name}" if code < 0 else last)
         finally:
-            _kill(child)
-            child.wait()
-            child.stdout.close()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started, such as a compiler
+            child.kill()
+            child.join()
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
-    """With what it has started, such as a compiler."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _fate(child: subprocess.Popen[str], said: IO[str]) -> str:
-    code = child.wait()
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    said.seek(0)
-    lines = said.read().strip().splitlines()
-    return clean(lines[-1]) if lines else f"ended with exit code {code}"
+def _answer(answers: Connection, cases: list[Case], said: str) -> None:
+    """The child, a session of its own; what libraries write goes to the file `said`."""
+    os.setsid()
+    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if cases[0].backend == "triton" and cases[0].device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    for case in cases:
+        answers.send(attempt(case))
 
 
 def attempt(case: Case) -> Answer:
@@ -272,15 +267,3 @@ def attempt(case: Case) -> Answer:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return Answer(why=clean(f"{type(error).__name__}: {error}"))
-
-
-def serve() -> None:
-    """The child: cases from standard input, a line each; answers to standard output, where nobody else writes."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(asdict(attempt(Case(**json.loads(line))))), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    serve()
