@@ -12,6 +12,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, progress, to_stderr
+from paw.files import writing
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollout.chat import Chat
@@ -55,10 +56,8 @@ def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, 
     if tasks < 1:
         raise UserError(f"--tasks {tasks}: play at least 1")
     with open_player(config, path) as rollouts, ExitStack() as stack:
-        try:
+        with writing(f"--out {out}"):
             file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"--out {out}: {error.strerror}") from None
         groups, stats = rollouts.training(0, tasks, EPISODES)
         tell(stats.failures)
         for episode in (trajectory for group in groups for trajectory in group.trajectories):

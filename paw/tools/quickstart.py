@@ -12,12 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import WarmupConfig
-from paw.files import cause
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -97,8 +95,5 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:  # an OSError in a coat of Rust
-        raise OSError(cause(error)) from None
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
