@@ -37,7 +37,7 @@ from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, write_csv
 from paw.tools.fit import changed
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
-from paw.tools.recorded import random_groups, random_model, read_groups
+from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.train import optimize, prepare
 from paw.types import Group
 
@@ -78,8 +78,10 @@ def profile(
             played: dict[str, Record] = {}
             if synthetic:
                 run, groups = random_groups(run)
+            elif rollouts:
+                groups = with_log_probs(run, read_episodes(rollouts, vocabulary=len(run.policy.head_weight)))
             else:
-                groups = read_groups(rollouts, run) if rollouts else play(run, played)
+                groups = play(run, played)
             turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
             about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": code_commit()}
             about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
