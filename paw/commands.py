@@ -269,9 +269,11 @@ def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _doctor(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.tools import doctor, kernels, postmortem
+    from paw.tools import doctor, postmortem
 
     if options.kernels:
+        from paw.tools import kernels
+
         return kernels.check(options.shape, options.model)
     if options.run:
         return postmortem.run(options.run, as_json=options.json)

@@ -18,8 +18,14 @@ from itertools import takewhile
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from paw.errors import UserError, clean, to_stderr
 from paw.files import cause, write_file
+from paw.hub import check_hub
+from paw_kernels import BACKENDS, _measured, why_not_backend
+from paw_kernels._backend import implementation
+from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
 """Of a case, imports and compilation included."""
@@ -104,7 +110,6 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
         return int(found[1]), int(found[2])
     if not model:
         return None
-    from paw.hub import check_hub
     from paw.model.policy import head_shape
 
     check_hub(model)
@@ -115,10 +120,6 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
 
 def here() -> tuple[list[Case], list[str]]:
     """What there is to check on this machine, and what cannot run here and why. Triton's interpreter is for the CPU."""
-    import torch
-
-    from paw_kernels import BACKENDS, why_not_backend
-
     main = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # More than two tiles of 128 x 256 for each multiprocessor; of the interpreter's 16 x 32 for each of 3 programs.
     processors = torch.cuda.get_device_properties(main).multi_processor_count if main.type == "cuda" else 0
@@ -139,8 +140,6 @@ def here() -> tuple[list[Case], list[str]]:
 
 def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
     """What is timed: on a GPU in bfloat16 with several ways of Triton's, on a CPU without Triton."""
-    import torch
-
     gpu = "cuda" in devices.values()
     cases = []
     for backend, device in devices.items():
@@ -174,10 +173,6 @@ def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case]
 
 def keep(answers: dict[Case, Answer]) -> None:
     """Put the times where "auto" looks for them, in place of older ones of these sizes; a disk that refuses is told."""
-    import torch
-
-    from paw_kernels import _measured
-
     if not (times := {case: answer.ms for case, answer in answers.items() if answer.ms}):
         return
     path, some = _measured.file(), next(iter(times))
@@ -245,11 +240,6 @@ def _answer(answers: Connection, cases: list[Case], said: str) -> None:
 
 def attempt(case: Case) -> Answer:
     """In the child. Raises what has left the GPU unusable."""
-    import torch
-
-    from paw_kernels._backend import implementation
-    from paw_kernels.trial import largest_error, milliseconds
-
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
     n, V = (300, 512 + case.V % 256) if case.timed else (case.n, case.V)
     try:

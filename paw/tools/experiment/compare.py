@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from paw.recipe import load
-from paw.tools.experiment import results, runs
+from paw.tools.experiment import figures, results, runs
 from paw.tools.experiment.results import Record, interval, markdown, paired, percent, points
 from paw.tools.experiment.runs import Overrides
 from paw.tools.rundir import Run
@@ -25,8 +25,6 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
     seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
     seeds |= {variant: sorted({*options.seeds, *options.pair_seeds}) for variant in list(variants)[:2]}
     found = runs.conduct(options, variants, seeds, overrides)
-    from paw.tools.experiment import figures
-
     records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
     figure = figures.comparison(figures.evaluations(records), summary, "Success on unseen games")
