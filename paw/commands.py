@@ -37,13 +37,13 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
         case "eval":
             agents = "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for"
             sub.epilog = f"{agents} {' '.join(f'--{key}' for key in short)}); {sub.epilog}"
-            add("--json", action="store_true", dest="as_json", help="print one JSON object")
+            add("--json", action="store_true", help="print one JSON object")
             add("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
-            return _calling("paw.tools.evaluate", "evaluate")
+            return _running("paw.tools.evaluate")
         case "rollout":
             add("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
             add("--out", default="-", help="file for the episodes (default: standard output)")
-            return _calling("paw.tools.player", "rollout_model")
+            return _running("paw.tools.player")
         case "profile":
             add("recipe", help="name of a packaged recipe, or a .toml file")
             add("--repeats", type=int, default=10, metavar="N", help="passes of each variant (default: %(default)s)")
@@ -52,7 +52,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             either = sub.add_mutually_exclusive_group().add_argument
             either("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
             either("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
-            return _calling("paw.tools.profile", "profile")
+            return _running("paw.tools.profile")
         case "plan":
             from paw.tools.fit import BASE
 
@@ -63,7 +63,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
             add("--json", action="store_true", help="print one JSON object")
             add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
-            return _passing("paw.tools.fit")
+            return _running("paw.tools.fit")
         case "experiment":
             from paw.tools.experiment.runs import VARIANTS, parse_seeds
 
@@ -84,13 +84,13 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--pair-seeds", default=[], help="seeds of the first two variants, if they are to have more", **seeds)
             listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in VARIANTS.items())
             add("--list", action="version", version=listing, help="print the named variants")
-            return _passing("paw.tools.experiment.compare")
+            return _running("paw.tools.experiment.compare")
         case "sft":
             add("model", help="model folder, Hugging Face name or run directory: what learns")
             add("--recipe", help="environment, sizes and optimizer (default: the run's own configuration)")
             add("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of expert play")
             add("--out", type=Path, required=True, help="folder to write; stopped, the same command goes on from there")
-            return _passing("paw.tools.sft")
+            return _running("paw.tools.sft")
         case "rwml":
             add("stage", choices=["collect", "filter", "sft"])
             add("source", help="collect: the model that plays; filter, sft: the triplets")
@@ -99,22 +99,22 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
             add("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
             add("--out", type=Path, required=True, help="file (sft: folder) to write")
-            return _passing("paw.tools.rwml")
+            return _running("paw.tools.rwml")
         case "play":
             _environment(sub)
             add("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
             add("--json", action="store_true", help="one command a line in, one JSON object a line out")
-            return _passing("paw.tools.play")
+            return _running("paw.tools.play")
         case "env":
             add("action", choices=["check"], help="play a few episodes and say which rules hold")
             _environment(sub)
             add("--json", action="store_true", help="print one JSON object")
-            return _passing("paw.tools.env_check")
+            return _running("paw.tools.env_check")
         case "report":
             add("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
             default = "RUN_DIR; for several, comparison/ beside it"
             add("--out", type=Path, help=f"folder for report.html and plots/ (default: {default})")
-            return _passing("paw.tools.report")
+            return _running("paw.tools.report")
         case "data":
             from paw.envs.alfworld.tables import DIFFICULTIES
 
@@ -129,7 +129,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of generated games")
             corpus = "search: the documents (default: DIR/corpus.jsonl or DIR/wiki-18.jsonl)"
             add("--corpus", type=Path, help=corpus)
-            return _passing("paw.tools.data")
+            return _running("paw.tools.data")
         case "serve":
             parsers = sub.add_subparsers(dest="what", required=True, metavar="retriever|env")
             retriever, env = parsers.add_parser("retriever"), parsers.add_parser("env")
@@ -141,20 +141,21 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--retriever", default="bm25", help="bm25 or dense (default: %(default)s)")
             _environment(env)
             env.add_argument("--sessions", type=int, default=256, help="episodes at once (default: %(default)s)")
-            return _serve
+            env.set_defaults(command=_running("paw.tools.serve_env"))
+            return _serve_retriever
         case "export":
             add("run", type=Path, help="run directory")
             newest = "folder name, such as step_000050 (default: the newest that verifies)"
-            add("--checkpoint", dest="checkpoint_name", metavar="NAME", help=newest)
+            add("--checkpoint", metavar="NAME", help=newest)
             add("--out", type=Path, help="folder to write (default: RUN/hf)")
             add("--push", default="", metavar="USER/NAME", help="send it to the Hugging Face hub, as a private model")
             add("--public", action="store_true", help="with --push: a new one is public")
-            return _calling("paw.state.restore", "export_run")
+            return _export
         case "warmup":
             add("recipe", nargs="?", default="quickstart")
             return _warmup
         case "keys":
-            return _calling("paw.tools.reference", "page")
+            return _keys
         case "doctor":
             add("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
             add("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
@@ -170,23 +171,8 @@ def _environment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help="its settings (default: NAME-grpo, or the defaults)")
 
 
-def _calling(module: str, function: str) -> Command:
-    """Calls `function` with the options by name; what it returns is the exit code, or printed."""
-
-    def run(options: argparse.Namespace, overrides: Overrides) -> int:
-        given = {key: value for key, value in vars(options).items() if key not in ("name", "command", "overrides")}
-        given |= {} if options.name in NO_OVERRIDES else {"overrides": overrides}
-        result = getattr(importlib.import_module(module), function)(**given)
-        if not isinstance(result, int):
-            print(result)
-            return 0
-        return result
-
-    return run
-
-
-def _passing(module: str) -> Command:
-    """Calls `run(options, overrides)` of a module."""
+def _running(module: str) -> Command:
+    """`run(options, overrides)` of a module."""
     return lambda options, overrides: importlib.import_module(module).run(options, overrides)
 
 
@@ -245,17 +231,21 @@ def _check(config: Config, name: str, resume: str) -> None:
         check_hub(config.model.path)
 
 
-def _serve(options: argparse.Namespace, overrides: Overrides) -> int:
-    if options.what == "env":
-        from paw.tools import serve_env
-
-        return serve_env.serve(options, overrides)
+def _serve_retriever(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.envs.search.retrieval.server import serve
 
     given = {"env.data": "none", "env.retriever": options.retriever}
     given |= {"env.corpus": options.corpus} if options.corpus else {}
     config: Any = load("search-grpo", given | overrides)
     return serve(config.env, host=options.host, port=options.port)
+
+
+def _export(options: argparse.Namespace, _: Overrides) -> int:
+    from paw.state.restore import export_run
+
+    to_hub = {"push": options.push, "public": options.public}
+    print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out, **to_hub))
+    return 0
 
 
 def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
@@ -265,6 +255,13 @@ def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.tools.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_factory(config), to_stderr))
+    return 0
+
+
+def _keys(*_: object) -> int:
+    from paw.tools.reference import page
+
+    print(page())
     return 0
 
 

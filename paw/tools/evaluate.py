@@ -4,6 +4,7 @@ DIR/settings.json says what is evaluated, DIR/episodes.jsonl holds one finished 
 results.md follow from those. The same command again plays what is missing or could not be played.
 """
 
+import argparse
 import json
 import re
 import signal
@@ -40,11 +41,9 @@ class _GivenUp(Exception):
     pass
 
 
-def evaluate(
-    model: str | None, recipe: str | None, overrides: dict[str, str], *, out: Path | None, as_json: bool
-) -> int:
-    """Play `eval.games` tasks with a local `model`, or the configuration's endpoint. 1 where some could not be."""
-    path = None
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play `eval.games` tasks with a local model, or the configuration's endpoint. 1 where some could not be."""
+    model, recipe, out, path = options.model, options.recipe, options.out, None
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
@@ -56,7 +55,7 @@ def evaluate(
         if url := config.endpoint.url:
             raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
         if config.agent.type == "plain" and out is None:
-            return evaluate_model(config, path, as_json=as_json)
+            return evaluate_model(config, path, as_json=options.json)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
@@ -118,7 +117,7 @@ def evaluate(
     table = results.table(summary)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
     write_file(folder / "results.md", table)
-    print(json.dumps(summary) if as_json else f"{table}\n{folder}")
+    print(json.dumps(summary) if options.json else f"{table}\n{folder}")
     failures = [line["failure"] for line in lines.values() if line["failure"] is not None]
     if failures:
         to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")

@@ -1,5 +1,6 @@
 """`paw eval` and `paw rollout`: a trained run, a model folder or a Hugging Face model plays games."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -50,9 +51,10 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     return 1 if stats.failed else 0
 
 
-def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, tasks: int, out: str) -> int:
-    """Play `tasks` training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
-    config, path = resolve(model, recipe, overrides)
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play --tasks training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
+    tasks, out = options.tasks, options.out
+    config, path = resolve(options.model, options.recipe, overrides)
     if tasks < 1:
         raise UserError(f"--tasks {tasks}: play at least 1")
     with open_player(config, path) as rollouts, ExitStack() as stack:
