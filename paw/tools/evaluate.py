@@ -20,7 +20,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
-from paw.files import write_file
+from paw.files import json_object, write_file
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
@@ -148,9 +148,11 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         stack.enter_context(lock(folder))
         if not path.exists():
             write_file(path, json.dumps(settings, indent=1) + "\n")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json_object(path.read_bytes())
+    except OSError as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
+    if found is None:
+        raise UserError(f"--out {folder}: {path.name} is none of an evaluation; name another folder")
     for key in (*settings, *found):
         if (old := found.get(key)) != (new := settings.get(key)) and key != GROWS:
             other = f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}"
