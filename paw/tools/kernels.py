@@ -76,12 +76,12 @@ class Answer:
         return found if self.ms is None else f"{self.ms:.4g} ms"
 
 
-def check(shape: str | None, model: str | None, *, limit_s: float = LIMIT_S) -> int:
+def check(shape: str | None, model: str | None) -> int:
     """Print the tables; 0 when every backend that can run here is right. Raises UserError for a shape that is none."""
     size = head_size(shape, model)
     cases, left_out = here()
     print("Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4).")
-    answers = dict(zip(cases, told(run(cases, limit_s), cases), strict=True))
+    answers = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
     columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
     table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
     for line in left_out:
@@ -96,7 +96,7 @@ def check(shape: str | None, model: str | None, *, limit_s: float = LIMIT_S) -> 
         timed = contest(*size, {case.backend: case.device for case in cases})
         timed = [case for case in timed if (case.backend, case.dtype) not in wrong]
         print("Forward + backward of V {} x D {}, half of its rows with a gradient:".format(*size))
-        times = dict(zip(timed, told(run(timed, limit_s), timed), strict=True))
+        times = dict(zip(timed, told(run(timed, LIMIT_S), timed), strict=True))
         table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
         keep(times)
     return 1 if failed else 0

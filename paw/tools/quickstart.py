@@ -31,14 +31,14 @@ LABEL = r"\n?[a-z]+:"
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
 
 
-def phrases(observations: Iterable[str], *, at_least: int = 3) -> list[str]:
-    """The text between numbered things, wherever it recurs: "You arrive at", ", and a", ... Longest first."""
+def phrases(observations: Iterable[str]) -> list[str]:
+    """The text between numbered things, if there three times: "You arrive at", ", and a", ... Longest first."""
     seen: Counter[str] = Counter()
     for text in observations:
         for line in text.splitlines():
             if re.search(ENTITY, line):
                 seen.update(part for part in re.split(ENTITY, line) if part)
-    return sorted((part for part, n in seen.items() if n >= at_least), key=lambda part: (-len(part), part))
+    return sorted((part for part, n in seen.items() if n >= 3), key=lambda part: (-len(part), part))
 
 
 def build_tokenizer(prompts: list[str], actions: set[str], observations: list[str]) -> PreTrainedTokenizerFast:

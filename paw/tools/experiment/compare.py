@@ -27,7 +27,7 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
     found = runs.conduct(options, variants, seeds, overrides)
     records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
-    figure = figures.comparison(figures.evaluations(records), summary, "Success on unseen games")
+    figure = figures.comparison(figures.evaluations(records), summary)
     text = report(f"Comparison: {options.recipe}", summary, records, paper)
     told = {variant: {"overrides": variants[variant]} | of for variant, of in summary.items()}
     results.write(options.out, "compare", text=text, records=records, figure=figure, summary=told)
