@@ -21,6 +21,7 @@ from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import json_object, write_file
+from paw.keys import flatten
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
@@ -30,11 +31,12 @@ from paw.types import Task, Trajectory
 
 GIVE_UP = 32
 """Episodes in a row that could not be played: the endpoint is gone."""
-SETTINGS = ("env", "agent", "eval")
+SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
+SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
+"""Keys that decide the outcome, by how they begin, and of env.simulator. Where and how fast an endpoint answers does
+not."""
 GROWS = "eval.games"
 """May be another when an evaluation goes on."""
-LIMITS = ("max_prompt_tokens", "max_response_tokens")
-"""Sections, and keys of rollout, that decide the outcome. Where and how fast an endpoint answers does not."""
 
 
 class _GivenUp(Exception):
@@ -125,12 +127,8 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    tree = config.model_dump(mode="json")
-    if simulator := tree["env"].get("simulator"):
-        tree["env"]["simulator"] = {key: simulator[key] for key in ("model", "noise_start")}
-    sections = {section: tree[section] for section in SETTINGS}
-    sections["rollout"] = {key: tree["rollout"][key] for key in LIMITS}
-    return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
+    flat = {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(SETTINGS)}
+    return {key: value for key, value in flat.items() if key in SIMULATOR or not key.startswith("env.simulator.")}
 
 
 def _updates(path: str | None) -> dict[str, Any]:
