@@ -26,7 +26,7 @@ def main() -> None:
     figures = {"noise_gradient": on_noise(records("noise_gradient"))}
     for name in ("experiment_compare", "experiment_sparse"):
         runs = records(name)
-        figures[name] = comparison(evaluations(runs), summarise(runs), "Success on unseen games")
+        figures[name] = comparison(evaluations(runs), summarise(runs))
     for name, figure in figures.items():
         figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150)
 

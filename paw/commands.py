@@ -1,25 +1,18 @@
-"""The commands beside `train`: what each takes, and what runs it."""
+"""The commands: what each takes, and what runs it. Modules that run them are imported then: some take long."""
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.errors import to_stderr
-from paw.recipe import load
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.recipe import load, load_named, warnings
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
-MODULES = {
-    "plan": "paw.tools.fit",
-    "experiment": "paw.tools.experiment.compare",
-    "play": "paw.tools.play",
-    "report": "paw.tools.report",
-    "env": "paw.tools.env_check",
-    "data": "paw.tools.data",
-}
-"""Commands whose module has its own `add_arguments(parser)` and `run(options, overrides)`."""
 NO_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
 
 
@@ -34,16 +27,23 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
         add("model", nargs="?" if name == "eval" else None, help="run directory, model folder or Hugging Face name")
         add("--recipe", help="environment and sampling (default: the run's own configuration)")
     match name:
+        case "train":
+            resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
+            add("recipe", help="name of a packaged recipe, or a .toml file")
+            add("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
+            add("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
+            add("--dry-run", action="store_true", help="print the resolved configuration, and stop")
+            return _train
         case "eval":
             agents = "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for"
             sub.epilog = f"{agents} {' '.join(f'--{key}' for key in short)}); {sub.epilog}"
-            add("--json", action="store_true", dest="as_json", help="print one JSON object")
+            add("--json", action="store_true", help="print one JSON object")
             add("--out", type=Path, help="agents: folder of the episodes and results (default: in run.dir)")
-            return _calling("paw.tools.evaluate", "evaluate")
+            return _running("paw.tools.evaluate")
         case "rollout":
             add("--tasks", type=int, default=4, help="tasks to play (default: %(default)s)")
             add("--out", default="-", help="file for the episodes (default: standard output)")
-            return _calling("paw.tools.player", "rollout_model")
+            return _running("paw.tools.player")
         case "profile":
             add("recipe", help="name of a packaged recipe, or a .toml file")
             add("--repeats", type=int, default=10, metavar="N", help="passes of each variant (default: %(default)s)")
@@ -52,13 +52,45 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             either = sub.add_mutually_exclusive_group().add_argument
             either("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
             either("--synthetic", action="store_true", help="play nothing: random tokens of the recipe's sizes")
-            return _calling("paw.tools.profile", "profile")
+            return _running("paw.tools.profile")
+        case "plan":
+            from paw.tools.fit import BASE
+
+            add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
+            add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
+            add("--gpus", default="1x80GB", metavar="NxGB", help="all cards, and their memory (default: %(default)s)")
+            add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
+            add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
+            add("--json", action="store_true", help="print one JSON object")
+            add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
+            return _running("paw.tools.fit")
+        case "experiment":
+            from paw.tools.experiment.runs import VARIANTS, parse_seeds
+
+            sub.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
+            sub.formatter_class = argparse.RawDescriptionHelpFormatter
+            add("experiment", choices=["compare"], help="variants x seeds, with intervals")
+            add("recipe", help="name of a packaged recipe, or a .toml file")
+            seeds: dict[str, Any] = {"type": parse_seeds, "metavar": "N"}
+            add("--seeds", default="5", help="how many, or which: 0-4,7 (default: %(default)s)", **seeds)
+            add("--out", type=Path, default=Path("compare"), help="folder to write (default: %(default)s)")
+            add("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
+            add("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
+            add("--report-only", action="store_true", help="train nothing, use what is finished")
+            named = "see --list; the first is the baseline (default: %(default)s)"
+            add("--variants", default="grpo,paw,ce,constant,unselected", metavar="A,B", help=named)
+            own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
+            add("--variant", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
+            add("--pair-seeds", default=[], help="seeds of the first two variants, if they are to have more", **seeds)
+            listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in VARIANTS.items())
+            add("--list", action="version", version=listing, help="print the named variants")
+            return _running("paw.tools.experiment.compare")
         case "sft":
             add("model", help="model folder, Hugging Face name or run directory: what learns")
             add("--recipe", help="environment, sizes and optimizer (default: the run's own configuration)")
             add("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of expert play")
             add("--out", type=Path, required=True, help="folder to write; stopped, the same command goes on from there")
-            return _passing("paw.tools.sft")
+            return _running("paw.tools.sft")
         case "rwml":
             add("stage", choices=["collect", "filter", "sft"])
             add("source", help="collect: the model that plays; filter, sft: the triplets")
@@ -67,7 +99,37 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--tasks", type=int, default=256, help="collect: games to play (default: %(default)s)")
             add("--share", type=float, default=1.0, help="sft: share of the training triplets (default: all)")
             add("--out", type=Path, required=True, help="file (sft: folder) to write")
-            return _passing("paw.tools.rwml")
+            return _running("paw.tools.rwml")
+        case "play":
+            _environment(sub)
+            add("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
+            add("--json", action="store_true", help="one command a line in, one JSON object a line out")
+            return _running("paw.tools.play")
+        case "env":
+            add("action", choices=["check"], help="play a few episodes and say which rules hold")
+            _environment(sub)
+            add("--json", action="store_true", help="print one JSON object")
+            return _running("paw.tools.env_check")
+        case "report":
+            add("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
+            default = "RUN_DIR; for several, comparison/ beside it"
+            add("--out", type=Path, help=f"folder for report.html and plots/ (default: {default})")
+            return _running("paw.tools.report")
+        case "data":
+            from paw.envs.alfworld.tables import DIFFICULTIES
+
+            add("env", choices=["alfworld", "webshop", "search", "smollm2"], help="whose files are meant")
+            add("--dir", type=Path, help="their folder (default: ~/.cache/ENV; alfworld: $ALFWORLD_DATA first)")
+            either = sub.add_mutually_exclusive_group().add_argument
+            either("--download", action="store_true", help="alfworld: get the games with alfworld's own command")
+            either("--generate", type=int, metavar="N", help="write N games, products or entities to --out")
+            out = "folder for what is generated (smollm2: default in the cache)"
+            add("--out", type=Path, metavar="DIR", help=out)
+            add("--seed", type=int, default=0, help="seed of what is generated (default: %(default)s)")
+            add("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of generated games")
+            corpus = "search: the documents (default: DIR/corpus.jsonl or DIR/wiki-18.jsonl)"
+            add("--corpus", type=Path, help=corpus)
+            return _running("paw.tools.data")
         case "serve":
             parsers = sub.add_subparsers(dest="what", required=True, metavar="retriever|env")
             retriever, env = parsers.add_parser("retriever"), parsers.add_parser("env")
@@ -77,28 +139,23 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add = retriever.add_argument
             add("--corpus", metavar="FILE", help="JSON lines {id, contents} (default: the generated world)")
             add("--retriever", default="bm25", help="bm25 or dense (default: %(default)s)")
-            add = env.add_argument
-            add("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
-            add("--recipe", help="settings to play with (default: NAME-grpo, or the defaults)")
-            add("--sessions", type=int, default=256, help="episodes at once (default: %(default)s)")
-            return _serve
+            _environment(env)
+            env.add_argument("--sessions", type=int, default=256, help="episodes at once (default: %(default)s)")
+            env.set_defaults(command=_running("paw.tools.serve_env"))
+            return _serve_retriever
         case "export":
             add("run", type=Path, help="run directory")
-            add(
-                "--checkpoint",
-                dest="checkpoint_name",
-                metavar="NAME",
-                help="folder name, such as step_000050 (default: the newest that verifies)",
-            )
+            newest = "folder name, such as step_000050 (default: the newest that verifies)"
+            add("--checkpoint", metavar="NAME", help=newest)
             add("--out", type=Path, help="folder to write (default: RUN/hf)")
             add("--push", default="", metavar="USER/NAME", help="send it to the Hugging Face hub, as a private model")
             add("--public", action="store_true", help="with --push: a new one is public")
-            return _calling("paw.state.restore", "export_run")
+            return _export
         case "warmup":
             add("recipe", nargs="?", default="quickstart")
             return _warmup
         case "keys":
-            return _calling("paw.tools.reference", "page")
+            return _keys
         case "doctor":
             add("--model", metavar="PATH", help="a model's folder or Hugging Face name: can it be trained?")
             add("--run", type=Path, metavar="DIR", help="a run's directory: what happened to it, how to go on?")
@@ -106,42 +163,89 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--kernels", action="store_true", help="check every backend of the head here; with --model, time them")
             add("--shape", metavar="VxD", help="with --kernels: time them at the size of this head")
             return _doctor
-    module = importlib.import_module(MODULES[name])
-    module.add_arguments(sub)
-    return (lambda options, _: module.run(options)) if name in NO_OVERRIDES else module.run
+    raise KeyError(name)
 
 
-def _calling(module: str, function: str) -> Command:
-    """Calls `function` with the options by name; what it returns is the exit code, or printed."""
-
-    def run(options: argparse.Namespace, overrides: Overrides) -> int:
-        given = {key: value for key, value in vars(options).items() if key not in ("name", "command", "overrides")}
-        given |= {} if options.name in NO_OVERRIDES else {"overrides": overrides}
-        result = getattr(importlib.import_module(module), function)(**given)
-        if not isinstance(result, int):
-            print(result)
-            return 0
-        return result
-
-    return run
+def _environment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
+    parser.add_argument("--recipe", help="its settings (default: NAME-grpo, or the defaults)")
 
 
-def _passing(module: str) -> Command:
-    """`run` of a module that takes long to import."""
+def _running(module: str) -> Command:
+    """`run(options, overrides)` of a module."""
     return lambda options, overrides: importlib.import_module(module).run(options, overrides)
 
 
-def _serve(options: argparse.Namespace, overrides: Overrides) -> int:
-    if options.what == "env":
-        from paw.tools import serve_env
+def _train(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.state.claim import run_names
 
-        return serve_env.serve(options, overrides)
+    resume, numbered = options.resume, "run.name" not in overrides
+    config = load_named(options.recipe, overrides)
+    name = next(run_names(config, resume=resume, numbered=numbered))
+    if options.dry_run:
+        from paw.tools.reference import explain
+
+        print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
+        for line in warnings(config):
+            to_stderr(line)
+        return 0
+    if config.endpoint.url:
+        why = "an endpoint plays in `paw eval`, it cannot be trained"
+        raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
+    if "RANK" in os.environ:
+        from paw.model.launcher import die_with_launcher
+
+        die_with_launcher()
+    else:
+        _check(config, name, resume)
+    if options.gpus != 1:
+        from paw.model.launcher import launch
+
+        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
+        if (count := options.gpus - config.engine.gpus) < 1:
+            raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
+        words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
+        return launch(count, words, device=config.model.device)
+    from paw.train import train
+
+    report = train(config, resume=resume, numbered=numbered)
+    if os.environ.get("RANK", "0") == "0" and report.is_file():
+        print(f"report: {report}")
+    return 0
+
+
+def _check(config: Config, name: str, resume: str) -> None:
+    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have met: all are to know
+    what one of them, maybe on another machine, lacks."""
+    from paw.state.claim import check_free
+
+    check_free(config.run.dir / name, resume=resume)
+    data = getattr(config.env, "data", None)
+    if data and not data.expanduser().exists():
+        from paw.envs import make_factory
+
+        make_factory(config)  # says what is missing and how to get it
+    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
+        from paw.hub import check_hub
+
+        check_hub(config.model.path)
+
+
+def _serve_retriever(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.envs.search.retrieval.server import serve
 
     given = {"env.data": "none", "env.retriever": options.retriever}
     given |= {"env.corpus": options.corpus} if options.corpus else {}
     config: Any = load("search-grpo", given | overrides)
     return serve(config.env, host=options.host, port=options.port)
+
+
+def _export(options: argparse.Namespace, _: Overrides) -> int:
+    from paw.state.restore import export_run
+
+    to_hub = {"push": options.push, "public": options.public}
+    print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out, **to_hub))
+    return 0
 
 
 def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
@@ -154,10 +258,19 @@ def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
+def _keys(*_: object) -> int:
+    from paw.tools.reference import page
+
+    print(page())
+    return 0
+
+
 def _doctor(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.tools import doctor, kernels, postmortem
+    from paw.tools import doctor, postmortem
 
     if options.kernels:
+        from paw.tools import kernels
+
         return kernels.check(options.shape, options.model)
     if options.run:
         return postmortem.run(options.run, as_json=options.json)

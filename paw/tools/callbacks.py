@@ -35,12 +35,10 @@ MAX_EPISODES, MAX_TURNS = 3, 20
 class Progress:
     """A line of each update on the first rank's terminal."""
 
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=10)
-
     def on_start(self, run: "Run") -> None:
         """The first update's time counts from here."""
         self._step, self._last = run.step, time.monotonic()
+        self._seconds: deque[float] = deque(maxlen=10)
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
         """Show the update's metrics; a name that is absent, or null, is left out."""

@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from paw.cache import cache_dir, cached, stamp
-from paw.envs.alfworld import index
+from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.problem import KINDS
-from paw.envs.alfworld.tables import DIFFICULTIES
+from paw.envs.search import data
+from paw.envs.search.retrieval.corpus import Corpus
+from paw.envs.search.world import World
+from paw.envs.search.world import split as split_questions
 from paw.envs.settings import WebshopConfig
+from paw.envs.webshop import catalogue
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
+from paw.files import writing
 
 WEBSHOP = """\
 WebShop's files (arXiv 2207.01206; princeton-nlp/WebShop, setup.sh), from Google Drive, by `gdown ID -O FILE`:
@@ -42,21 +47,7 @@ Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", choices=["alfworld", "webshop", "search", "smollm2"], help="whose files are meant")
-    parser.add_argument("--dir", type=Path, help="their folder (default: ~/.cache/ENV; alfworld: $ALFWORLD_DATA first)")
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--download", action="store_true", help="alfworld: get the games with alfworld's own command")
-    task.add_argument("--generate", type=int, metavar="N", help="write N games, products or entities to --out")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for what is generated (smollm2: default in the cache)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is generated (default: %(default)s)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="full", help="alfworld: size of generated games")
-    parser.add_argument("--corpus", type=Path, help=f"search: the documents (default: DIR/{' or DIR/'.join(CORPORA)})")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: object) -> int:
     """Do what `args` ask and print what the folder holds."""
     if args.env == "smollm2":
         print(smollm2(args.out))
@@ -78,11 +69,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.out:
         folder = args.out
-        try:
+        with writing(f"--out {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             generate(folder, args)
-        except OSError as error:
-            raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
     elif args.download:
         _download_games(folder)
     report(folder, args.corpus)
@@ -124,8 +113,6 @@ def _convert(file: Path, folder: Path) -> None:
 
 def _generate_games(folder: Path, args: argparse.Namespace) -> None:
     """As many training games as asked for and a tenth as many unseen ones, of which training has none."""
-    from paw.envs.alfworld import generator
-
     for split, stream, count in (("train", "train", args.generate), ("valid_unseen", "unseen", args.generate // 10)):
         for game in generator.games(stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty):
             generator.write(game, folder / index.FOLDER / split)
@@ -153,8 +140,6 @@ def _report_games(folder: Path, _: object) -> None:
 
 
 def _report_shop(folder: Path, _: object) -> None:
-    from paw.envs.webshop import catalogue
-
     sizes = {"small": folder / catalogue.ITEMS, "full": folder / "items_shuffle.json"}
     there = [size for size, path in sizes.items() if path.is_file()]
     if not there:
@@ -170,8 +155,6 @@ def _report_shop(folder: Path, _: object) -> None:
 
 
 def _generate_world(folder: Path, args: argparse.Namespace) -> None:
-    from paw.envs.search.world import World, split
-
     world = World(args.generate, seed=args.seed)
 
     def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -179,16 +162,13 @@ def _generate_world(folder: Path, args: argparse.Namespace) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
     write(CORPORA[0], ({"id": name, "contents": contents} for name, contents in world.documents))
-    parts = split([world])
+    parts = split_questions([world])
     for name in ("train", "test"):
         keys = ("question", "golden_answers", "data_source")
         write(f"{name}.jsonl", (dict(zip(keys, (q.text, q.answers, kind), strict=True)) for kind, q in parts[name]))
 
 
 def _report_search(folder: Path, corpus: Path | None) -> None:
-    from paw.envs.search import data
-    from paw.envs.search.retrieval.corpus import Corpus
-
     splits = [split for split in ("train", "test") if data.candidates(folder, split)]
     if not splits:
         print(SEARCH)

@@ -196,13 +196,6 @@ def check(subject: Subject) -> list[Finding]:
     return findings
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="play a few episodes and say which rules hold")
-    parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
-    parser.add_argument("--recipe", help="settings to check it with (default: NAME-grpo, or the defaults)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print what was found; returns 1 where a rule does not hold."""
     config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})

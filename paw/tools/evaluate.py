@@ -4,6 +4,7 @@ DIR/settings.json says what is evaluated, DIR/episodes.jsonl holds one finished 
 results.md follow from those. The same command again plays what is missing or could not be played.
 """
 
+import argparse
 import json
 import re
 import signal
@@ -19,7 +20,8 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
-from paw.files import write_file
+from paw.files import json_object, write_file
+from paw.keys import flatten
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
@@ -29,22 +31,21 @@ from paw.types import Task, Trajectory
 
 GIVE_UP = 32
 """Episodes in a row that could not be played: the endpoint is gone."""
-SETTINGS = ("env", "agent", "eval")
+SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
+SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
+"""Keys that decide the outcome, by how they begin, and of env.simulator. Where and how fast an endpoint answers does
+not."""
 GROWS = "eval.games"
 """May be another when an evaluation goes on."""
-LIMITS = ("max_prompt_tokens", "max_response_tokens")
-"""Sections, and keys of rollout, that decide the outcome. Where and how fast an endpoint answers does not."""
 
 
 class _GivenUp(Exception):
     pass
 
 
-def evaluate(
-    model: str | None, recipe: str | None, overrides: dict[str, str], *, out: Path | None, as_json: bool
-) -> int:
-    """Play `eval.games` tasks with a local `model`, or the configuration's endpoint. 1 where some could not be."""
-    path = None
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play `eval.games` tasks with a local model, or the configuration's endpoint. 1 where some could not be."""
+    model, recipe, out, path = options.model, options.recipe, options.out, None
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
@@ -56,7 +57,7 @@ def evaluate(
         if url := config.endpoint.url:
             raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
         if config.agent.type == "plain" and out is None:
-            return evaluate_model(config, path, as_json=as_json)
+            return evaluate_model(config, path, as_json=options.json)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
@@ -118,7 +119,7 @@ def evaluate(
     table = results.table(summary)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
     write_file(folder / "results.md", table)
-    print(json.dumps(summary) if as_json else f"{table}\n{folder}")
+    print(json.dumps(summary) if options.json else f"{table}\n{folder}")
     failures = [line["failure"] for line in lines.values() if line["failure"] is not None]
     if failures:
         to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
@@ -126,12 +127,8 @@ def evaluate(
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    tree = config.model_dump(mode="json")
-    if simulator := tree["env"].get("simulator"):
-        tree["env"]["simulator"] = {key: simulator[key] for key in ("model", "noise_start")}
-    sections = {section: tree[section] for section in SETTINGS}
-    sections["rollout"] = {key: tree["rollout"][key] for key in LIMITS}
-    return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
+    flat = {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(SETTINGS)}
+    return {key: value for key, value in flat.items() if key in SIMULATOR or not key.startswith("env.simulator.")}
 
 
 def _updates(path: str | None) -> dict[str, Any]:
@@ -149,9 +146,11 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         stack.enter_context(lock(folder))
         if not path.exists():
             write_file(path, json.dumps(settings, indent=1) + "\n")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json_object(path.read_bytes())
+    except OSError as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
+    if found is None:
+        raise UserError(f"--out {folder}: {path.name} is none of an evaluation; name another folder")
     for key in (*settings, *found):
         if (old := found.get(key)) != (new := settings.get(key)) and key != GROWS:
             other = f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}"

@@ -115,7 +115,7 @@ def _with_fallbacks(config: Config, shape: Shape, *, pinned: Collection[str] = (
         options = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
         try:
             plans = [(attempt(changes), changes) for changes in options]
-        except UserError:  # it needs a change to a pinned key
+        except UserError:  # it does not apply, or needs a change to a pinned key
             continue
         best, applied = next((pair for pair in plans if not pair[0].reasons()), plans[0])
         tried.append((", ".join(f"{key} = {value}" for key, value in change.items()), best))
@@ -134,18 +134,14 @@ def _without(changes: list[Change], one: Change) -> list[Change]:
 
 
 def _saves(config: Config, change: Change) -> bool:
-    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides."""
+    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides. One that
+    does not apply is left to `changed`, which refuses it."""
     key, value = next(iter(change.items()))
+    now = get(config, key)
     if key == "optim.micro_batch_tokens":
-        return value < config.optim.micro_batch_tokens
-    useless = {
-        "model.checkpointing": config.model.checkpointing == "full",
-        "engine.sleep_level": config.engine.type != "vllm",
-        "policy.offload_reference": not config.policy.kl_coef,
-        "policy.kl_coef": config.lora.rank > 0,
-        "lora.rank": config.lora.rank > 0,
-    }
-    return get(config, key) != value and not useless.get(key, False)
+        return value < now
+    adapted = config.lora.rank > 0 and key in ("policy.kl_coef", "lora.rank")  # adapters need no reference model
+    return now not in (value, "full") and not adapted
 
 
 def get(config: Config, key: str) -> Any:
@@ -177,11 +173,10 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     except UserError:
         return
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    machine: Any = {"gpus": gpus + config.engine.gpus, "host_gib": host_gib, "hosts": -(-gpus // on_host)}
     if gpu_gib is not None:
-        machine = {"gpu_gib": gpu_gib, "host_gib": host_gib, "hosts": -(-gpus // on_host)}
-        return check_fits(config, shape, gpus=gpus + config.engine.gpus, **machine)
-    hosts = -(-gpus // on_host)
-    parts = Plan(config, shape, gpus=gpus + config.engine.gpus, gpu_gib=host_gib, hosts=hosts).phases["update"]
+        return check_fits(config, shape, gpu_gib=gpu_gib, **machine)
+    parts = Plan(config, shape, gpu_gib=host_gib, **machine).phases["update"]
     need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
     if need > host_gib:
         raise UserError(
@@ -204,17 +199,6 @@ def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
     raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
-    add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
-    add("--gpus", default="1x80GB", metavar="NxGB", help="all cards, and their memory (default: %(default)s)")
-    add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")
-    add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
-
-
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Print the plan; 0 where something fits, else 1."""
     if not options.recipe and not options.model:
@@ -224,10 +208,8 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise UserError(f"command line: --gpus '{options.gpus}': write it like 1x80GB or 8x80GB")
     if not 1 <= options.hosts <= int(cards[1]):
         raise UserError(f"command line: --hosts {options.hosts}: from 1 to the {cards[1]} cards of --gpus")
-    given = overrides | ({"model.path": options.model} if options.model else {})
-    config = load(options.recipe or BASE, given)
-    if not options.recipe and "model.checkpointing" not in overrides:
-        config = changed(config, {"model.checkpointing": "none"})
+    given = ({} if options.recipe else {"model.checkpointing": "none"}) | overrides
+    config = load(options.recipe or BASE, given | ({"model.path": options.model} if options.model else {}))
     shape = shape_of(config.model.path)
     machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": options.host_gib, "hosts": options.hosts}
     tried = fit(config, shape, pinned=overrides.keys(), **machine)

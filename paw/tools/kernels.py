@@ -6,22 +6,26 @@ Cases run one after another in a child: what crashes, hangs or does not compile 
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
 
 from paw.errors import UserError, clean, to_stderr
 from paw.files import cause, write_file
+from paw.hub import check_hub
+from paw_kernels import BACKENDS, _measured, why_not_backend
+from paw_kernels._backend import implementation
+from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
 """Of a case, imports and compilation included."""
@@ -72,12 +76,12 @@ class Answer:
         return found if self.ms is None else f"{self.ms:.4g} ms"
 
 
-def check(shape: str | None, model: str | None, *, limit_s: float = LIMIT_S) -> int:
+def check(shape: str | None, model: str | None) -> int:
     """Print the tables; 0 when every backend that can run here is right. Raises UserError for a shape that is none."""
     size = head_size(shape, model)
     cases, left_out = here()
     print("Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4).")
-    answers = dict(zip(cases, told(run(cases, limit_s), cases), strict=True))
+    answers = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
     columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
     table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
     for line in left_out:
@@ -92,7 +96,7 @@ def check(shape: str | None, model: str | None, *, limit_s: float = LIMIT_S) -> 
         timed = contest(*size, {case.backend: case.device for case in cases})
         timed = [case for case in timed if (case.backend, case.dtype) not in wrong]
         print("Forward + backward of V {} x D {}, half of its rows with a gradient:".format(*size))
-        times = dict(zip(timed, told(run(timed, limit_s), timed), strict=True))
+        times = dict(zip(timed, told(run(timed, LIMIT_S), timed), strict=True))
         table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
         keep(times)
     return 1 if failed else 0
@@ -106,7 +110,6 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
         return int(found[1]), int(found[2])
     if not model:
         return None
-    from paw.hub import check_hub
     from paw.model.policy import head_shape
 
     check_hub(model)
@@ -117,10 +120,6 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
 
 def here() -> tuple[list[Case], list[str]]:
     """What there is to check on this machine, and what cannot run here and why. Triton's interpreter is for the CPU."""
-    import torch
-
-    from paw_kernels import BACKENDS, why_not_backend
-
     main = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # More than two tiles of 128 x 256 for each multiprocessor; of the interpreter's 16 x 32 for each of 3 programs.
     processors = torch.cuda.get_device_properties(main).multi_processor_count if main.type == "cuda" else 0
@@ -141,8 +140,6 @@ def here() -> tuple[list[Case], list[str]]:
 
 def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
     """What is timed: on a GPU in bfloat16 with several ways of Triton's, on a CPU without Triton."""
-    import torch
-
     gpu = "cuda" in devices.values()
     cases = []
     for backend, device in devices.items():
@@ -176,10 +173,6 @@ def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case]
 
 def keep(answers: dict[Case, Answer]) -> None:
     """Put the times where "auto" looks for them, in place of older ones of these sizes; a disk that refuses is told."""
-    import torch
-
-    from paw_kernels import _measured
-
     if not (times := {case: answer.ms for case, answer in answers.items() if answer.ms}):
         return
     path, some = _measured.file(), next(iter(times))
@@ -209,52 +202,44 @@ def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
 
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
     """Answers to the first of these cases, of one backend: to all, unless a child ends before. Then why, at the end."""
-    interpreted = {"TRITON_INTERPRET": "1"} if cases[0].backend == "triton" and cases[0].device == "cpu" else {}
-    pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        of = {"stdin": pipe, "stdout": pipe, "stderr": said, "text": True, "start_new_session": True}
-        child: Any = subprocess.Popen(command, env=os.environ | interpreted, **of)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as said:
+        child: Any = spawn.Process(target=_answer, args=(theirs, cases, said.name))
+        child.start()
+        theirs.close()
         try:
-            with suppress(BrokenPipeError), child.stdin:
-                child.stdin.writelines(json.dumps(asdict(case)) + "\n" for case in cases)
             for _ in cases:
-                began, timer = time.monotonic(), threading.Timer(limit_s, _kill, [child])
-                timer.start()
-                line = child.stdout.readline()
-                timer.cancel()
-                if not line.endswith("\n"):
-                    late = time.monotonic() - began >= limit_s
-                    yield Answer(why=f"no answer in {limit_s:g} s" if late else _fate(child, said))
+                if not ours.poll(limit_s):
+                    yield Answer(why=f"no answer in {limit_s:g} s")
                     return
-                yield Answer(**json.loads(line))
+                yield ours.recv()
+        except EOFError:
+            child.join()
+            code, lines = child.exitcode, said.read().strip().splitlines()
+            last = clean(lines[-1]) if lines else f"ended with exit code {code}"
+            yield Answer(why=f"killed by {signal.Signals(-code).name}" if code < 0 else last)
         finally:
-            _kill(child)
-            child.wait()
-            child.stdout.close()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started, such as a compiler
+            child.kill()
+            child.join()
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
-    """With what it has started, such as a compiler."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _fate(child: subprocess.Popen[str], said: IO[str]) -> str:
-    code = child.wait()
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    said.seek(0)
-    lines = said.read().strip().splitlines()
-    return clean(lines[-1]) if lines else f"ended with exit code {code}"
+def _answer(answers: Connection, cases: list[Case], said: str) -> None:
+    """The child, a session of its own; what libraries write goes to the file `said`."""
+    os.setsid()
+    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if cases[0].backend == "triton" and cases[0].device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    for case in cases:
+        answers.send(attempt(case))
 
 
 def attempt(case: Case) -> Answer:
     """In the child. Raises what has left the GPU unusable."""
-    import torch
-
-    from paw_kernels._backend import implementation
-    from paw_kernels.trial import largest_error, milliseconds
-
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
     n, V = (300, 512 + case.V % 256) if case.timed else (case.n, case.V)
     try:
@@ -272,15 +257,3 @@ def attempt(case: Case) -> Answer:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return Answer(why=clean(f"{type(error).__name__}: {error}"))
-
-
-def serve() -> None:
-    """The child: cases from standard input, a line each; answers to standard output, where nobody else writes."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(asdict(attempt(Case(**json.loads(line))))), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -93,15 +93,15 @@ class Memory:
         """Tokens of `rows` sequences of full length."""
         return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
 
-    def _server(self, size: int) -> dict[str, float]:
-        """Of each of the `size` cards of a server: tensor parallel divides the weights, the embedding's too (vLLM)."""
+    def _vllm_card(self, size: int) -> dict[str, float]:
+        """Of each of a vLLM's `size` cards: tensor parallel divides the weights, the embedding's too."""
         taken = self.c * self.shape.parameters / size + ENGINE_WORK
         share = self.config.engine.memory_share * self.gpu_gib * GIB
         return {"engine": taken, "KV cache": max(0.0, share - taken)}
 
     def _server_tokens(self, size: int) -> float:
         """Tokens in a server's KV cache: each card has its share of the heads, one at least (vLLM repeats them)."""
-        return self._server(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
+        return self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
 
     def _least_tensor_parallel(self) -> int:
         sizes = (2**power for power in range(7) if self.shape.heads % 2**power == 0)
@@ -180,10 +180,8 @@ class Memory:
         policy's, servers have cards of their own."""
         rollout, s = self.config.rollout, self.shape
         if self.vllm:
-            taken = self.c * s.parameters + ENGINE_WORK
-            share = self.config.engine.memory_share * self.gpu_gib * GIB
-            return {"engine": taken, "KV cache": max(0.0, share - taken)}
-        if self.config.engine.type == "server":
+            return self._vllm_card(1)
+        if self.served:
             return {"engine": 0.0, "KV cache": 0.0}
         longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
         cache = s.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * longer
@@ -206,7 +204,7 @@ class Memory:
         # The step: the state of one parameter at a time, where it is offloaded.
         largest = max(s.embedding, 2 * s.experts * s.intermediate * s.hidden)
         step = self.state * largest / self.shards if optim.offload else 0
-        server = {"server": self._server(self.tensor_parallel) | {"overhead": OVERHEAD}} if self.served else {}
+        server = {"server": self._vllm_card(self.tensor_parallel) | {"overhead": OVERHEAD}} if self.served else {}
         return {
             "rollout": resident | awake,
             "score": scoring | {"activations": forward} | asleep,

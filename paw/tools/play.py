@@ -23,13 +23,6 @@ MOST_SHOWN = 100_000
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another game (default: 0)")
-    parser.add_argument("--recipe", help="settings to play with (default: NAME-grpo, or the defaults)")
-    parser.add_argument("--json", action="store_true", help="one command a line in, one JSON object a line out")
-
-
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Play one game as `args` say; returns the exit status, 1 if the environment broke."""
     config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})

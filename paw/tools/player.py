@@ -1,5 +1,6 @@
 """`paw eval` and `paw rollout`: a trained run, a model folder or a Hugging Face model plays games."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, progress, to_stderr
+from paw.files import writing
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollout.chat import Chat
@@ -49,16 +51,15 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
     return 1 if stats.failed else 0
 
 
-def rollout_model(model: str, recipe: str | None, overrides: dict[str, str], *, tasks: int, out: str) -> int:
-    """Play `tasks` training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
-    config, path = resolve(model, recipe, overrides)
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play --tasks training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
+    tasks, out = options.tasks, options.out
+    config, path = resolve(options.model, options.recipe, overrides)
     if tasks < 1:
         raise UserError(f"--tasks {tasks}: play at least 1")
     with open_player(config, path) as rollouts, ExitStack() as stack:
-        try:
+        with writing(f"--out {out}"):
             file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"--out {out}: {error.strerror}") from None
         groups, stats = rollouts.training(0, tasks, EPISODES)
         tell(stats.failures)
         for episode in (trajectory for group in groups for trajectory in group.trajectories):

@@ -5,6 +5,7 @@ optimizer does all its work and leaves the weights as they are. Times come from 
 one more pass of each. A record, a line of profile.csv, is one phase of one repeat of one variant.
 """
 
+import argparse
 import gc
 import tempfile
 import threading
@@ -37,7 +38,7 @@ from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, write_csv
 from paw.tools.fit import changed
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
-from paw.tools.recorded import random_groups, random_model, read_groups
+from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.train import optimize, prepare
 from paw.types import Group
 
@@ -47,26 +48,18 @@ ENOUGH = 6
 """Repeats that a 95 % interval of a median takes: even the range of n holds it with probability 1 - 2^(1 - n) only."""
 
 
-def profile(
-    recipe: str,
-    overrides: dict[str, str],
-    *,
-    repeats: int,
-    out: Path,
-    rollouts: Path | None,
-    synthetic: bool,
-    trace: bool,
-) -> int:
-    """Measure both variants `repeats` times; write profile.csv, profile.png and, with `trace`, traces of one group.
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Measure both variants --repeats times; write profile.csv, profile.png and, with --trace, traces of one group.
 
-    `rollouts` (a file of `paw rollout`) and `synthetic` (random tokens and weights of the model's shape) need neither
+    --rollouts (a file of `paw rollout`) and --synthetic (random tokens and weights of the model's shape) need neither
     games nor vLLM; the step then has no rollout.
     """
+    recipe, repeats, rollouts, synthetic = options.recipe, options.repeats, options.rollouts, options.synthetic
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")
     if synthetic or rollouts:
         overrides = {"env.data": "none", "engine.type": "transformers", **overrides}
-    out, config = out.absolute(), load(recipe, overrides)  # an environment may change the current folder
+    out, config = options.out.absolute(), load(recipe, overrides)  # an environment may change the current folder
     if not config.wm.enabled:
         raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
     with writing(f"--out {out}"):
@@ -78,13 +71,15 @@ def profile(
             played: dict[str, Record] = {}
             if synthetic:
                 run, groups = random_groups(run)
+            elif rollouts:
+                groups = with_log_probs(run, read_episodes(rollouts, vocabulary=len(run.policy.head_weight)))
             else:
-                groups = read_groups(rollouts, run) if rollouts else play(run, played)
+                groups = play(run, played)
             turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
             about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": code_commit()}
             about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
             records = measure(run, variants, groups, played, repeats=repeats)
-            if trace:
+            if options.trace:
                 write_traces(run, variants, groups, out)
     write_csv(out / "profile.csv", [record | about for record in records])
     figure = chart(records, f"{recipe}, {turns:,} turns, {about['device']}")

@@ -12,12 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import WarmupConfig
-from paw.files import cause
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -33,14 +31,14 @@ LABEL = r"\n?[a-z]+:"
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
 
 
-def phrases(observations: Iterable[str], *, at_least: int = 3) -> list[str]:
-    """The text between numbered things, wherever it recurs: "You arrive at", ", and a", ... Longest first."""
+def phrases(observations: Iterable[str]) -> list[str]:
+    """The text between numbered things, if there three times: "You arrive at", ", and a", ... Longest first."""
     seen: Counter[str] = Counter()
     for text in observations:
         for line in text.splitlines():
             if re.search(ENTITY, line):
                 seen.update(part for part in re.split(ENTITY, line) if part)
-    return sorted((part for part, n in seen.items() if n >= at_least), key=lambda part: (-len(part), part))
+    return sorted((part for part, n in seen.items() if n >= 3), key=lambda part: (-len(part), part))
 
 
 def build_tokenizer(prompts: list[str], actions: set[str], observations: list[str]) -> PreTrainedTokenizerFast:
@@ -97,8 +95,5 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:  # an OSError in a coat of Rust
-        raise OSError(cause(error)) from None
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -22,11 +22,6 @@ from paw.tools.shapes import KEYS, Shape, shape_of
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
-def read_groups(path: Path, run: Run) -> list[Group]:
-    """`read_episodes` for this run's model, with its log-probs."""
-    return _with_log_probs(run, read_episodes(path, vocabulary=len(run.policy.head_weight)))
-
-
 def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
     """The episodes of a file that `paw rollout` wrote, with a model of so many tokens; UserError for any other."""
     try:
@@ -90,7 +85,7 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
     chat = copy(run.chat)
     chat.separator_ids = ids(4, 4)  # as many as ChatML's
     run = replace(run, chat=chat, encode_observation=lru_cache(65536)(lambda text: list(map(int, text.split()))))
-    return run, _with_log_probs(run, groups)
+    return run, with_log_probs(run, groups)
 
 
 def random_model(config: Config, folder: Path) -> str:
@@ -117,7 +112,7 @@ def hf_config(shape: Shape) -> Any:
     return AutoConfig.for_model(**kind, **{key: getattr(shape, name) for name, key in KEYS.items()})
 
 
-def _with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
+def with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
     """The groups as if this run's model had sampled them: another one's log-probs would pass for stale weights."""
     rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]

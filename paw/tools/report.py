@@ -18,6 +18,7 @@ import jinja2
 
 from paw.errors import clean
 from paw.files import write_file, writing
+from paw.tools import plots
 from paw.tools.rundir import Run, load_run
 
 TAIL = 10
@@ -100,13 +101,7 @@ LEADS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run; several are compared on one page")
-    default = "RUN_DIR; for several, comparison/ beside it"
-    parser.add_argument("--out", type=Path, help=f"folder for report.html and plots/ (default: {default})")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: object) -> int:
     print(write_report(*args.run_dir, out=args.out))
     return 0
 
@@ -127,8 +122,6 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    from paw.tools.plots import CSS_NAMES, PALETTE  # matplotlib takes a while to load, and `paw --help` needs none
-
     folder, run, single = Path(__file__).parent, runs[0], len(runs) == 1
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True,
@@ -142,7 +135,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
         run=run,
         runs=runs,
         single=single,
-        colours=[CSS_NAMES[colour] for colour in PALETTE],
+        colours=[plots.CSS_NAMES[colour] for colour in plots.PALETTE],
         facts=_facts(run),
         galleries=_galleries(runs, plots_dir),
         sections=SECTIONS,
@@ -161,8 +154,6 @@ def _printable(value: Any) -> Any:
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
     """(title, lead, layout, figures) of each section; every figure for which there is data is drawn and saved."""
-    from paw.tools import plots
-
     single = len(runs) == 1
 
     def figures(*given: tuple[str, str, Any], aside: str = "", note: str = "") -> list[dict[str, Any]]:

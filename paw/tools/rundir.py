@@ -9,6 +9,7 @@ from typing import Any
 
 from paw.errors import UserError
 from paw.files import json_object, text_of, update_of
+from paw.keys import flatten
 from paw.state.record import read_info
 
 Series = tuple[list[int], list[float]]
@@ -84,11 +85,9 @@ def load_run(run_dir: Path) -> Run:
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text, tables = text_of(run_dir / "config.toml"), {}
+    config_text, config = text_of(run_dir / "config.toml"), {}
     with suppress(ValueError, RecursionError):
-        tables = tomllib.loads(config_text)
-    sections = ((name, table) for name, table in tables.items() if isinstance(table, dict))
-    config = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
+        config = flatten(tomllib.loads(config_text))
     unreadable += unreadable_samples
     return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
 

@@ -122,7 +122,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
     return create_fastapi_app(PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name)
 
 
-def serve(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Serve `options.env` until Ctrl-C or SIGTERM; returns 0."""
     what = f"paw serve env {options.env}"
     listener, url = listen(options.host, options.port, what)

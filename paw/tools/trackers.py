@@ -22,34 +22,37 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 
+Opened = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], object]]
+"""The id of the run there, or "" where repeated updates take the place of what is there; what takes the numbers of an
+update; what ends it."""
+
+
 class Tracker(ABC):
     """Sends the configuration and each update's numbers, on the first rank. UserError where its package is missing."""
 
     package = ""
-    log: Callable[[int, dict[str, float]], None] | None = None
-    close: Callable[[], object]
+    _log: Callable[[int, dict[str, float]], None] | None = None
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
             raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
 
     @abstractmethod
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> str:
-        """Begin, or go on with the run of the id `known`: set `log`, which gets the numbers of an update, and `close`;
-        returns the id, or "" where repeated updates take the place of what is there."""
+    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
+        """Begin, or go on with the run of the id `known`."""
 
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:
             self._file: Path = run.directory / f"{self.package}_id.txt"
             known, *step = (self._file.read_text().split() if self._file.exists() else []) or [""]
-            self._id = self.open(run, run.config.model_dump(mode="json"), known)
+            self._id, self._log, self._close = self.open(run, run.config.model_dump(mode="json"), known)
             self._last = int(step[0]) if step and self._id == known else -1
             self._remember()
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
-        if self.log and run.step > self._last:
+        if self._log and run.step > self._last:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self.log(run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            self._log(run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
             self._last = run.step
             self._remember()
 
@@ -59,8 +62,8 @@ class Tracker(ABC):
             write_file(self._file, f"{self._id} {self._last}")
 
     def on_end(self, run: "Run") -> None:
-        if self.log:
-            self.close()
+        if self._log:
+            self._close()
 
 
 def named(run: "Run") -> dict[str, str]:
@@ -73,7 +76,7 @@ class TensorBoard(Tracker):
 
     package = "tensorboard"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> str:
+    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.step + 1 if run.step else 0)
@@ -86,27 +89,21 @@ class TensorBoard(Tracker):
                 writer.add_scalar(name, value, step)
             writer.flush()
 
-        self.log, self.close = log, writer.close
-        return ""
+        return "", log, writer.close
 
 
 class Wandb(Tracker):
     package = "wandb"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> str:
+    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # pyright: ignore[reportMissingImports]
 
         off: dict[str, Any] = dict.fromkeys(("disable_git", "disable_code", "x_disable_stats", "x_disable_meta"), True)
-        options: dict[str, Any] = {
-            "config": config,
-            "dir": str(run.directory),
-            "settings": wandb.Settings(console="off", **off),
-        }
-        tags = run.config.tracking.tags
-        opened = wandb.init(**named(run), id=known or None, resume="allow", tags=tags, **options)
-        self.log, self.close = lambda step, numbers: opened.log(numbers, step=step), opened.finish
-        return opened.id
+        about: dict[str, Any] = {**named(run), "tags": run.config.tracking.tags, "dir": str(run.directory)}
+        settings = wandb.Settings(console="off", **off)
+        opened = wandb.init(**about, config=config, id=known or None, resume="allow", settings=settings)
+        return opened.id, lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 
 class Trackio(Tracker):
@@ -114,7 +111,7 @@ class Trackio(Tracker):
 
     package = "trackio"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> str:
+    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         import trackio  # pyright: ignore[reportMissingImports]
@@ -122,8 +119,7 @@ class Trackio(Tracker):
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "allow" if known or run.step else "never"
         opened = trackio.init(**named(run), config=config, resume=resume, **quiet)
-        self.log, self.close = lambda step, numbers: opened.log(numbers, step=step), opened.finish
-        return opened.id
+        return opened.id, lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 
 class Mlflow(Tracker):
@@ -131,11 +127,11 @@ class Mlflow(Tracker):
 
     package = "mlflow"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> str:
+    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its data base needs more than mlflow-skinny
         from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param, RunStatus
+        from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
 
         client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri())
@@ -156,8 +152,4 @@ class Mlflow(Tracker):
             now = int(time.time() * 1000)
             client.log_batch(opened, [Metric(name, value, now, step) for name, value in numbers.items()])
 
-        def close() -> None:
-            client.set_terminated(opened, RunStatus.to_string(RunStatus.FAILED if run.failed else RunStatus.FINISHED))
-
-        self.log, self.close = log, close
-        return opened
+        return opened, log, lambda: client.set_terminated(opened, "FAILED" if run.failed else "FINISHED")

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -58,15 +59,10 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str
     name = f"quickstart-{digest}"
     if (cache_dir() / name).is_dir():
         report(f"warm-up: cached in {cache_dir() / name}")
-
-    def fill(folder: Path) -> None:
-        summary = _warm_up(config, factory, folder, report)
-        (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-
-    return cached(name, fill)
+    return cached(name, partial(_warm_up, config, factory, report))
 
 
-def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable[[str], None]) -> dict[str, float]:
+def _warm_up(config: Config, factory: EnvFactory, report: Callable[[str], None], folder: Path) -> None:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
     shares: dict[str, Any] = {"random_actions": settings.random_actions, "stray_actions": CORPUS_STRAYS}
@@ -113,7 +109,8 @@ def _warm_up(config: Config, factory: EnvFactory, folder: Path, report: Callable
         report(f"warm-up: success stayed below warmup.stop_success = {settings.stop_success}; going on with it")
     rollouts.close()
     quickstart.save(lm, tokenizer, folder)
-    return {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
+    summary = {"steps": step, "loss": loss, "success": success, "seconds": time.monotonic() - started}
+    (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
 def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optimizer]:

@@ -16,7 +16,6 @@ from paw.model.policy import Policy
 from paw.plugins import load
 from paw.rollout.scheduler import Rollouts
 from paw.tools.callbacks import Progress, Report, sample_episode
-from paw.tools.trackers import TensorBoard
 from paw.types import Outcome, Trajectory, Turn
 
 METRICS = {
@@ -116,15 +115,3 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="pip install wandb"):
         load("callbacks", "wandb")()
-
-
-def test_tensorboard_shows_a_resumed_run_once(tmp_path):
-    pytest.importorskip("tensorboard", reason="optional tracker tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    Stage(directory=tmp_path).show(TensorBoard(), *((n, {"reward/mean": n, "policy/kl": math.nan}) for n in (1, 2, 3)))
-    Stage(directory=tmp_path, step=2).show(TensorBoard(), (3, {"reward/mean": 9.0}))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
-    assert events.Tags()["scalars"] == ["reward/mean"]

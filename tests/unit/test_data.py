@@ -96,7 +96,7 @@ def test_mistakes(tmp_path, capsys):
         ("alfworld --generate 0 --out x", "from 1 on"),
         ("alfworld --dir /nonexistent", "is no folder"),
         ("webshop --generate 3 --out x", "from 20 on"),
-        ("search --generate 30 --out /dev/null/x", "--out /dev/null/x: cannot be written: Not a directory"),
+        ("search --generate 30 --out /dev/null/x", "cannot write --out /dev/null/x: Not a directory"),
         (f"search --dir {tmp_path}", f"{tmp_path}/train.jsonl, line 1: "),
     ):
         (line,) = paw_data(capsys, *words.split(), code=2)

@@ -1,6 +1,5 @@
 """`paw play` as a program and as a person use it."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from paw import cli
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
-from paw.tools import play
 from paw.tools.played import load_played
 
 KEYS = ["feedback", "admissible", "won", "reward", "done"]
@@ -24,12 +23,10 @@ EXAMPLE = f"{Path(__file__).parents[2] / 'docs' / 'example_environment.py'}:Gues
 
 
 def talk(typed: str, *words: str, env: str = "alfworld", **overrides: str) -> str:
-    parser = argparse.ArgumentParser()
-    play.add_arguments(parser)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(sys, "stdin", io.StringIO(typed))
-        keys = {key.replace("__", "."): value for key, value in overrides.items()}
-        assert play.run(parser.parse_args([env, *words]), keys) == 0
+        keys = [f"--{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+        assert cli.main(["play", env, *words, *keys]) == 0
     return out.getvalue()
 
 

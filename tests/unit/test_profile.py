@@ -24,9 +24,8 @@ from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.tools import quickstart, shapes
 from paw.tools.plan import Play
-from paw.tools.player import rollout_model
 from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
-from paw.tools.recorded import random_groups, random_model, read_episodes, read_groups
+from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.train import prepare, update
 
 
@@ -144,8 +143,8 @@ def test_few_repeats_have_a_range_and_no_interval():
 def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     recipe, file = tmp_path / "recipe.toml", tmp_path / "episodes.jsonl"
     recipe.write_text(dump(live.config))
-    rollout_model(str(start), str(recipe), {}, tasks=3, out=str(file))
-    expected, groups = play(live, {}), read_groups(file, live)
+    assert cli.main(["rollout", str(start), "--recipe", str(recipe), "--tasks", "3", "--out", str(file)]) == 0
+    expected, groups = play(live, {}), with_log_probs(live, read_episodes(file))
     assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)

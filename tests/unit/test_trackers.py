@@ -112,6 +112,7 @@ def test_tensorboard_has_the_names_in_its_text(tmp_path):
     play("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]  # not what is no number
     (about,) = {event.tensor_proto.string_val[0] for event in events.Tensors("run/text_summary")}
     assert about == b"project: households\n\nname: mine\n\ntags: toy, cpu"
     assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [

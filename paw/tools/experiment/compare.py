@@ -4,12 +4,11 @@ Tables 1 to 4 and Figure 4 of PaW in form.
 """
 
 import argparse
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from paw.recipe import load
-from paw.tools.experiment import results, runs
+from paw.tools.experiment import figures, results, runs
 from paw.tools.experiment.results import Record, interval, markdown, paired, percent, points
 from paw.tools.experiment.runs import Overrides
 from paw.tools.rundir import Run
@@ -19,28 +18,6 @@ REACHED = 0.1
 FACTS = ("commit", "paw", "torch", "device")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("experiment", choices=["compare"], help="variants x seeds, with intervals")
-    add("recipe", help="name of a packaged recipe, or a .toml file")
-    which = {"help": "how many, or which: 0-4,7 (default: %(default)s)", "type": runs.parse_seeds, "metavar": "N"}
-    add("--seeds", default="5", **which)
-    add("--out", type=Path, default=Path("compare"), help="folder to write (default: %(default)s)")
-    add("--jobs", type=int, default=1, metavar="N", help="runs at once, of one thread if several")
-    add("--gpus", type=int, default=1, metavar="N", help="of each run, as `paw train --gpus N`")
-    add("--report-only", action="store_true", help="train nothing, use what is finished")
-    named = "see --list; the first is the baseline (default: %(default)s)"
-    add("--variants", default="grpo,paw,ce,constant,unselected", metavar="A,B", help=named)
-    own = "one of your own, such as 'loud: wm.scale=10 wm.loss=mae' (repeatable)"
-    add("--variant", action="append", default=[], metavar="'NAME: KEY=VALUE ...'", help=own, dest="own")
-    which["help"] = "seeds of the first two variants, if they are to have more"
-    add("--pair-seeds", default=[], **which)
-    listing = "\n".join(f"{name:12} {what}\n{'':12} {keys}" for name, (keys, what) in runs.VARIANTS.items())
-    add("--list", action="version", version=listing, help="print the named variants")
-
-
 def run(options: argparse.Namespace, overrides: Overrides) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json. Returns 0."""
     variants = runs.parse_variants(options.variants, options.own)
@@ -48,11 +25,9 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
     seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
     seeds |= {variant: sorted({*options.seeds, *options.pair_seeds}) for variant in list(variants)[:2]}
     found = runs.conduct(options, variants, seeds, overrides)
-    from paw.tools.experiment import figures
-
     records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
     summary = summarise(records)
-    figure = figures.comparison(figures.evaluations(records), summary, "Success on unseen games")
+    figure = figures.comparison(figures.evaluations(records), summary)
     text = report(f"Comparison: {options.recipe}", summary, records, paper)
     told = {variant: {"overrides": variants[variant]} | of for variant, of in summary.items()}
     results.write(options.out, "compare", text=text, records=records, figure=figure, summary=told)

@@ -29,7 +29,7 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 
 @styled
-def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any], label: str) -> Figure:
+def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
     """Success (shares) over the updates by variant, and beside it each one's paired difference to the first.
 
     Of more than five variants only the first two and those beyond their interval have a colour; at most three, a band.
@@ -45,7 +45,7 @@ def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any], label: s
     for index, variant in enumerate(variant for variant in others if variant not in named):
         means, text = [100 * mean.mean for mean in curves[variant].values()], None if index else "others"
         left.plot(list(curves[variant]), means, color=PALE, linewidth=1.4, label=text, zorder=1.5)
-    left.set(xlabel="Update", ylabel=f"{label} (%)", ylim=(0, None))
+    left.set(xlabel="Update", ylabel="Success on unseen games (%)", ylim=(0, None))
     legend(left)
     for place, (variant, found) in enumerate(differences.items()):
         colour = look(named.index(variant))[0] if variant in named else MUTED

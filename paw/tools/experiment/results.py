@@ -5,14 +5,15 @@ import io
 import json
 import math
 import tomllib
-from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+import numpy as np
 
 from paw.config import Config
 from paw.files import write_file, writing
@@ -48,17 +49,15 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 @cache
-def student(freedom: int, level: float = 0.95) -> float:
-    """t with P(|T| <= t) = level: for t = sqrt(freedom) tan(a) the density of a is cos(a)^(freedom - 1), summed here.
+def student(freedom: int) -> float:
+    """t with P(|T| <= t) = 0.95: for t = sqrt(freedom) tan(a) the density of a is cos(a)^(freedom - 1), summed here.
 
     >>> [round(student(n), 3) for n in (1, 2, 9, 120)]
     [12.706, 4.303, 2.262, 1.98]
     """
-    width = math.pi / 2 / 20_000
-    mass = list(accumulate(math.cos((i + 0.5) * width) ** (freedom - 1) for i in range(20_000)))
-    wanted = level * mass[-1]
-    i = bisect(mass, wanted)
-    return math.sqrt(freedom) * math.tan((i + (wanted - mass[i - 1]) / (mass[i] - mass[i - 1])) * width)
+    ends, width = np.linspace(0, math.pi / 2, 20_000, endpoint=False, retstep=True)
+    mass = np.cumsum(np.cos(ends + width / 2) ** (freedom - 1))
+    return math.sqrt(freedom) * math.tan(np.interp(0.95 * mass[-1], mass, ends + width))
 
 
 def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:

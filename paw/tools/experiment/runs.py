@@ -21,6 +21,7 @@ from pathlib import Path
 from paw.config import Config
 from paw.errors import UserError, nearest, to_stderr
 from paw.files import writing
+from paw.keys import flatten
 from paw.recipe import load
 from paw.tools.rundir import Run, load_run
 
@@ -159,11 +160,10 @@ def plan(
 
 def difference(path: Path, now: Config) -> str:
     """The first key in which two configurations would learn differently, and both values."""
-    for section, table in load(path):
-        for key, value in table:
-            other = getattr(getattr(now, section), key)
-            if value != other and f"{section}.{key}" not in IGNORED:
-                return f"{section}.{key} = {value!r}, not {other!r}"
+    wanted = flatten(now)
+    for key, value in flatten(load(path)).items():
+        if key not in IGNORED and value != wanted.get(key):
+            return f"{key} = {value!r}, not {wanted.get(key)!r}"
     return ""
 
 
