@@ -59,9 +59,8 @@ class Critic:
                 values = self.model(partial(self.values, batch)).tolist()
                 ends = accumulate((len(samples[i].response_ids) for i in batch.indices), initial=0)
                 own |= {i: values[start:end] for i, (start, end) in zip(batch.indices, pairwise(ends), strict=True)}
-        indices, rows = self.ranks.gather(list(own), list[int]), self.ranks.gather_rows(list(own.values()), float)
-        found = {i: values for its, of in zip(indices, rows, strict=True) for i, values in zip(its, of, strict=True)}
-        if not all(math.isfinite(value) for values in found.values() for value in values):
+        found = self.ranks.gather_numbered(own)
+        if not all(math.isfinite(value) for values in found for value in values):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from paw.errors import UserError
@@ -166,6 +166,11 @@ def _causal(
     scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers that are checkpointed, sharded and compiled one by one."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:

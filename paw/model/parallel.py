@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import GradientCheckpointingLayer
 
 from paw.errors import UserError
+from paw.model.attention import decoder_layers
 from paw.model.ranks import PeerLostError, Ranks
 from paw.model.watchdog import Watchdog
 
@@ -164,9 +164,8 @@ class DistributedRanks(Ranks):
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         source = {name: parameter.data for name, parameter in policy.named_parameters()}
-        for module in policy.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, **options)
+        for layer in decoder_layers(policy):
+            fully_shard(layer, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)

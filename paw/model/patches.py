@@ -8,8 +8,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from paw.errors import UserError, needed
-from paw.model.attention import ATTENTION, packed_attention
-from paw.model.policy import decoder_layers
+from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
 
 def import_liger(device: torch.device) -> Any:

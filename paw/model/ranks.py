@@ -1,6 +1,6 @@
 """The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -38,6 +38,12 @@ class Ranks:
         """Everybody's rows of float (as float32) or of int (0 to 2^31 - 1), in the order of ranks."""
         return [rows]
 
+    def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
+        """The rows 0 to n - 1, each of which one rank has (as float32)."""
+        numbers, values = self.gather(list(rows), list[int]), self.gather_rows(list(rows.values()), float)
+        found = {i: row for its, of in zip(numbers, values, strict=True) for i, row in zip(its, of, strict=True)}
+        return [found[i] for i in range(len(found))]
+
     def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
         """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
         PeerLostError."""
@@ -70,12 +76,6 @@ class Ranks:
 
     def average_gradients(self, policy: nn.Module) -> None:
         """Of a mini-batch, where every rank holds the whole model: in float32. FSDP averages by itself."""
-
-    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""
-        for name, tensor in named:
-            tensor = full_tensor(tensor.detach())
-            yield name, tensor.cpu() if self.first else tensor
 
     def close(self) -> None:
         """Leave the others."""
