@@ -192,10 +192,8 @@ def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 

@@ -6,11 +6,10 @@ update does not depend on the number of ranks, up to the order of sums. Weights,
 sharded by FSDP2; each rank has an engine of its own.
 """
 
-import hashlib
 import os
 import socket
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -115,30 +114,10 @@ class DistributedRanks(Ranks):
         yield
         self._watchdog.leave()
 
-    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
-        made, failure = None, None
-        try:
-            made = make()
-        except UserError as error:
-            failure = error
-        found = self.gather((made, failure and str(failure)), tuple[kind | None if kind else Any, str | None])
-        if failure:
-            raise failure
-        for rank, (_, message) in enumerate(found):
-            if message:
-                raise PeerLostError(f"rank {rank}: {message}")
-        return [made for made, _ in found]  # type: ignore[misc]
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._watchdog.wait()
         for part in tensor.view(-1).view(torch.uint8).split(1 << 30):  # gloo knows no int16
             dist.broadcast(part, source)
-
-    def agree(self, text: str, otherwise: str) -> None:
-        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        if len(set(digests)) > 1:
-            other = next(i for i, digest in enumerate(digests) if digest != digests[0])
-            raise UserError(otherwise.replace("{}", str(other)))
 
     def shard(
         self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None

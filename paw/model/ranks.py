@@ -1,5 +1,6 @@
 """The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
@@ -29,10 +30,23 @@ class Ranks:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
+    def together(self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None) -> list[T]:
         """What each rank makes, of type `kind`, in the order of ranks. Where that raises a UserError on any of them,
-        the others raise PeerLostError."""
-        return [make()]
+        the others raise PeerLostError; where it raises a `refusal`, all raise that of the first such rank."""
+        made, failure, caught = None, None, refusal or UserError
+        try:
+            made = make()
+        except caught as error:
+            failure = error
+        found = self.gather((made, failure and str(failure)), tuple[kind | None if kind else Any, str | None])
+        if failure and not refusal:
+            raise failure
+        for rank, (_, message) in enumerate(found):
+            if message and refusal:
+                raise refusal(f"rank {rank}: {message}" if rank else message)
+            if message:
+                raise PeerLostError(f"rank {rank}: {message}")
+        return [made for made, _ in found]  # type: ignore[misc]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
         """Everybody's rows of float (as float32) or of int (0 to 2^31 - 1), in the order of ranks."""
@@ -44,10 +58,11 @@ class Ranks:
         found = {i: row for its, of in zip(numbers, values, strict=True) for i, row in zip(its, of, strict=True)}
         return [found[i] for i in range(len(found))]
 
-    def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
-        """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
-        PeerLostError."""
-        made: Any = self.together(lambda: make() if self.first else None, kind)
+    def broadcast_from_rank0(
+        self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
+    ) -> T:
+        """What rank 0 makes, of type `kind`, while the others wait; see `together`."""
+        made: Any = self.together(lambda: make() if self.first else None, kind, refusal)
         return made[0]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -61,6 +76,10 @@ class Ranks:
 
     def agree(self, text: str, otherwise: str) -> None:
         """Raise UserError on all ranks where one has another text than rank 0: `otherwise`, with that rank for {}."""
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise UserError(otherwise.replace("{}", str(rank)))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """What the watchdog of the other ranks may take to last."""

@@ -48,13 +48,12 @@ Shapes = Mapping[str, Mapping[str, Tensor]]
 ALONE = Ranks()
 
 
-def verify(path: Path, ranks: Ranks = ALONE, places: Sequence[int] = (0,)) -> dict[str, Any]:
+def verify(path: Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version;
-    the same on all ranks.
+    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
     """
-    return _survey(path, ranks, places)[0]
+    return _survey(path, ALONE, [0])[0]
 
 
 def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
@@ -81,28 +80,14 @@ def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, 
                     raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
         return ours
 
-    files = _agreed(ranks, lambda: read_files() if ranks.first else {}, Files)[0]
-    seen = [set(names) for names in _agreed(ranks, check, list[str])]
+    files = ranks.broadcast_from_rank0(read_files, Files, CheckpointError)
+    seen = [set(names) for names in ranks.together(check, list[str], CheckpointError)]
     for name in sorted(files.keys() - set().union(*seen)):
         writer = re.search(r"\.rank_(\d+)", name)
         where = f": rank {writer[1]} wrote it, to the run directory of its machine" if writer else ""
         missing = damaged(path, name, f"the file is missing{where}")
         raise ElsewhereError(str(missing)) if writer else missing
-    return _agreed(ranks, lambda: _read_state(path, files) if ranks.first else {}, dict[str, Any])[0], seen
-
-
-def _agreed(ranks: Ranks, check: Callable[[], T], kind: Any) -> list[T]:
-    """What `check` returns on each rank; where it refuses on any, all raise the CheckpointError of the first."""
-    made, refused = None, ""
-    try:
-        made = check()
-    except CheckpointError as error:
-        refused = str(error)
-    found = ranks.gather((made, refused), tuple[kind | None, str])
-    for rank, (_, why) in enumerate(found):
-        if why:
-            raise CheckpointError(f"rank {rank}: {why}" if rank else why)
-    return [made for made, _ in found]  # type: ignore[misc]
+    return ranks.broadcast_from_rank0(lambda: _read_state(path, files), dict[str, Any], CheckpointError), seen
 
 
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def load(
             if not any(file in of_rank for of_rank in seen[: ranks.rank])
         }
 
-    headers = _agreed(ranks, read, dict[str, dict[str, tuple[str, list[int]]]])
+    headers = ranks.together(read, dict[str, dict[str, tuple[str, list[int]]]], CheckpointError)
     tensors: dict[str, Stored] = defaultdict(lambda: Stored(ranks, seen, mapped))
     shapes = {file: of for own in headers for file, of in own.items()}
     for file in sorted(shapes, key=_turn):
