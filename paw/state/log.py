@@ -20,11 +20,6 @@ from paw.errors import UserError, clean
 from paw.files import fsync, write_file, writing
 
 Metrics = Mapping[str, Any]
-TROUBLE = {
-    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
-    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
-}  # fmt: skip
-"""Shown where it is not 0."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -116,12 +111,3 @@ def _append(file: FileIO, record: Mapping[str, Any]) -> None:
     with writing(file.name):
         while rest:  # a disk that fills up takes a part
             rest = rest[file.write(rest) :]
-
-
-def texts(forms: Mapping[str, str], metrics: Mapping[str, Any]) -> list[str]:
-    """The metrics that are there, each as its form writes it."""
-    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
-
-
-def trouble(metrics: Mapping[str, Any]) -> list[str]:
-    return texts(TROUBLE, {name: value for name, value in metrics.items() if value})
