@@ -10,7 +10,6 @@ that the first advantages are the returns themselves; verl's is random.
 import math
 from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -56,9 +55,9 @@ class Critic:
         own: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self._batches(samples):
-                values = self.model(partial(self.values, batch)).tolist()
-                ends = accumulate((len(samples[i].response_ids) for i in batch.indices), initial=0)
-                own |= {i: values[start:end] for i, (start, end) in zip(batch.indices, pairwise(ends), strict=True)}
+                lengths = [len(samples[i].response_ids) for i in batch.indices]
+                values = self.model(partial(self.values, batch)).cpu().split(lengths)
+                own |= {i: of.tolist() for i, of in zip(batch.indices, values, strict=True)}
         found = self.ranks.gather_numbered(own)
         if not all(math.isfinite(value) for values in found for value in values):
             raise TrainingStopped(

@@ -8,12 +8,11 @@ sharded by FSDP2; each rank has an engine of its own.
 
 import os
 import socket
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,12 +81,9 @@ class DistributedRanks(Ranks):
         return [part.numpy().tobytes() for part in parts]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        code = "i" if kind is int else "f"
-        flat = array(code)
-        for row in rows:
-            flat.extend(array(code, row))  # type: ignore[arg-type]
+        flat = np.fromiter(chain.from_iterable(rows), np.int32 if kind is int else np.float32)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        parts: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(np.asarray(flat)))]
+        parts: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
         if kind is int:  # equal ones are one object: 8 bytes a token in a list in place of 36
             shared = np.arange(1 + max((int(part.max()) for part in parts if len(part)), default=0)).astype(object)
         found = []

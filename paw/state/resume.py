@@ -6,7 +6,7 @@ All may change but what the run's past or its checkpoints would have no meaning 
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError, shown
@@ -59,22 +59,20 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     kept: list[dict[str, Any]] = []
+    lines: list[bytes] = []
     broken: list[int] = []
-
-    def copy(new: IO[bytes]) -> None:
-        with path.open("rb") as old:
-            for number, line in enumerate(old, 1):
-                record = json_object(line)
-                update = update_of(record)
-                if not line.endswith(b"\n"):
-                    continue
-                if record is None or update is None:
-                    broken.append(number)
-                elif update <= step:
-                    new.write(line)
-                    kept.append(record)
-
-    write_file(path, copy)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = json_object(line)
+            update = update_of(record)
+            if not line.endswith(b"\n"):
+                continue
+            if record is None or update is None:
+                broken.append(number)
+            elif update <= step:
+                lines.append(line)
+                kept.append(record)
+    write_file(path, b"".join(lines))
     if broken:
         lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
     return kept
