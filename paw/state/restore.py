@@ -59,11 +59,6 @@ def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, 
     """(What state.json holds, the files that each rank sees), see `verify`; who see the same files share them out."""
     here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
 
-    def read_files() -> Files:
-        if not path.is_dir():
-            raise CheckpointError(f"no checkpoint at {path}")
-        return read_manifest(path)[0]
-
     def check() -> list[str]:
         found = {file.name for file in path.iterdir()} - {MANIFEST} if path.is_dir() else set()
         if ranks.first and (surplus := sorted(found - files.keys())):
@@ -79,7 +74,7 @@ def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, 
                     raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
         return ours
 
-    files = ranks.broadcast_from_rank0(read_files, Files, CheckpointError)
+    files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
     seen = [set(names) for names in ranks.together(check, list[str], CheckpointError)]
     for name in sorted(files.keys() - set().union(*seen)):
         writer = re.search(r"\.rank_(\d+)", name)

@@ -190,7 +190,7 @@ class Fleet:
                 return answer(await asyncio.wait_for(call, self._timeout_s))
             except TimeoutError:
                 self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
-            except asyncio.CancelledError:  # the call alone is: another request has found out what is wrong
+            except asyncio.CancelledError:  # of the call alone: another request has found out what is wrong
                 continue
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
