@@ -80,7 +80,7 @@ def shown(value: object, limit: int = 100) -> str:
     return clean(text, limit)
 
 
-def needed(module: str, what: str, extra: str, instead: str = "") -> Any:
+def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
     """That module. UserError where it is not installed: `what` needs it, which extra of paw-trainer has it, and what
     may be used `instead`."""
     try:

@@ -20,7 +20,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
         return torch.optim.AdamW(trained, fused=True, **options)  # foreach keeps 4 more bytes a parameter meanwhile
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         raise UserError("optim.name = 'flash-adamw': it needs a GPU; or use --optim.name adamw")
-    needed("flashoptim", "optim.name = 'flash-adamw'", "flash", "--optim.name adamw")
+    needed("flashoptim", "optim.name = 'flash-adamw'", "flash", instead="--optim.name adamw")
     from paw.model.flash import FlashAdamW
 
     return FlashAdamW(trained, master_bits=config.master_bits, offload=config.offload, **options)

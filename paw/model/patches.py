@@ -15,10 +15,8 @@ def import_liger(device: torch.device) -> Any:
     """Liger's module of patches; UserError where it is missing or cannot run."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"model.liger needs a GPU, this run is on '{device.type}'; use --model.liger false")
-    needed("liger_kernel.transformers", "model.liger", "liger", "--model.liger false")
-    from liger_kernel.transformers import monkey_patch
-
-    return monkey_patch
+    instead = "--model.liger false"
+    return needed("liger_kernel.transformers.monkey_patch", "model.liger", "liger", instead=instead)
 
 
 def apply_liger(lm: PreTrainedModel) -> None:

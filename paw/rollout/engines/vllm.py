@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from paw.config import LoraConfig
-from paw.errors import UserError, describe, needed
+from paw.errors import UserError, describe
 from paw.files import writing
 from paw.model.ranks import lost_peer, out_of_memory
 from paw.rollout.engines.base import Completion, Engine, Request
@@ -277,8 +277,17 @@ def import_vllm(what: str = "engine.type = 'vllm'") -> Any:
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    parts = ("vllm.inputs", "vllm.lora.request", "vllm.platforms", "vllm.sampling_params", "vllm")
-    return [needed(part, what, "vllm", "--engine.type transformers") for part in parts][-1]
+    try:
+        import vllm
+        import vllm.inputs
+        import vllm.lora.request
+        import vllm.platforms
+        import vllm.sampling_params
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use --engine.type transformers"
+        ) from None
+    return vllm
 
 
 @contextmanager
