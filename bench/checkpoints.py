@@ -26,7 +26,7 @@ from bench.common import RESULTS, write
 from bench.kernels import commit, cpu_name
 from paw.model.parallel import DistributedRanks, read_variables
 from paw.model.policy import Policy
-from paw.model.ranks import Ranks
+from paw.model.ranks import Ranks, full_tensor
 from paw.state import checkpoint
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner, Saving, optimizer_tensors
@@ -63,7 +63,8 @@ def main() -> None:
 
 def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
     began, named = time.perf_counter(), learner.parameters.items()
-    whole = {"model": ranks.gathered(named), "optimizer": ranks.gathered(optimizer_tensors(learner.optimizer, named))}
+    parts = {"model": named, "optimizer": optimizer_tensors(learner.optimizer, named)}
+    whole = {stem: ((name, full_tensor(tensor.detach())) for name, tensor in of) for stem, of in parts.items()}
     if ranks.first:
         checkpoint.save(folder, 1, whole, {})
     else:

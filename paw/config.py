@@ -36,7 +36,7 @@ class RunConfig(Section):
     keep: Count = 2
     """Number of checkpoints kept."""
     max_skipped: Count = 3
-    """Updates in a row with non-finite gradients before the run stops."""
+    """Optimizer steps in a row with non-finite gradients before the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
     """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
@@ -207,7 +207,7 @@ class WorldConfig(PluginSection):
     enabled: bool = True
     """Whether observations are predicted too."""
     alpha: Annotated[Rate, WM] = 0.75
-    """Share of each group's transitions kept, those of highest action entropy."""
+    """Share of the update's transitions kept, those of highest action entropy."""
     loss: Annotated[str, WM] = "cmae"
     """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, gce (1 - p^q) / q (arXiv
     1805.07836), or a loss of your own."""

@@ -80,12 +80,14 @@ def shown(value: object, limit: int = 100) -> str:
     return clean(text, limit)
 
 
-def needed(module: str, what: str, extra: str) -> Any:
-    """That module. UserError where it is not installed: `what` needs it, and which extra of paw-trainer has it."""
+def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
+    """That module. UserError where it is not installed: `what` needs it, which extra of paw-trainer has it, and what
+    may be used `instead`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name, fix = module.partition(".")[0], f"pip install 'paw-trainer[{extra}]'"
+        fix += instead and f", or use {instead}"
         raise UserError(f"{what} needs {name}: {fix} ({clean(error, 200)})") from None
 
 

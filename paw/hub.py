@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,12 +25,10 @@ def check_hub(name: str) -> None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        cached = None
-    if not isinstance(cached, str):
-        raise UserError(f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}")
+    with suppress(HFValidationError):
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    raise UserError(f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}")
 
 
 def unreachable() -> str:

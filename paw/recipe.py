@@ -23,25 +23,26 @@ from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
-GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
-"""Bases one on another below a recipe, in all, and bytes of one."""
 HIGH_LR = 1e-4
 
 
 @cache
-def index() -> dict[str, dict[str, dict[str, Any]]]:
-    """recipes/index.toml: `bases`, which others build on, and `recipes`, by name."""
-    return _tables(RECIPES / "index.toml")
+def packaged() -> dict[str, dict[str, dict[str, Any]]]:
+    """The `recipes` that can be trained, and the `bases` that others build on (algorithms, benchmarks, models), by
+    name: those of index.toml, and files of their own."""
+    found = _tables(RECIPES / "index.toml")
+    for kind, folder in (("recipes", RECIPES), ("bases", RECIPES / "bases")):
+        found[kind] |= {path.stem: _tables(path) for path in folder.glob("*.toml")}
+    del found["recipes"]["index"]
+    return found
 
 
 def recipe_names() -> list[str]:
-    """The packaged recipes that can be trained."""
-    return sorted({*(path.stem for path in RECIPES.glob("*.toml")), *index()["recipes"]} - {"index"})
+    return sorted(packaged()["recipes"])
 
 
 def base_names() -> list[str]:
-    """The packaged recipes that others build on: algorithms, benchmarks, models."""
-    return sorted({*(path.stem for path in (RECIPES / "bases").glob("*.toml")), *index()["bases"]})
+    return sorted(packaged()["bases"])
 
 
 def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -185,19 +186,16 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
     layers: list[tuple[str, Flat]] = []
 
     def add(name: str, by: str, folder: Path, heirs: tuple[str, ...]) -> None:
-        origin, key, tables = name, name, _packaged(name)
+        origin, key, tables = name, name, (packaged()["bases"] | packaged()["recipes"]).get(name)
         if name.endswith(".toml"):
             path = folder / name
-            if not _is_file(path):
-                raise UserError(f"{by}{clean(path)}: no such file")
-            origin, key, tables, folder = str(path), str(path.resolve()), _tables(path), path.parent
+            tables = _tables(path, by)
+            origin, key, folder = str(path), str(path.resolve()), path.parent
         if tables is None:
             hint = nearest(name, [*recipe_names(), *base_names()]) or f"there are: {', '.join(recipe_names())}"
             raise UserError(f"{by}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
         if key in heirs:
             raise UserError(f"{by}'{name}' is itself built on this recipe")
-        if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
-            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
         bases = tables.get("base", [])
         bases = [bases] if isinstance(bases, str) else bases
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -211,29 +209,11 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
     return layers
 
 
-def _packaged(name: str) -> dict[str, Any] | None:
-    """The tables of a packaged recipe, or base of recipes."""
-    for path in (RECIPES / f"{name}.toml", RECIPES / "bases" / f"{name}.toml"):
-        if _is_file(path):
-            return _tables(path)
-    return index()["recipes"].get(name, index()["bases"].get(name))
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. UserError where it is none, or so long that it is no recipe."""
+def _tables(path: Path, by: str = "") -> dict[str, Any]:
+    """What a TOML file holds. UserError where it is none, beginning with `by`."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise UserError(f"{path}: more than {LARGEST:,} bytes, that is no recipe")
-        return tomllib.loads(content.decode())
+        return tomllib.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {clean(error)}") from None
+        raise UserError(f"{by}{clean(path)}: not valid TOML: {clean(error)}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _is_file(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # a name that is too long, or holds NUL
-        return path.is_file()
-    return False
+        raise UserError(f"{by}{clean(path)}: {error.strerror}") from None

@@ -122,14 +122,8 @@ class Run(Parts):
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world_size)
         scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
-        entropies = self.ranks.gather({i: entropy for i, (_, entropy) in scored.items()}, dict[int, float])
-        rows = self.ranks.gather_rows([logp for logp, _ in scored.values()], float)
-        found = {
-            i: (logp, entropy)
-            for its, of in zip(entropies, rows, strict=True)
-            for (i, entropy), logp in zip(its.items(), of, strict=True)
-        }
-        return [found[i] for i in range(len(samples))]
+        rows = self.ranks.gather_numbered({i: [entropy, *logp] for i, (logp, entropy) in scored.items()})
+        return [(logp, entropy) for entropy, *logp in rows]
 
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:
@@ -248,8 +242,8 @@ class Run(Parts):
         if self.saved != self.step:
             self.save()
         self.optimizer.state.clear()  # room for whole weights
-        gathered = self.ranks.gathered(full_parameters(self.policy.lm, once=True))
-        weights = {name: tensor for name, tensor in gathered if self.ranks.first}
+        whole_ones = full_parameters(self.policy.lm, once=True)  # takes all ranks
+        weights = {name: tensor.cpu() for name, tensor in whole_ones if self.ranks.first}
         if self.record:
             export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
             whole = self.step == self.config.run.updates

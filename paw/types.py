@@ -72,10 +72,9 @@ class Reply(str):
 
     def message(self) -> dict[str, Any]:
         """As a message of a conversation."""
-        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
         calls = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(self.calls, functions, strict=True)
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
         ]
         return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
 

@@ -10,7 +10,6 @@ that the first advantages are the returns themselves; verl's is random.
 import math
 from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -56,12 +55,11 @@ class Critic:
         own: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self._batches(samples):
-                values = self.model(partial(self.values, batch)).tolist()
-                ends = accumulate((len(samples[i].response_ids) for i in batch.indices), initial=0)
-                own |= {i: values[start:end] for i, (start, end) in zip(batch.indices, pairwise(ends), strict=True)}
-        indices, rows = self.ranks.gather(list(own), list[int]), self.ranks.gather_rows(list(own.values()), float)
-        found = {i: values for its, of in zip(indices, rows, strict=True) for i, values in zip(its, of, strict=True)}
-        if not all(math.isfinite(value) for values in found.values() for value in values):
+                lengths = [len(samples[i].response_ids) for i in batch.indices]
+                values = self.model(partial(self.values, batch)).cpu().split(lengths)
+                own |= {i: of.tolist() for i, of in zip(batch.indices, values, strict=True)}
+        found = self.ranks.gather_numbered(own)
+        if not all(math.isfinite(value) for values in found for value in values):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from paw.errors import UserError
@@ -168,6 +168,11 @@ def _causal(
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers that are checkpointed, sharded and compiled one by one."""
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def token_mixers(layer: nn.Module) -> list[Any]:
     """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short convolutions. Each has
     a causal convolution of its own."""
@@ -187,10 +192,8 @@ def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 

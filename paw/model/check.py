@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GradientCheckpointingLayer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paw.errors import UserError
-from paw.model.attention import token_mixers
+from paw.model.attention import decoder_layers, token_mixers
 from paw.model.precision import running_in
 from paw.model.ranks import out_of_memory
 from paw_kernels import best_backend, token_stats
@@ -83,8 +83,7 @@ def typical(difference: Tensor, lm: PreTrainedModel) -> float:
 def check_layers(lm: PreTrainedModel, path: str) -> None:
     """UserError for layers that mix tokens in another way, which so few tokens need not show, and odd heads."""
     config: Any = lm.config.get_text_config()
-    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    kinds = zip(getattr(config, "layer_types", None) or [], layers, strict=False)
+    kinds = zip(getattr(config, "layer_types", None) or [], decoder_layers(lm), strict=False)
     unknown = sorted({kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)})
     if unknown:
         raise refused(lm, path, f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows")

@@ -39,8 +39,8 @@ class FlashAdamW(flashoptim.FlashAdamW):
         homes = {}
         if self._offload:
             for name, owner, key in parts(self.state[p]):
-                homes[name] = _get(owner, key)
-                _set(owner, key, homes[name].to(p.device, non_blocking=True))
+                homes[name] = owner[key]
+                owner[key] = homes[name].to(p.device, non_blocking=True)
         super().step_param(p, group)
         if self._offload:
             self._send_home(p, homes)
@@ -55,7 +55,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         """The state of one parameter, sharded as it is."""
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
-            tensor = _portable(_get(owner, key)).view(-1, *_row(name, p))
+            tensor = _portable(owner[key]).view(-1, *_row(name, p))
             tensors[name] = shard_like(p, tensor) if isinstance(p, DTensor) else tensor
         return tensors
 
@@ -63,11 +63,11 @@ class FlashAdamW(flashoptim.FlashAdamW):
         """Put back what `state_tensors` gave: this rank's rows. KeyError where one is missing."""
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
-            like = _get(owner, key)
+            like = owner[key]
             if tensors[name].dtype != _portable(like).dtype:
                 raise KeyError(f"{name} as {like.dtype}")
             tensor = tensors[name].to(p.device, copy=True)
-            _set(owner, key, tensor.view(like.dtype).view(like.shape))
+            owner[key] = tensor.view(like.dtype).view(like.shape)
         self.state[p]["step"] = tensors["step"].clone()
         if self._offload:
             self._send_home(p, {})
@@ -104,11 +104,10 @@ class FlashAdamW(flashoptim.FlashAdamW):
     def _send_home(self, p: Tensor, homes: Mapping[str, Tensor]) -> None:
         pin = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
-            tensor = _get(owner, key)
             home = homes.get(name)
             if home is None:
-                home = self._host.empty_like(tensor, pin=pin)
-            _set(owner, key, home.copy_(tensor, non_blocking=True))
+                home = self._host.empty_like(owner[key], pin=pin)
+            owner[key] = home.copy_(owner[key], non_blocking=True)
 
 
 def in_groups(p: Tensor) -> bool:
@@ -116,28 +115,17 @@ def in_groups(p: Tensor) -> bool:
     return p.ndim > 1 and math.prod(p.shape[1:]) % GROUP == 0
 
 
-def parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(name, owner, attribute or key) of each tensor of a parameter's state, but for the count of steps."""
+def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, the dict that holds it, key there) of each tensor of a parameter's state, but for the count of steps."""
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             if key != "step":
                 yield key, state, key
         elif value.is_quantized():
-            yield f"{key}::quantized", value, "_quantized"
-            yield f"{key}::scales", value, "_scales"
+            yield f"{key}::quantized", vars(value), "_quantized"
+            yield f"{key}::scales", vars(value), "_scales"
         else:
-            yield key, value, "_data"
-
-
-def _get(owner: Any, key: str) -> Tensor:
-    return owner[key] if isinstance(owner, dict) else getattr(owner, key)
-
-
-def _set(owner: Any, key: str, tensor: Tensor) -> None:
-    if isinstance(owner, dict):
-        owner[key] = tensor
-    else:
-        setattr(owner, key, tensor)
+            yield key, vars(value), "_data"
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Host memory: what is available, and page-locked slabs of it, for torch rounds each tensor of `pin_memory` up to a
-power of two, 1.7 times at 14B."""
+"""Host memory: what is available, tensors in it part by part, and page-locked slabs of it, for torch rounds each tensor
+of `pin_memory` up to a power of two, 1.7 times at 14B."""
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,6 +30,19 @@ class HostMemory:
             self._free = torch.empty(self._slab, dtype=torch.uint8, pin_memory=pin)
         part, self._free = self._free[: tensor.nbytes], self._free[size:]
         return part.view(tensor.dtype).view(tensor.shape)
+
+
+def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors brought to host memory in parts of at most `most` bytes, or a single tensor; the last may be empty."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if part and size + tensor.nbytes > most:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    yield part
 
 
 CONTAINER = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paw.config import OptimConfig
-from paw.errors import UserError
+from paw.errors import UserError, needed
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -20,13 +20,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
         return torch.optim.AdamW(trained, fused=True, **options)  # foreach keeps 4 more bytes a parameter meanwhile
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         raise UserError("optim.name = 'flash-adamw': it needs a GPU; or use --optim.name adamw")
-    try:
-        from paw.model.flash import FlashAdamW
-    except ImportError as error:
-        raise UserError(
-            f"optim.name = 'flash-adamw': it needs flashoptim ({error}); run: pip install 'paw-trainer[flash]', or use"
-            " --optim.name adamw"
-        ) from None
+    needed("flashoptim", "optim.name = 'flash-adamw'", "flash", instead="--optim.name adamw")
+    from paw.model.flash import FlashAdamW
+
     return FlashAdamW(trained, master_bits=config.master_bits, offload=config.offload, **options)
 
 

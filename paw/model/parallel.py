@@ -6,15 +6,13 @@ update does not depend on the number of ranks, up to the order of sums. Weights,
 sharded by FSDP2; each rank has an engine of its own.
 """
 
-import hashlib
 import os
 import socket
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import GradientCheckpointingLayer
 
 from paw.errors import UserError
+from paw.model.attention import decoder_layers
 from paw.model.ranks import PeerLostError, Ranks
 from paw.model.watchdog import Watchdog
 
@@ -83,12 +81,9 @@ class DistributedRanks(Ranks):
         return [part.numpy().tobytes() for part in parts]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        code = "i" if kind is int else "f"
-        flat = array(code)
-        for row in rows:
-            flat.extend(array(code, row))  # type: ignore[arg-type]
+        flat = np.fromiter(chain.from_iterable(rows), np.int32 if kind is int else np.float32)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        parts: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(np.asarray(flat)))]
+        parts: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
         if kind is int:  # equal ones are one object: 8 bytes a token in a list in place of 36
             shared = np.arange(1 + max((int(part.max()) for part in parts if len(part)), default=0)).astype(object)
         found = []
@@ -115,30 +110,10 @@ class DistributedRanks(Ranks):
         yield
         self._watchdog.leave()
 
-    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
-        made, failure = None, None
-        try:
-            made = make()
-        except UserError as error:
-            failure = error
-        found = self.gather((made, failure and str(failure)), tuple[kind | None if kind else Any, str | None])
-        if failure:
-            raise failure
-        for rank, (_, message) in enumerate(found):
-            if message:
-                raise PeerLostError(f"rank {rank}: {message}")
-        return [made for made, _ in found]  # type: ignore[misc]
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._watchdog.wait()
         for part in tensor.view(-1).view(torch.uint8).split(1 << 30):  # gloo knows no int16
             dist.broadcast(part, source)
-
-    def agree(self, text: str, otherwise: str) -> None:
-        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        if len(set(digests)) > 1:
-            other = next(i for i, digest in enumerate(digests) if digest != digests[0])
-            raise UserError(otherwise.replace("{}", str(other)))
 
     def shard(
         self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
@@ -164,9 +139,8 @@ class DistributedRanks(Ranks):
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         source = {name: parameter.data for name, parameter in policy.named_parameters()}
-        for module in policy.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, **options)
+        for layer in decoder_layers(policy):
+            fully_shard(layer, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)

@@ -7,20 +7,16 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from paw.errors import UserError
-from paw.model.attention import ATTENTION, packed_attention
-from paw.model.policy import decoder_layers
+from paw.errors import UserError, needed
+from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
 
 def import_liger(device: torch.device) -> Any:
     """Liger's module of patches; UserError where it is missing or cannot run."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"model.liger needs a GPU, this run is on '{device.type}'; use --model.liger false")
-    try:
-        from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise UserError(f"model.liger needs Liger ({error}); run: pip install 'paw-trainer[liger]'") from None
-    return monkey_patch
+    instead = "--model.liger false"
+    return needed("liger_kernel.transformers.monkey_patch", "model.liger", "liger", instead=instead)
 
 
 def apply_liger(lm: PreTrainedModel) -> None:

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GradientCheckpointingLayer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from paw.config import Config
 from paw.errors import UserError
 from paw.hub import check_hub
-from paw.model.attention import ATTENTION, pack_rows, token_mixers
+from paw.model.attention import ATTENTION, decoder_layers, pack_rows, token_mixers
 from paw.model.check import check_model
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
@@ -60,20 +60,21 @@ class Policy(nn.Module):
         lm.set_attn_implementation(ATTENTION)
         lm.eval()
         self.transform = LogitTransform.of(lm.config)
-        self._padded = any(map(token_mixers, decoder_layers(lm)))
+        layers = decoder_layers(lm)
+        self._padded = any(map(token_mixers, layers))
         if self._padded:
             from paw.model.mixers import separate_rows
 
-            separate_rows(decoder_layers(lm))
+            separate_rows(layers)
         shape: Any = lm.config.get_text_config()
         head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        body = sum(p.numel() for layer in decoder_layers(lm) for p in layer.parameters())
+        body = sum(p.numel() for layer in layers for p in layer.parameters())
         width = shape.num_hidden_layers * shape.num_attention_heads * head_size
         self.quadratic = None if attention == "sdpa" or self._padded else width / body
         """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a token (2 n^2
         width FLOPs, 2 n body). None: attention pads the sequences of a batch to the longest."""
         if self.dtype != torch.float32:
-            run_in(self.dtype, lm, decoder_layers(lm))
+            run_in(self.dtype, lm, layers)
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
             options: dict[str, Any] = {"use_reentrant": False}
@@ -82,7 +83,7 @@ class Policy(nn.Module):
 
                 options["context_fn"] = selective_contexts
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-            self._checkpointed = decoder_layers(lm)
+            self._checkpointed = layers
 
     @property
     def head_weight(self) -> Tensor:
@@ -149,11 +150,6 @@ def full_parameters(model: nn.Module, *, once: bool = False, merge: bool = True)
         yield name, weight
 
 
-def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The layers that are checkpointed, sharded and compiled one by one."""
-    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def weights_dtype(config: Config) -> torch.dtype:
     """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
     return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
@@ -180,8 +176,6 @@ def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "qui
 
 def head_shape(path: str) -> tuple[int, int] | None:
     """(V, D) of a model folder or Hugging Face name by its config.json; None without one, as yet or at all."""
-    from paw.hub import check_hub
-
     if path == "quickstart":
         return None
     try:

@@ -7,8 +7,7 @@ and a residual stream of float32.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,17 +61,10 @@ def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
 
 
 def _hook(unit: Any, dtype: torch.dtype, *, whole: bool) -> None:
-    unit._runs_in = dtype
-    entered: list[AbstractContextManager[None]] = []
-    unit.register_forward_pre_hook(partial(_enter, entered, whole))
-    unit.register_forward_hook(partial(_leave, entered), always_call=True)  # recomputing stops by an exception
+    unit._runs_in, entered = dtype, ExitStack()
 
+    def enter(unit: Any, *_: Any) -> None:  # the unit that is called may be a deep copy of the one it was made for
+        entered.enter_context(parameters_as(unit._runs_in, unit.modules() if whole else [unit]))
 
-def _enter(entered: list[AbstractContextManager[None]], whole: bool, unit: Any, *_: Any) -> None:
-    context = parameters_as(unit._runs_in, unit.modules() if whole else [unit])
-    context.__enter__()
-    entered.append(context)
-
-
-def _leave(entered: list[AbstractContextManager[None]], *_: Any) -> None:
-    entered.pop().__exit__(None, None, None)
+    unit.register_forward_pre_hook(enter)
+    unit.register_forward_hook(lambda *_: entered.close(), always_call=True)  # recomputing stops by an exception

@@ -1,6 +1,7 @@
 """The processes of a run: here the only one; `paw.model.parallel` has several, one a device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -29,19 +30,39 @@ class Ranks:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def together(self, make: Callable[[], T], kind: Any = None) -> list[T]:
+    def together(self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None) -> list[T]:
         """What each rank makes, of type `kind`, in the order of ranks. Where that raises a UserError on any of them,
-        the others raise PeerLostError."""
-        return [make()]
+        the others raise PeerLostError; where it raises a `refusal`, all raise that of the first such rank."""
+        made, failure, caught = None, None, refusal or UserError
+        try:
+            made = make()
+        except caught as error:
+            failure = error
+        found = self.gather((made, failure and str(failure)), tuple[kind | None if kind else Any, str | None])
+        if failure and not refusal:
+            raise failure
+        for rank, (_, message) in enumerate(found):
+            if message and refusal:
+                raise refusal(f"rank {rank}: {message}" if rank else message)
+            if message:
+                raise PeerLostError(f"rank {rank}: {message}")
+        return [made for made, _ in found]  # type: ignore[misc]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
         """Everybody's rows of float (as float32) or of int (0 to 2^31 - 1), in the order of ranks."""
         return [rows]
 
-    def broadcast_from_rank0(self, make: Callable[[], T], kind: Any = None) -> T:
-        """What rank 0 makes, of type `kind`, while the others wait. Where that raises a UserError, they raise
-        PeerLostError."""
-        made: Any = self.together(lambda: make() if self.first else None, kind)
+    def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
+        """The rows 0 to n - 1, each of which one rank has (as float32)."""
+        numbers, values = self.gather(list(rows), list[int]), self.gather_rows(list(rows.values()), float)
+        found = {i: row for its, of in zip(numbers, values, strict=True) for i, row in zip(its, of, strict=True)}
+        return [found[i] for i in range(len(found))]
+
+    def broadcast_from_rank0(
+        self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
+    ) -> T:
+        """What rank 0 makes, of type `kind`, while the others wait; see `together`."""
+        made: Any = self.together(lambda: make() if self.first else None, kind, refusal)
         return made[0]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -55,6 +76,10 @@ class Ranks:
 
     def agree(self, text: str, otherwise: str) -> None:
         """Raise UserError on all ranks where one has another text than rank 0: `otherwise`, with that rank for {}."""
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise UserError(otherwise.replace("{}", str(rank)))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """What the watchdog of the other ranks may take to last."""
@@ -70,12 +95,6 @@ class Ranks:
 
     def average_gradients(self, policy: nn.Module) -> None:
         """Of a mini-batch, where every rank holds the whole model: in float32. FSDP averages by itself."""
-
-    def gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Sharded tensors made whole, one at a time, every rank taking part; in host memory on rank 0."""
-        for name, tensor in named:
-            tensor = full_tensor(tensor.detach())
-            yield name, tensor.cpu() if self.first else tensor
 
     def close(self) -> None:
         """Leave the others."""

@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from torch import Tensor
 
 from paw.errors import UserError
 from paw.files import cause, fsync, json_object, writing
+from paw.model.host import in_parts
 
-VERSION, SHARDED = 1, 2
-"""Of a checkpoint whose files hold whole tensors, and of one with a file for each rank."""
+VERSION = 1
+"""Of what a checkpoint holds."""
 PART = 4 << 30
 """Bytes of a file at which the next one begins, so that host memory need not hold more of a model."""
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -55,9 +56,9 @@ class Draft:
     On any failure (UserError where the disk refuses) the checkpoints already there stay as they were.
     """
 
-    def __init__(self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION) -> None:
+    def __init__(self, folder: Path, step: int, state: Mapping[str, Any]) -> None:
         """`state` holds JSON values; raises ValueError for a NaN in it."""
-        self._text = json.dumps({**state, "version": version, "step": step}, indent=1, allow_nan=False)
+        self._text = json.dumps({**state, "version": VERSION, "step": step}, indent=1, allow_nan=False)
         self._folder, self.path = folder, folder / f"step_{step:06d}"
         self._temp = folder / f".tmp_{self.path.name}"
 
@@ -76,7 +77,7 @@ class Draft:
         with self._writing():
             for stem, named in tensors.items():
                 pairs: Any = named.items() if isinstance(named, Mapping) else named
-                for number, part in enumerate(_parts(pairs), 1):
+                for number, part in enumerate(in_parts(pairs, PART), 1):
                     if not part and "." in stem:  # a rank that holds nothing of it
                         continue
                     file = self._temp / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors"
@@ -153,18 +154,6 @@ def prune_shards(folder: Path, kept: Collection[str]) -> None:
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
-
-
-def _parts(named: Named) -> Iterator[dict[str, Tensor]]:
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in named:
-        if part and size + tensor.nbytes > PART:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-    yield part
 
 
 def _drop(path: Path) -> None:

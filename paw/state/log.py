@@ -8,7 +8,6 @@ sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
 A name is absent where it was not measured: never 0 in its place.
 """
 
-import errno
 import json
 import os
 from collections.abc import Mapping
@@ -18,14 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError, clean
-from paw.files import fsync, open_append, write_file, writing
+from paw.files import fsync, write_file, writing
 
 Metrics = Mapping[str, Any]
-TROUBLE = {
-    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
-    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
-}  # fmt: skip
-"""Shown where it is not 0."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -57,7 +51,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 self.lost += gaps(paths[0], self.history, resume_step)
             elif used := [path for path in paths if path.exists() and path.stat().st_size]:
                 raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
-            self._metrics, self._samples = map(open_append, paths)
+            self._metrics, self._samples = map(_open_append, paths)
             fsync(run_dir)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -73,7 +67,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             with writing(path):
                 write_file(path, b"".join(map(_line, [*self.history, record])))
                 self._metrics.close()
-                self._metrics = open_append(path)
+                self._metrics = _open_append(path)
         else:
             _append(self._metrics, record)
         self.history.append(record)
@@ -86,11 +80,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """What was logged is on the disk, whatever happens to the power."""
         for file in (self._metrics, self._samples):
             with writing(file.name):
-                try:
-                    os.fsync(file.fileno())
-                except OSError as error:
-                    if error.errno != errno.EINVAL:  # a device, such as /dev/null
-                        raise
+                os.fsync(file.fileno())
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append something worth reading, such as one episode's turns, to samples.jsonl."""
@@ -99,6 +89,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def _open_append(path: Path) -> FileIO:
+    """Without a buffer: what could not be written is not tried again."""
+    return FileIO(path, "a")
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +111,3 @@ def _append(file: FileIO, record: Mapping[str, Any]) -> None:
     with writing(file.name):
         while rest:  # a disk that fills up takes a part
             rest = rest[file.write(rest) :]
-
-
-def texts(forms: Mapping[str, str], metrics: Mapping[str, Any]) -> list[str]:
-    """The metrics that are there, each as its form writes it."""
-    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
-
-
-def trouble(metrics: Mapping[str, Any]) -> list[str]:
-    return texts(TROUBLE, {name: value for name, value in metrics.items() if value})

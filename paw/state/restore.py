@@ -22,7 +22,6 @@ from paw.files import cause, json_object
 from paw.model.ranks import Ranks, rows_like, shard_like
 from paw.state.checkpoint import (
     MANIFEST,
-    SHARDED,
     STATE,
     VERSION,
     CheckpointError,
@@ -48,23 +47,17 @@ Shapes = Mapping[str, Mapping[str, Tensor]]
 ALONE = Ranks()
 
 
-def verify(path: Path, ranks: Ranks = ALONE, places: Sequence[int] = (0,)) -> dict[str, Any]:
+def verify(path: Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version;
-    the same on all ranks.
+    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
     """
-    return _survey(path, ranks, places)[0]
+    return _survey(path, ALONE, [0])[0]
 
 
 def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
     """(What state.json holds, the files that each rank sees), see `verify`; who see the same files share them out."""
     here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
-
-    def read_files() -> Files:
-        if not path.is_dir():
-            raise CheckpointError(f"no checkpoint at {path}")
-        return read_manifest(path)[0]
 
     def check() -> list[str]:
         found = {file.name for file in path.iterdir()} - {MANIFEST} if path.is_dir() else set()
@@ -81,37 +74,22 @@ def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, 
                     raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
         return ours
 
-    files = _agreed(ranks, lambda: read_files() if ranks.first else {}, Files)[0]
-    seen = [set(names) for names in _agreed(ranks, check, list[str])]
+    files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
+    seen = [set(names) for names in ranks.together(check, list[str], CheckpointError)]
     for name in sorted(files.keys() - set().union(*seen)):
         writer = re.search(r"\.rank_(\d+)", name)
         where = f": rank {writer[1]} wrote it, to the run directory of its machine" if writer else ""
         missing = damaged(path, name, f"the file is missing{where}")
         raise ElsewhereError(str(missing)) if writer else missing
-    return _agreed(ranks, lambda: _read_state(path, files) if ranks.first else {}, dict[str, Any])[0], seen
-
-
-def _agreed(ranks: Ranks, check: Callable[[], T], kind: Any) -> list[T]:
-    """What `check` returns on each rank; where it refuses on any, all raise the CheckpointError of the first."""
-    made, refused = None, ""
-    try:
-        made = check()
-    except CheckpointError as error:
-        refused = str(error)
-    found = ranks.gather((made, refused), tuple[kind | None, str])
-    for rank, (_, why) in enumerate(found):
-        if why:
-            raise CheckpointError(f"rank {rank}: {why}" if rank else why)
-    return [made for made, _ in found]  # type: ignore[misc]
+    return ranks.broadcast_from_rank0(lambda: _read_state(path, files), dict[str, Any], CheckpointError), seen
 
 
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
     state = json_object((path / STATE).read_bytes()) if STATE in files else None
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
-    if state.get("version") not in (VERSION, SHARDED):
-        has, known = shown(state.get("version")), f"{VERSION} or {SHARDED}"
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {has}, not {known}")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {shown(state.get('version'))}, not {VERSION}")
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
         raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
     return state
@@ -140,7 +118,7 @@ def load(
             if not any(file in of_rank for of_rank in seen[: ranks.rank])
         }
 
-    headers = _agreed(ranks, read, dict[str, dict[str, tuple[str, list[int]]]])
+    headers = ranks.together(read, dict[str, dict[str, tuple[str, list[int]]]], CheckpointError)
     tensors: dict[str, Stored] = defaultdict(lambda: Stored(ranks, seen, mapped))
     shapes = {file: of for own in headers for file, of in own.items()}
     for file in sorted(shapes, key=_turn):

@@ -6,11 +6,11 @@ All may change but what the run's past or its checkpoints would have no meaning 
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError, shown
-from paw.files import json_object, update_of, write_file
+from paw.files import cause, json_object, update_of, write_file
 from paw.keys import flatten
 
 FIXED = {
@@ -31,11 +31,9 @@ def changes(directory: Path, config: Config) -> list[str]:
     """
     path = directory / "config.toml"
     try:
-        if not path.is_file():
-            raise ValueError("it is missing" if not path.exists() else "it is no file")
         before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
+        return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {cause(error)}"]
     now = flatten(config.model_dump(mode="json", exclude_none=True))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
@@ -61,22 +59,20 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     kept: list[dict[str, Any]] = []
+    lines: list[bytes] = []
     broken: list[int] = []
-
-    def copy(new: IO[bytes]) -> None:
-        with path.open("rb") as old:
-            for number, line in enumerate(old, 1):
-                record = json_object(line)
-                update = update_of(record)
-                if not line.endswith(b"\n"):
-                    continue
-                if record is None or update is None:
-                    broken.append(number)
-                elif update <= step:
-                    new.write(line)
-                    kept.append(record)
-
-    write_file(path, copy)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = json_object(line)
+            update = update_of(record)
+            if not line.endswith(b"\n"):
+                continue
+            if record is None or update is None:
+                broken.append(number)
+            elif update <= step:
+                lines.append(line)
+                kept.append(record)
+    write_file(path, b"".join(lines))
     if broken:
         lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
     return kept

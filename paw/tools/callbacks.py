@@ -14,7 +14,6 @@ from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.rollout.engines.base import Request
 from paw.rollout.success import success_text
-from paw.state.log import texts, trouble
 from paw.types import Group, Sample, Trajectory
 
 if TYPE_CHECKING:
@@ -26,8 +25,12 @@ LINE = {
     "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
     "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
     "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
+    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
+    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
 }  # fmt: skip
 """The line of an update: metric -> how it is written."""
+TROUBLE = ("optim/skipped", "health/env_failures", "health/groups_dropped", "health/threads_lost")
+"""Shown where it is not 0."""
 MAX_EPISODES, MAX_TURNS = 3, 20
 """Of an evaluation, and of an episode: samples are for reading, the rest is for metrics."""
 
@@ -55,7 +58,9 @@ class Progress:
             shown |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         if "eval/games" in metrics:
             shown["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
-        run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *texts(LINE, shown), *trouble(shown)]))
+        names = (name for name in LINE if shown.get(name) or (name in shown and name not in TROUBLE))
+        parts = [LINE[name].format(shown[name]) for name in names]
+        run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *parts]))
 
 
 class Samples:

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
 import tempfile
 import tomllib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
-from paw.state.claim import claim
 from paw.state.log import MetricsLog
 from paw.state.resume import changes
 from paw.tools.postmortem import examine, tell
@@ -95,7 +93,6 @@ DOCUMENTS = [
     ('[run]\nname = "/x"' + MODEL, "run.name = '/x': a folder's name"),
     ('[run]\nname = "."' + MODEL, "a folder's name"),
     ('[run]\nname = "a\\nb"' + MODEL, "a folder's name"),
-    ("#" * 2_000_000, "more than 1,000,000 bytes"),
     ("[lora]\ntargets = " + "[" * 90 + "]" * 90 + MODEL, "lora.targets"),
 ]
 
@@ -108,12 +105,6 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
         said = capfd.readouterr().err
         assert said.startswith("paw: ") and said.count("\n") == 1 and len(said) < 2200 and message in said
         assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"]
-    for number in range(60):
-        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
-    (tmp_path / "60.toml").write_text('[model]\npath = "m"\n')
-    with pytest.raises(UserError, match="built on more than 50 recipes"):
-        load(tmp_path / "0.toml")
-    assert load(tmp_path / "11.toml").model.path == "m"
 
 
 LONG = "x" * 5000
@@ -201,8 +192,7 @@ STATES = st.one_of(st.one_of(STATE, VALUES).map(json.dumps), TEXTS)
 
 def fits(state: str) -> bool:
     found = json.loads(state)
-    versions = (checkpoint.VERSION, checkpoint.SHARDED)
-    return found["version"] in versions and type(found["step"]) is int and 0 <= found["step"] < 2**53
+    return found["version"] == checkpoint.VERSION and type(found["step"]) is int and 0 <= found["step"] < 2**53
 
 
 @fuzz
@@ -221,21 +211,3 @@ def test_any_manifest_and_state(body, state):
             (used, _) = restore.newest(Path(folder), warn=said.append)
             assert (used, len(said)) == (good, 1) or (manifest == signed and fits(state))
             lines_are_short(said)
-
-
-def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
-    for name in ("metrics.jsonl", "samples.jsonl", "config.toml", "run.json", ".lock"):
-        run = tmp_path / name.strip(".")
-        run.mkdir()
-        (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
-        (run / name).unlink(missing_ok=True)
-        os.mkfifo(run / name)
-        with suppress(UserError):
-            tell(examine(run))
-        with suppress(UserError):
-            write_report(run)
-        config = validate({"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x")
-        with suppress(UserError):
-            claim(config, resume="auto", numbered=False)[1].close()
-            changes(run, config)
-            MetricsLog(run, resume_step=0).__exit__()

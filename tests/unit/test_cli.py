@@ -104,7 +104,7 @@ MISTAKES = [
     ([], "required: COMMAND"),
     (["nonesuch"], "invalid choice: 'nonesuch'"),
     (["train"], "required: recipe"),
-    (["train", "absent.toml"], "paw: absent.toml: no such file"),
+    (["train", "absent.toml"], "paw: absent.toml: No such file"),
     ([*TRAIN, "--optim.lr"], "'--optim.lr' needs a value"),
     ([*TRAIN, "stray"], "'stray' is not an option"),
     ([*TRAIN, "--learning-rate", "1"], "unknown option '--learning-rate'; it is 'optim.lr' here"),

@@ -151,7 +151,7 @@ def test_malformed_recipes(recipe, tmp_path):
     assert "optim = 3" in problem(recipe("optim = 3\n" + MODEL), {"optim.lr": "1"})
     assert "did you mean 'quickstart'?" in problem("quikstart")
     assert all(name in problem("zzzqqq") for name in recipe_names())
-    assert problem("nowhere.toml") == "nowhere.toml: no such file"
+    assert problem("nowhere.toml") == "nowhere.toml: No such file or directory"
 
 
 def test_a_table_takes_one_key_at_a_time_or_all(recipe):
@@ -185,7 +185,7 @@ def test_a_base_that_cannot_be(recipe):
     recipe('base = "mine.toml"\n', "other")
     for base, reason in (
         ('"quikstart"', "mine.toml: base: unknown recipe 'quikstart': did you mean 'quickstart'?"),
-        ('"absent.toml"', "absent.toml: no such file"),
+        ('"absent.toml"', "absent.toml: No such file"),
         ('"mine.toml"', "mine.toml: base: 'mine.toml' is itself built on this recipe"),
         ('["quickstart", "other.toml"]', "other.toml: base: 'mine.toml' is itself built on this recipe"),
         ('["quickstart", 3]', "base = ['quickstart', 3]: it takes the name of a recipe or the path of a .toml file"),

@@ -87,6 +87,6 @@ def test_liger_says_what_it_cannot_do(monkeypatch):
 
 
 def test_missing_liger_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[liger\]'"):
         import_liger(torch.device("cuda"))

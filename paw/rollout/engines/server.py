@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
 
 from paw.config import Config, LoraConfig
 from paw.envs.checked import problem
@@ -27,6 +27,7 @@ from paw.model.ranks import Ranks
 from paw.rollout.engines.base import Completion, Engine, Request
 from paw.rollout.engines.servers import Servers
 from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
+from paw.rollout.engines.vllm import sampling_options
 
 LOOK_S = 0.02
 """How long `step` waits for an answer, before agents and environments have their turn."""
@@ -45,10 +46,6 @@ class Spot(BaseModel):
     logprob: FiniteFloat
 
 
-class Logprobs(BaseModel):
-    content: list[Spot]
-
-
 class Span(BaseModel):
     version: str
     start: int
@@ -57,22 +54,14 @@ class Span(BaseModel):
 
 class Choice(BaseModel):
     token_ids: list[int]
-    logprobs: Logprobs | None = None
+    spots: list[Spot] = Field([], validation_alias=AliasPath("logprobs", "content"))
     finish_reason: str | None = None
     weight_versions: list[Span] | None = None
 
 
-class Details(BaseModel):
-    cached_tokens: int | None = None
-
-
-class Usage(BaseModel):
-    prompt_tokens_details: Details | None = None
-
-
 class Answer(BaseModel):
     choices: list[Choice]
-    usage: Usage | None = None
+    cached: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens"))
 
 
 class Entropies(BaseModel):
@@ -201,11 +190,8 @@ class Fleet:
                 return answer(await asyncio.wait_for(call, self._timeout_s))
             except TimeoutError:
                 self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task and task.cancelling():
-                    raise
-                # Else the call alone was: another request has found out what is wrong with the server.
+            except asyncio.CancelledError:  # of the call alone: another request has found out what is wrong
+                continue
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
@@ -225,17 +211,8 @@ class Fleet:
 
     async def _ask(self, server: Server, request: Request) -> Completion:
         since = self.version
-        parameters: dict[str, Any] = {
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "seed": request.seed & (2**63 - 1),
-            "stop_token_ids": self.end_ids,
-            "logprobs": 0,
-            "detokenize": False,
-        }
-        name = uuid4().hex
-        if self.entropy:
-            parameters["extra_args"] = {"paw_entropy": [name, len(request.prompt_ids)]}
+        name = uuid4().hex if self.entropy else ""
+        parameters = sampling_options(request, self.end_ids, name)
         body: dict[str, Any] = {"token_ids": request.prompt_ids, "sampling_params": parameters}
         if self.model:
             body["model"] = self.model
@@ -247,10 +224,8 @@ class Fleet:
             if reply.status_code != 200:
                 raise WrongAnswer(f"status {reply.status_code}: {clean(reply.text, 200)}")
             answer = Answer.model_validate_json(reply.content)
-            details = answer.usage and answer.usage.prompt_tokens_details
-            choice, cached = answer.choices[0], (details and details.cached_tokens) or 0
-        ids, spots = choice.token_ids, choice.logprobs.content if choice.logprobs else []
-        spans = choice.weight_versions or []
+            choice, cached = answer.choices[0], answer.cached or 0
+        ids, spots, spans = choice.token_ids, choice.spots, choice.weight_versions or []
         versions = [
             int(span.version) for span in spans if span.version.isdecimal() for _ in range(span.start, span.end)
         ]
@@ -306,11 +281,11 @@ class Fleet:
                     continue
                 choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
                 ids += choice.token_ids
-                spots += choice.logprobs.content if choice.logprobs else []
+                spots += choice.spots
                 if choice.finish_reason or (stopped and stopped(ids)):
                     break
         spans = [Span(version=str(since), start=0, end=len(ids))]  # told at the end of whole ones alone
-        return Choice(token_ids=ids, logprobs=Logprobs(content=spots), weight_versions=spans)
+        return Choice.model_construct(token_ids=ids, spots=spots, weight_versions=spans)
 
 
 class ServerEngine(Engine):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from paw.envs.http import import_httpx
 from paw.errors import UserError, clean
 from paw.files import text_of
 from paw.model.ranks import Ranks
-from paw.rollout.engines.vllm import lora_options
+from paw.rollout.engines.vllm import DEFAULTS, engine_options
 from paw.rollout.engines.watch import GRACE_S
 
 START_S = 1800.0
@@ -43,33 +42,28 @@ def vllm_command(
     entropy: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[str]:
-    """What serves `model`, a folder or Hugging Face name, but for the port. The options are those of `VllmEngine`."""
-    options: dict[str, Any] = {
-        "host": "127.0.0.1", "model": model, "dtype": dtype, "max-model-len": max_model_len, "max-num-seqs": 256,
-        "max-num-batched-tokens": max(8192, max_model_len), "generation-config": "vllm",
-        "logprobs-mode": "processed_logprobs",
-    }  # fmt: skip
-    flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
-    if on_cpu:
-        flags += ["enforce-eager", "no-enable-chunked-prefill"]
-        options["block-size"] = 32
-    else:
-        options |= {"gpu-memory-utilization": gpu_memory_utilization, "tensor-parallel-size": tensor_parallel}
+    """What serves `model`, a folder or Hugging Face name, but for the port."""
+    options = engine_options(max_model_len, dtype=dtype, on_cpu=on_cpu, entropy=entropy, lora=lora)
+    options |= {"model": model, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
+    options |= {"enable_scale_out": True, "enable_prompt_tokens_details": True}
+    if not on_cpu:
+        options |= {"gpu_memory_utilization": gpu_memory_utilization, "tensor_parallel_size": tensor_parallel}
     if nccl:
-        options["weight-transfer-config"] = '{"backend": "nccl"}'
+        options["weight_transfer_config"] = '{"backend": "nccl"}'
     if entropy:
-        module = "paw.rollout.engines.entropy"
-        options |= {"logits-processors": f"{module}:Entropy", "worker-extension-cls": f"{module}.Extension"}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    if lora:
-        rank = str(lora_options(lora)["max_lora_rank"])
-        words += ["--enable-lora", "--max-lora-rank", rank, "--lora-target-modules", *lora.targets]
-    return [sys.executable, "-m", "paw.rollout.engines.served", *words, *(f"--{flag}" for flag in flags)]
+        options["worker_extension_cls"] = "paw.rollout.engines.entropy.Extension"
+    command = [sys.executable, "-m", "paw.rollout.engines.served"]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return command
 
 
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 VARIABLES["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS += ("VLLM_ENABLE_V1_MULTIPROCESSING",)
 """Variables that a server must not inherit."""
@@ -165,7 +159,7 @@ class Servers:
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         variables = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-        variables = DEFAULTS | variables | VARIABLES
+        variables = DEFAULTS | {"VLLM_LOGGING_LEVEL": "WARNING"} | variables | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
         else:  # the model lies in the engine's process, as on one GPU: a process less that imports vLLM

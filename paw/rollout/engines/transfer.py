@@ -22,6 +22,7 @@ from paw.config import LoraConfig
 from paw.envs.http import import_httpx
 from paw.errors import clean, describe
 from paw.files import writing
+from paw.model.host import in_parts
 from paw.rollout.engines.vllm import import_vllm, lora_options, write_adapters
 
 if TYPE_CHECKING:
@@ -92,13 +93,16 @@ class FileTransfer(Transfer):
         self._folder = Path(tempfile.mkdtemp(prefix="paw-", dir=folder or (memory if memory.is_dir() else None)))
 
     def _prepare(self, weights: "Weights", version: int) -> None:
-        (self._folder / str(version)).mkdir(exist_ok=True)
-        shard: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            shard[name] = tensor.detach().to("cpu", self.dtype).contiguous()
-            if sum(part.nbytes for part in shard.values()) > SHARD_BYTES:
-                self._write(self._folder / str(version), shard)
-        self._write(self._folder / str(version), shard)
+        from safetensors.torch import save_file
+
+        folder = self._folder / str(version)
+        with writing(folder, " (engine.weights_dir says where)"):
+            folder.mkdir(exist_ok=True)
+            cast = ((name, tensor.to(self.dtype)) for name, tensor in weights)
+            for number, part in enumerate(in_parts(cast, SHARD_BYTES)):
+                # A tied head has the embedding's memory, which the format refuses.
+                own = {name: tensor.clone() if name == "lm_head.weight" else tensor for name, tensor in part.items()}
+                save_file(own, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
 
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         path = str(self._folder / str(version))
@@ -106,15 +110,6 @@ class FileTransfer(Transfer):
         faults = self.each(urls, lambda url: self.post(url, "collective_rpc", body))
         shutil.rmtree(path, ignore_errors=True)
         return faults
-
-    def _write(self, folder: Path, shard: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        with writing(folder, " (engine.weights_dir says where)"):
-            # A tied head has the embedding's memory, which the format refuses.
-            own = {name: tensor.clone() if name == "lm_head.weight" else tensor for name, tensor in shard.items()}
-            save_file(own, folder / f"model-{len(list(folder.iterdir())):05d}.safetensors", {"format": "pt"})
-        shard.clear()
 
     def close(self) -> None:
         super().close()

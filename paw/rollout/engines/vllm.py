@@ -74,31 +74,17 @@ class VllmEngine(Engine):
         super().__init__(max_model_len)
         vllm = self._vllm = import_vllm()
         self._on_cpu = vllm.platforms.current_platform.is_cpu()
-        if self._on_cpu:
-            arguments: dict[str, Any] = dict(enforce_eager=True, enable_chunked_prefill=False, block_size=32)
-        else:
-            arguments = dict(enable_sleep_mode=True)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            arguments |= dict(distributed_executor_backend="external_launcher")
-        arguments |= dict(
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=256,
-            max_num_batched_tokens=max(8192, max_model_len),
+        arguments = engine_options(max_model_len, dtype=dtype, on_cpu=self._on_cpu, entropy=entropy, lora=lora) | dict(
             gpu_memory_utilization=gpu_memory_utilization,
+            enable_sleep_mode=not self._on_cpu,
             load_format="dummy",
             trust_remote_code=False,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
             enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=0,
         )
-        if lora:
-            arguments |= lora_options(lora)
-        if entropy:
-            arguments |= dict(logits_processors=["paw.rollout.engines.entropy:Entropy"])
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            arguments |= dict(distributed_executor_backend="external_launcher")
         try:
             with _global_state_kept():
                 self._llm: Any = vllm.LLM(str(model_dir), **arguments)
@@ -129,14 +115,8 @@ class VllmEngine(Engine):
         super().submit(request)
         kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed & (2**63 - 1),
-            stop_token_ids=self._end_ids,
-            logprobs=0,
-            detokenize=False,
+            **sampling_options(request, self._end_ids, str(request.key) if self._entropy else ""),
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
-            extra_args={"paw_entropy": [str(request.key), len(request.prompt_ids)]} if self._entropy else None,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
         self._llm.llm_engine.add_request(str(request.key), prompt, parameters, lora_request=self._adapters)
@@ -206,6 +186,35 @@ class VllmEngine(Engine):
                 self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             super().close()
+
+
+def engine_options(
+    max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
+) -> dict[str, Any]:
+    """vLLM's arguments, in this process as in a server."""
+    options: dict[str, Any] = {
+        "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": 256,
+        "max_num_batched_tokens": max(8192, max_model_len), "skip_tokenizer_init": True, "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+    }  # fmt: skip
+    if on_cpu:
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
+    if entropy:
+        options["logits_processors"] = ["paw.rollout.engines.entropy:Entropy"]
+    return options | (lora_options(lora) if lora else {})
+
+
+def sampling_options(request: Request, end_ids: Collection[int], entropy_of: str) -> dict[str, Any]:
+    """vLLM's sampling parameters; the entropies are kept under the name `entropy_of`, unless it is ""."""
+    options = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed & (2**63 - 1),
+        "stop_token_ids": end_ids,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    return options | ({"extra_args": {"paw_entropy": [entropy_of, len(request.prompt_ids)]}} if entropy_of else {})
 
 
 def lora_options(lora: LoraConfig) -> dict[str, Any]:
