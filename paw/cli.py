@@ -11,10 +11,13 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paw import __version__
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
+
+if TYPE_CHECKING:
+    from paw.config import Config
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (docs/keys.md has all keys)"
 SHORT = {"--agent": "agent.type", "--env": "env.name", "--endpoint": "endpoint.url", "--model": "endpoint.model"}
@@ -121,11 +124,76 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, help in COMMANDS.items():
         sub = commands.add_parser(name, help=help, description=help, epilog=OVERRIDES)
-        if words[:1] == [name]:
+        if words[:1] != [name]:
+            continue
+        if name == "train":
+            resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
+            sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
+            sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
+            sub.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
+            sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration, and stop")
+            sub.set_defaults(command=_train)
+        else:
             from paw.commands import add_arguments
 
             sub.set_defaults(command=add_arguments(name, sub, SHORT.values()))
     return parser
+
+
+def _train(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.recipe import load_named, warnings
+    from paw.state.claim import run_names
+
+    resume, numbered = options.resume, "run.name" not in overrides
+    config = load_named(options.recipe, overrides)
+    name = next(run_names(config, resume=resume, numbered=numbered))
+    if options.dry_run:
+        from paw.tools.reference import explain
+
+        print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
+        for line in warnings(config):
+            to_stderr(line)
+        return 0
+    if config.endpoint.url:
+        why = "an endpoint plays in `paw eval`, it cannot be trained"
+        raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
+    if "RANK" in os.environ:
+        from paw.model.launcher import die_with_launcher
+
+        die_with_launcher()
+    else:
+        _check(config, name, resume)
+    if options.gpus != 1:
+        from paw.model.launcher import launch
+
+        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
+        if (count := options.gpus - config.engine.gpus) < 1:
+            raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
+        words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
+        return launch(count, words, device=config.model.device)
+    from paw.train import train
+
+    report = train(config, resume=resume, numbered=numbered)
+    if os.environ.get("RANK", "0") == "0" and report.is_file():
+        print(f"report: {report}")
+    return 0
+
+
+def _check(config: "Config", name: str, resume: str) -> None:
+    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have met: all are to know
+    what one of them, maybe on another machine, lacks."""
+    from paw.state.claim import check_free
+
+    check_free(config.run.dir / name, resume=resume)
+    data = getattr(config.env, "data", None)
+    if data and not data.expanduser().exists():
+        from paw.envs import make_factory
+
+        make_factory(config)  # says what is missing and how to get it
+    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
+        from paw.hub import check_hub
+
+        check_hub(config.model.path)
 
 
 def _unknown(word: str, overrides: bool) -> str:

@@ -2,14 +2,12 @@
 
 import argparse
 import importlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paw.config import Config
-from paw.errors import UserError, to_stderr
-from paw.recipe import load, load_named, warnings
+from paw.errors import to_stderr
+from paw.recipe import load
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
@@ -27,13 +25,6 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
         add("model", nargs="?" if name == "eval" else None, help="run directory, model folder or Hugging Face name")
         add("--recipe", help="environment and sampling (default: the run's own configuration)")
     match name:
-        case "train":
-            resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
-            add("recipe", help="name of a packaged recipe, or a .toml file")
-            add("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
-            add("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
-            add("--dry-run", action="store_true", help="print the resolved configuration, and stop")
-            return _train
         case "eval":
             agents = "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for"
             sub.epilog = f"{agents} {' '.join(f'--{key}' for key in short)}); {sub.epilog}"
@@ -174,61 +165,6 @@ def _environment(parser: argparse.ArgumentParser) -> None:
 def _running(module: str) -> Command:
     """`run(options, overrides)` of a module."""
     return lambda options, overrides: importlib.import_module(module).run(options, overrides)
-
-
-def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.state.claim import run_names
-
-    resume, numbered = options.resume, "run.name" not in overrides
-    config = load_named(options.recipe, overrides)
-    name = next(run_names(config, resume=resume, numbered=numbered))
-    if options.dry_run:
-        from paw.tools.reference import explain
-
-        print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
-        for line in warnings(config):
-            to_stderr(line)
-        return 0
-    if config.endpoint.url:
-        why = "an endpoint plays in `paw eval`, it cannot be trained"
-        raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
-    if "RANK" in os.environ:
-        from paw.model.launcher import die_with_launcher
-
-        die_with_launcher()
-    else:
-        _check(config, name, resume)
-    if options.gpus != 1:
-        from paw.model.launcher import launch
-
-        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-        if (count := options.gpus - config.engine.gpus) < 1:
-            raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
-        words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
-        return launch(count, words, device=config.model.device)
-    from paw.train import train
-
-    report = train(config, resume=resume, numbered=numbered)
-    if os.environ.get("RANK", "0") == "0" and report.is_file():
-        print(f"report: {report}")
-    return 0
-
-
-def _check(config: Config, name: str, resume: str) -> None:
-    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have met: all are to know
-    what one of them, maybe on another machine, lacks."""
-    from paw.state.claim import check_free
-
-    check_free(config.run.dir / name, resume=resume)
-    data = getattr(config.env, "data", None)
-    if data and not data.expanduser().exists():
-        from paw.envs import make_factory
-
-        make_factory(config)  # says what is missing and how to get it
-    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
-        from paw.hub import check_hub
-
-        check_hub(config.model.path)
 
 
 def _serve_retriever(options: argparse.Namespace, overrides: Overrides) -> int:

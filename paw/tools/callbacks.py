@@ -25,12 +25,13 @@ LINE = {
     "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
     "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
     "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
+}  # fmt: skip
+"""The line of an update: metric -> how it is written."""
+TROUBLE = {
     "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
     "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
 }  # fmt: skip
-"""The line of an update: metric -> how it is written."""
-TROUBLE = ("optim/skipped", "health/env_failures", "health/groups_dropped", "health/threads_lost")
-"""Shown where it is not 0."""
+"""The same, where it is not 0."""
 MAX_EPISODES, MAX_TURNS = 3, 20
 """Of an evaluation, and of an episode: samples are for reading, the rest is for metrics."""
 
@@ -58,8 +59,8 @@ class Progress:
             shown |= {"seconds": self._seconds[-1], "left": str(timedelta(seconds=round(left)))}
         if "eval/games" in metrics:
             shown["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
-        names = (name for name in LINE if shown.get(name) or (name in shown and name not in TROUBLE))
-        parts = [LINE[name].format(shown[name]) for name in names]
+        parts = [text.format(shown[name]) for name, text in LINE.items() if name in shown]
+        parts += [text.format(shown[name]) for name, text in TROUBLE.items() if shown.get(name)]
         run.say("  ".join([f"step {run.step:>{len(str(total))}}/{total}", *parts]))
 
 
