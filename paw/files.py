@@ -1,6 +1,7 @@
 """Files that are whole or not there: written aside, fsynced, renamed into place. No torch."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -41,13 +42,13 @@ def reading(what: object, advice: str = "") -> Iterator[None]:
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Make `content` what `path` holds: all of it, or on any failure, power loss included, what was there before.
 
-    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device, such as /dev/null,
-    is written to directly. Raises OSError.
+    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or a pipe, which cannot
+    be replaced, is written to directly. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     fill: Any = data if callable(data) else lambda file: file.write(data)
     if path.exists() and not path.is_file() and not path.is_dir():
-        with path.open("wb") as file:
+        with io.BufferedWriter(io.FileIO(path, "w", opener=_open)) as file:
             fill(file)
         return
     path = Path(os.path.realpath(path))  # a link stays one
@@ -62,6 +63,18 @@ def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) 
     finally:
         with suppress(OSError):
             temp.unlink(missing_ok=True)
+
+
+def open_append(path: Path) -> io.FileIO:
+    """`path` to append to, without a buffer: what could not be written is not tried again."""
+    return io.FileIO(path, "a", opener=_open)
+
+
+def _open(path: str, flags: int) -> int:
+    """A pipe without a reader is an error, not a wait."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def fsync(path: Path) -> None:
@@ -81,9 +94,10 @@ def fsync_tree(folder: Path) -> None:
 
 
 def text_of(path: Path) -> str:
-    """What a file holds as text; nothing where it is missing."""
+    """What a file holds as text; nothing where it is missing, or no file: a pipe would wait for its writer."""
     with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
+        if path.is_file():
+            return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 

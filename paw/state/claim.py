@@ -49,8 +49,9 @@ def lock(folder: Path) -> IO[str]:
 def holder(folder: Path) -> str | None:
     """The id of the process that has `folder`, None where nobody has."""
     path = folder / LOCK
-    with suppress(OSError), path.open() as file:
-        return None if _locked(file, fcntl.LOCK_SH) else _written(path)
+    if path.is_file():
+        with suppress(OSError), path.open() as file:
+            return None if _locked(file, fcntl.LOCK_SH) else _written(path)
     return None
 
 

@@ -8,6 +8,7 @@ sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
 A name is absent where it was not measured: never 0 in its place.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.errors import UserError, clean
-from paw.files import fsync, write_file, writing
+from paw.files import fsync, open_append, write_file, writing
 
 Metrics = Mapping[str, Any]
 
@@ -51,7 +52,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 self.lost += gaps(paths[0], self.history, resume_step)
             elif used := [path for path in paths if path.exists() and path.stat().st_size]:
                 raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
-            self._metrics, self._samples = map(_open_append, paths)
+            self._metrics, self._samples = map(open_append, paths)
             fsync(run_dir)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -67,7 +68,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             with writing(path):
                 write_file(path, b"".join(map(_line, [*self.history, record])))
                 self._metrics.close()
-                self._metrics = _open_append(path)
+                self._metrics = open_append(path)
         else:
             _append(self._metrics, record)
         self.history.append(record)
@@ -80,7 +81,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """What was logged is on the disk, whatever happens to the power."""
         for file in (self._metrics, self._samples):
             with writing(file.name):
-                os.fsync(file.fileno())
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # a device, such as /dev/null
+                        raise
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append something worth reading, such as one episode's turns, to samples.jsonl."""
@@ -89,11 +94,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
         self._samples.close()
-
-
-def _open_append(path: Path) -> FileIO:
-    """Without a buffer: what could not be written is not tried again."""
-    return FileIO(path, "a")
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:

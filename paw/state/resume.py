@@ -10,7 +10,7 @@ from typing import Any
 
 from paw.config import Config
 from paw.errors import UserError, shown
-from paw.files import cause, json_object, update_of, write_file
+from paw.files import json_object, update_of, write_file
 from paw.keys import flatten
 
 FIXED = {
@@ -31,9 +31,11 @@ def changes(directory: Path, config: Config) -> list[str]:
     """
     path = directory / "config.toml"
     try:
+        if not path.is_file():
+            raise ValueError("it is missing" if not path.exists() else "it is no file")
         before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {cause(error)}"]
+        return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
     now = flatten(config.model_dump(mode="json", exclude_none=True))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []

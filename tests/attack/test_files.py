@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import os
 import tempfile
 import tomllib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
+from paw.state.claim import claim
 from paw.state.log import MetricsLog
 from paw.state.resume import changes
 from paw.tools.postmortem import examine, tell
@@ -211,3 +213,21 @@ def test_any_manifest_and_state(body, state):
             (used, _) = restore.newest(Path(folder), warn=said.append)
             assert (used, len(said)) == (good, 1) or (manifest == signed and fits(state))
             lines_are_short(said)
+
+
+def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl", "config.toml", "run.json", ".lock"):
+        run = tmp_path / name.strip(".")
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+        with suppress(UserError):
+            tell(examine(run))
+        with suppress(UserError):
+            write_report(run)
+        config = validate({"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x")
+        with suppress(UserError):
+            claim(config, resume="auto", numbered=False)[1].close()
+            changes(run, config)
+            MetricsLog(run, resume_step=0).__exit__()

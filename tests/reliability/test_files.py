@@ -43,11 +43,19 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
         assert path.read_bytes() == b"from a function" and names(tmp_path) == ["run.json"]
 
 
-def test_links_and_devices_stay_what_they_are(tmp_path):
+def test_links_and_pipes_stay_what_they_are(tmp_path):
     (tmp_path / "target").write_text("before")
     (tmp_path / "link").symlink_to("target")
     write_file(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):  # nobody reads
+        write_file(pipe, "x")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, "through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)
     write_file(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device()
 
