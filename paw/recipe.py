@@ -23,6 +23,8 @@ from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
+GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
+"""Bases one on another below a recipe, in all, and bytes of one."""
 HIGH_LR = 1e-4
 
 
@@ -196,6 +198,8 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
             raise UserError(f"{by}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
         if key in heirs:
             raise UserError(f"{by}'{name}' is itself built on this recipe")
+        if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
+            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
         bases = tables.get("base", [])
         bases = [bases] if isinstance(bases, str) else bases
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -210,9 +214,13 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
 
 
 def _tables(path: Path, by: str = "") -> dict[str, Any]:
-    """What a TOML file holds. UserError where it is none, beginning with `by`."""
+    """What a TOML file holds. UserError, beginning with `by`, where it is none, or so long that it is no recipe."""
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise UserError(f"{by}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe")
+        return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{by}{clean(path)}: not valid TOML: {clean(error)}") from None
     except OSError as error:

@@ -95,6 +95,7 @@ DOCUMENTS = [
     ('[run]\nname = "/x"' + MODEL, "run.name = '/x': a folder's name"),
     ('[run]\nname = "."' + MODEL, "a folder's name"),
     ('[run]\nname = "a\\nb"' + MODEL, "a folder's name"),
+    ("#" * 2_000_000, "more than 1,000,000 bytes"),
     ("[lora]\ntargets = " + "[" * 90 + "]" * 90 + MODEL, "lora.targets"),
 ]
 
@@ -107,6 +108,12 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
         said = capfd.readouterr().err
         assert said.startswith("paw: ") and said.count("\n") == 1 and len(said) < 2200 and message in said
         assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"]
+    for number in range(60):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    (tmp_path / "60.toml").write_text('[model]\npath = "m"\n')
+    with pytest.raises(UserError, match="built on more than 50 recipes"):
+        load(tmp_path / "0.toml")
+    assert load(tmp_path / "11.toml").model.path == "m"
 
 
 LONG = "x" * 5000
