@@ -30,8 +30,8 @@ from paw.errors import UserError
 from paw.files import cause, fsync, json_object, writing
 from paw.model.host import in_parts
 
-VERSION = 1
-"""Of what a checkpoint holds."""
+VERSION, SHARDED = 1, 2
+"""Of a checkpoint whose files hold whole tensors, and of one with a file for each rank."""
 PART = 4 << 30
 """Bytes of a file at which the next one begins, so that host memory need not hold more of a model."""
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -56,9 +56,9 @@ class Draft:
     On any failure (UserError where the disk refuses) the checkpoints already there stay as they were.
     """
 
-    def __init__(self, folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION) -> None:
         """`state` holds JSON values; raises ValueError for a NaN in it."""
-        self._text = json.dumps({**state, "version": VERSION, "step": step}, indent=1, allow_nan=False)
+        self._text = json.dumps({**state, "version": version, "step": step}, indent=1, allow_nan=False)
         self._folder, self.path = folder, folder / f"step_{step:06d}"
         self._temp = folder / f".tmp_{self.path.name}"
 

@@ -22,6 +22,7 @@ from paw.files import cause, json_object
 from paw.model.ranks import Ranks, rows_like, shard_like
 from paw.state.checkpoint import (
     MANIFEST,
+    SHARDED,
     STATE,
     VERSION,
     CheckpointError,
@@ -88,8 +89,9 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
     state = json_object((path / STATE).read_bytes()) if STATE in files else None
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {shown(state.get('version'))}, not {VERSION}")
+    if state.get("version") not in (VERSION, SHARDED):
+        has, known = shown(state.get("version")), f"{VERSION} or {SHARDED}"
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {has}, not {known}")
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
         raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
     return state

@@ -54,7 +54,7 @@ class Saving:
         background: bool,
     ) -> None:
         self.step, self._folder, self._ranks = step, folder, ranks
-        self._leads = places[ranks.rank] == ranks.rank
+        self._leads, several = places[ranks.rank] == ranks.rank, ranks.world_size > 1
         state: dict[str, Any] = {f"{of.prefix}guard": of.guard.state() for of in learners}
         random_tensors, random_state = rng_tensors()
         state |= {rng_name(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
@@ -62,14 +62,15 @@ class Saving:
 
         def held() -> dict[str, Any]:
             """What this rank writes, by file stem."""
-            own, files = f".rank_{ranks.rank}" if ranks.world_size > 1 else "", dict[str, Any]()
+            own, files = f".rank_{ranks.rank}" if several else "", dict[str, Any]()
             for prefix, model, optimizer, _ in learners:
                 named = model.named_parameters_once().items()
                 files[f"{prefix}model{own}"] = shards(named, ranks.first)
                 files[f"{prefix}optimizer{own}"] = shards(optimizer_tensors(optimizer, named), ranks.first)
             return files | {rng_name(rank): from_bytes(data) for rank, data in enumerate(randoms) if ranks.first}
 
-        self._draft = checkpoint.Draft(folder, step, state)
+        version = checkpoint.SHARDED if several else checkpoint.VERSION
+        self._draft = checkpoint.Draft(folder, step, state, version=version)
         ranks.together(lambda: self._draft.begin() if self._leads else None)
         copies = _copies(held(), available_memory() / 2 / ranks.on_host) if background else None
         writer = ThreadPoolExecutor(1)

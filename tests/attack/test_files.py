@@ -201,7 +201,8 @@ STATES = st.one_of(st.one_of(STATE, VALUES).map(json.dumps), TEXTS)
 
 def fits(state: str) -> bool:
     found = json.loads(state)
-    return found["version"] == checkpoint.VERSION and type(found["step"]) is int and 0 <= found["step"] < 2**53
+    versions = (checkpoint.VERSION, checkpoint.SHARDED)
+    return found["version"] in versions and type(found["step"]) is int and 0 <= found["step"] < 2**53
 
 
 @fuzz
