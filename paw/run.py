@@ -122,8 +122,11 @@ class Run(Parts):
         temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
         share = (self.ranks.rank, self.ranks.world_size)
         scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
-        rows = self.ranks.gather_numbered({i: [entropy, *logp] for i, (logp, entropy) in scored.items()})
-        return [(logp, entropy) for entropy, *logp in rows]
+        entropies: dict[int, float] = {}
+        for of_rank in self.ranks.gather({i: entropy for i, (_, entropy) in scored.items()}, dict[int, float]):
+            entropies |= of_rank
+        rows = self.ranks.gather_numbered({i: logp for i, (logp, _) in scored.items()})
+        return [(logp, entropies[i]) for i, logp in enumerate(rows)]
 
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:

@@ -190,8 +190,11 @@ class Fleet:
                 return answer(await asyncio.wait_for(call, self._timeout_s))
             except TimeoutError:
                 self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
-            except asyncio.CancelledError:  # of the call alone: another request has found out what is wrong
-                continue
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task and task.cancelling():
+                    raise
+                # Else the call alone was: another request has found out what is wrong with the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
