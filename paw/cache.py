@@ -2,11 +2,16 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from paw.files import fsync, fsync_tree, writing
+
+LEFT_S = 14 * 86400.0
 
 
 def cache_dir() -> Path:
@@ -30,6 +35,8 @@ def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = Non
         return folder
     with writing(folder, "" if home else "; set PAW_CACHE"):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if home is None:
+            _sweep(folder)
         beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
             fill(Path(made))
@@ -41,3 +48,11 @@ def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = Non
                     raise
             fsync(folder.parent)
     return folder
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed left of `folder`, once it is older than any of them can be."""
+    for left in folder.parent.glob(f"{folder.name}.*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left)

@@ -3,10 +3,12 @@
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from paw.cache import cached
 from paw.errors import UserError
 from paw.files import write_file
 from paw.state.log import MetricsLog
@@ -98,3 +100,13 @@ def test_a_disk_that_is_full_until_something_goes(small_disk):
     filler.unlink()
     with MetricsLog(small_disk, resume_step=step - 1) as log:
         assert [record["step"] for record in log.history] == list(range(step)) and not log.lost
+
+
+def test_what_a_killed_process_left_in_the_cache_goes_in_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path))
+    for left, days in (("model.abcd", 15), ("model.efgh", 1), ("models.abcd", 15)):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "half").write_text("x")
+        os.utime(tmp_path / left, (then := time.time() - days * 86400, then))
+    cached("model", lambda folder: (folder / "weights").write_text("whole"))
+    assert names(tmp_path) == ["model", "model.efgh", "models.abcd"]
