@@ -203,10 +203,12 @@ CPU_MUSTS = (
 
 
 def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> tuple[float, float] | None:
-    """And the share of bare matmuls. Peers do the same work whatever f is: those at f = 1 count."""
+    """And the share of bare matmuls. Peers do the same work whatever f is: where none was timed beside ours, those at
+    f = 1 count."""
     mine = [r for r in rows if (r["head"], r["mode"], r["live"], r["implementation"]) == (head, mode, live, "paw[cpu]")]
-    peers = [r for r in rows if (r["head"], r["mode"], r["live"]) == (head, mode, "1.0")]
-    theirs = [float(r["ms"]) for r in peers if not r["implementation"].startswith("paw[")]
+    peers = [r for r in rows if (r["head"], r["mode"]) == (head, mode) and not r["implementation"].startswith("paw[")]
+    beside = [r for r in peers if r["live"] == live]
+    theirs = [float(r["ms"]) for r in beside or peers]
     return (min(theirs) / float(mine[0]["ms"]), float(mine[0]["share"])) if mine and theirs else None
 
 
