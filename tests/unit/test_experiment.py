@@ -141,7 +141,7 @@ def command(capsys, *words) -> str:
 def test_compare_writes_table_numbers_and_plot(finished, capsys):
     words = ("--variants", "grpo,paw,ce", "--seeds", 3, "--out", finished, "--report-only")
     assert cli.main(["experiment", "compare", "quickstart", *map(str, words)]) == 2
-    assert "grpo-0 has run.updates = 4, not 80" in capsys.readouterr().err
+    assert "grpo-0 has run.updates = 4, not 100" in capsys.readouterr().err
     text = command(capsys, "compare", "quickstart", *words, "--run.updates", 4)
     assert (finished / "compare.md").read_text() in text
     assert "| paw | 3 | 20.0 [20.0, 20.0] | 60.0 [37.6, 82.4] | 9.0 |" in text

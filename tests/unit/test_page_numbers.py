@@ -100,7 +100,7 @@ def against_trl(found: dict[str, dict[str, float]], base: str = "GRPO") -> tuple
 def readme() -> Iterator[str]:
     curves, long = exact(read("quickstart")), exact(read("quickstart_long"))
     for seed, (before, after) in enumerate(cooler("quickstart")):
-        first, last = (one(curves, "success", seed=seed, update=update) for update in (0, 80))
+        first, last = (one(curves, "success", seed=seed, update=update) for update in (0, 100))
         yield f"| {seed} | {per_cent(first)} -> {per_cent(last)} % | {per_cent(before)} -> {per_cent(after)} % |"
     assert {row["head"] for row in curves} == {"cpu"}
     gains = [after - before for before, after in cooler("quickstart")]
@@ -139,7 +139,7 @@ def quickstart() -> Iterator[str]:
             (alone,) = read("quickstart_alone")
             yield f"took {alone['minutes']:.1f} minutes alone on two cores"
             yield f"of which {alone['warm-up']:.1f}"
-            pairs = [[row["success"] for row in curves if row["seed"] == seed and row["update"] in (0, 80)]
+            pairs = [[row["success"] for row in curves if row["seed"] == seed and row["update"] in (0, 100)]
                       for seed in sorted({row["seed"] for row in curves})]  # fmt: skip
             yield f"a gain of {per_cent(fmean(after - before for before, after in pairs))} points in the mean"
         else:
