@@ -168,7 +168,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
         if (count := options.gpus - config.engine.gpus) < 1:
-            raise UserError(f"--gpus {options.gpus}: engine.servers take {config.engine.gpus}, none is left")
+            taken = f"engine.servers take {config.engine.gpus}, none is left" if config.engine.gpus else "at least 1"
+            raise UserError(f"--gpus {options.gpus}: {taken}")
         words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
         return launch(count, words, device=config.model.device)
     from paw.train import train
