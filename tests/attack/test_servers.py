@@ -305,6 +305,7 @@ def test_a_response_that_is_complete_ends_the_request(connected):
     assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
 
 
+@pytest.mark.slow
 def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
     """No token is of weights older than `ahead` updates; those that failed, or whose process was killed, are played
     again; the end drops the rest."""
@@ -340,6 +341,7 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
     assert process.returncode == 0 and plain.loop.is_closed()
 
 
+@pytest.mark.slow
 def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypatch):
     def forked(command, env, pass_fds):
         process = CONTEXT.Process(target=ahead.main, args=(Connection(os.dup(pass_fds[0])),))

@@ -62,6 +62,7 @@ def test_why_not_names_value_and_fix(monkeypatch):
 
 
 @pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is for machines without a GPU")
+@pytest.mark.slow
 def test_the_head_runs_with_every_candidate(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     hidden, weight, target, _, _ = problem(40, 70, 16)

@@ -63,6 +63,7 @@ def learn(tiny_llm, tmp_path, paw_here):
     return run
 
 
+@pytest.mark.slow
 def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(learn, tmp_path, monkeypatch):
     err = learn("whole", sft__epochs=4).stderr
     assert "24 turns of expert play of alfworld" in err and "step 16 of 16" in err
