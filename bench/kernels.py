@@ -109,12 +109,12 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         for product, row in bare_matmuls(group, dtype, device, seconds).items():
             table.add({**row, "dtype": str(dtype)[6:]})
             per_row[product] = float(str(row["ms"])) / int(str(row["T"]))
-        heats: dict[tuple[object, ...], list[Case]] = {}  # what is compared is timed in turns
+        compared: dict[tuple[object, ...], list[Case]] = {}  # timed in turns
         for case in chosen:
-            heats.setdefault((case.live, case.dead, case.mode), []).append(case)
-        for heat in heats.values():
-            problem, ready = problem_of(heat[0], dtype, device), list[Prepared]()
-            for case in heat:
+            compared.setdefault((case.live, case.dead, case.mode), []).append(case)
+        for together in compared.values():
+            problem, ready = problem_of(together[0], dtype, device), list[Prepared]()
+            for case in together:
                 found = attempt(partial(prepare, case, problem), device)
                 if isinstance(found, Prepared):
                     ready.append(found)

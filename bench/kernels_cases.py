@@ -153,7 +153,7 @@ class Prepared:
     call: Callable[[Tensor], object]
     inputs: list[Tensor]
     live: int
-    """Rows with a gradient that are told apart; all for peers that work on every row."""
+    """Rows that the gradient products are of: those with a gradient, or all where an implementation cannot skip any."""
     row: Row
 
     def timed(self, of: Times, matmuls: dict[str, float]) -> Row:

@@ -64,7 +64,7 @@ def prefixes(figure: Figure) -> None:
     axes.axhline(BUILT, color=INK, linestyle=":", label=f"worth building: {BUILT}")
     axes.set(
         xlabel="Probability that a member asks what the others ask",
-        ylabel="Times less than packed rows",
+        ylabel="Packed rows over the trie, times",
         ylim=(0.9, None),
     )
     axes.legend(loc="upper left")

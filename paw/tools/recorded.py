@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paw.algo.samples import to_samples
 from paw.config import Config
 from paw.errors import UserError
+from paw.files import reading
 from paw.run import Run
 from paw.tools import quickstart
 from paw.tools.plan import OBSERVATION, PROMPT, RESPONSE, WON
@@ -24,10 +25,8 @@ from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
     """The episodes of a file that `paw rollout` wrote, with a model of so many tokens; UserError for any other."""
-    try:
+    with reading(f"--rollouts {path}"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"--rollouts {path}: {error.strerror}") from None
     groups: list[Group] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -156,6 +156,9 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
             read_episodes(file, vocabulary=9)
     with pytest.raises(UserError, match="No such file"):
         read_episodes(tmp_path / "none.jsonl", vocabulary=9)
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match=r"--rollouts .*latin\.jsonl: cannot be read: 'utf-8' codec"):
+        read_episodes(tmp_path / "latin.jsonl")
 
 
 def test_random_episodes_keep_the_limits(live):
