@@ -76,6 +76,10 @@ class Table:
 def run(options: argparse.Namespace, device: torch.device) -> Path:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = environment(device)
+    named = [case.label() for group in groups(device, options.quick) for case in cases(group, device, dtype)]
+    named += [f"{columns['mode']} {columns['implementation']}" for columns, _ in without_matmul(device, 0.0)]
+    if not any(all(word in name for word in options.only) for name in named):
+        raise SystemExit(f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{named[0]}'")
     name = "cpu" if device.type == "cpu" else str(about["device"]).lower().replace(" ", "_")
     table = Table(options.out or RESULTS / f"kernels_{name}.csv", about, keep=options.resume)
     seconds = options.seconds or (0.2 if options.quick else 0.5)
@@ -204,7 +208,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains every word")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that the file has")
     parser.add_argument("--seconds", type=float, help="time spent on timing one case (default: 0.5, quick 0.2)")
-    parser.add_argument("--out", type=Path, help="CSV file (default: bench/results/kernels_<device>.csv)")
+    parser.add_argument(
+        "--out", type=Path, help="CSV file, with its plot beside it (default: in bench/results, its plot in docs)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the plots of this CSV")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -212,7 +218,7 @@ def main() -> None:
 
     from bench.kernels_plot import draw
 
-    for picture in draw(path, ROOT / "docs"):
+    for picture in draw(path, options.out.parent if options.out else ROOT / "docs"):
         print(picture)
 
 

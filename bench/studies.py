@@ -37,10 +37,11 @@ from paw.rollout.chat import Chat
 from paw.state.export import start_model
 from paw.state.record import code_commit
 from paw.tools.experiment.figures import Curve, draw
-from paw.tools.experiment.results import Record, interval, markdown, percent, write
+from paw.tools.experiment.results import Record, interval, percent, write
 from paw.tools.player import EPISODES, open_player, resolve, tell
 from paw.tools.plots import INK, PALETTE, legend, moving_mean, styled
 from paw.tools.recorded import read_episodes
+from paw.tools.results import markdown
 from paw.tools.rundir import Run, load_run
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]

@@ -82,10 +82,9 @@ def table(summary: dict[str, Any]) -> str:
         cells = {name: kinds.pop(kind) for kind, name in COLUMNS.items() if kind in kinds} | kinds
         cells |= {} if "Avg." in kinds else {"All": summary["success"]}
     shown = [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())]
-    rows = [["Model", "Agent", *cells], ["---"] * len(shown), shown]
     cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
     lines = [
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *markdown(["Model", "Agent", *cells], [shown]).split("\n"),
         "",
         f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of "
         f"{summary['episodes']} episodes (95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
@@ -98,6 +97,22 @@ def table(summary: dict[str, Any]) -> str:
     if summary["not_played"]:
         lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
     return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; "-" for None.
+
+    >>> print(markdown(["model", "success"], [["a|b", None]]))
+    | model | success |
+    | --- | --- |
+    | a\\|b | - |
+    """
+
+    def text(cell: object) -> str:
+        return "-" if cell is None else str(cell).replace("|", r"\|").replace("\n", " ")
+
+    lines = [map(text, header), ["---"] * len(header), *(map(text, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def success_of(won: Sequence[bool]) -> dict[str, float]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from paw.recipe import load
 from paw.tools.experiment import figures, results, runs
-from paw.tools.experiment.results import Record, interval, markdown, paired, percent, points
+from paw.tools.experiment.results import Record, interval, paired, percent, points
 from paw.tools.experiment.runs import Overrides
+from paw.tools.results import markdown
 from paw.tools.rundir import Run
 
 REACHED = 0.1

@@ -96,11 +96,6 @@ def paper_columns(config: Config) -> dict[str, dict[str, float]]:
     return {f"{TITLES[env]}, {model}": PAPER[env][model] for env, model in chosen}
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
-
-
 def percent(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}"
 
