@@ -20,7 +20,7 @@ from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import needed
 from paw.model.attention import pick_attention
-from paw.model.check import check_path
+from paw.model.check import check_path, longest_row
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
@@ -154,6 +154,7 @@ def build(
         "attention": attention,
         "head_backend": backend,
         "empty": not ranks.first,
+        "longest": longest_row(config),
     }
     trained: dict[str, Any] = {
         "place": alone,
@@ -173,6 +174,8 @@ def build(
         from paw.algo.critic import load_critic
 
         models.append(load_critic(path, **trained, **options))
+    for buffer in (buffer for model in models for buffer in model.buffers()):
+        ranks.broadcast(buffer, 0)  # some routers' biases are no parameters
     if config.model.liger:
         from paw.model.patches import apply_liger
 

@@ -8,7 +8,8 @@ that differ go through it one by one. Side by side they are for layers that mix 
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -204,6 +205,22 @@ def _flash_installed() -> bool:
     except (ImportError, OSError):  # OSError: built for another torch
         return False
     return True
+
+
+@contextmanager
+def windows_seen() -> Iterator[set[int | None]]:
+    """The sliding windows that layers ask `packed_attention` for meanwhile, None for whole rows."""
+    seen: set[int | None] = set()
+
+    def noting(*args: Any, sliding_window: int | None = None, **options: Any) -> tuple[Tensor, None]:
+        seen.add(sliding_window)
+        return packed_attention(*args, sliding_window=sliding_window, **options)
+
+    AttentionInterface.register(ATTENTION, noting)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(ATTENTION, packed_attention)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

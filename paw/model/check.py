@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paw.config import Config
 from paw.errors import UserError
-from paw.model.attention import decoder_layers, token_mixers
+from paw.model.attention import decoder_layers, token_mixers, windows_seen
 from paw.model.precision import running_in
 from paw.model.ranks import out_of_memory
 from paw_kernels import best_backend, token_stats
@@ -44,7 +45,10 @@ def check_model(policy: "Policy", path: str) -> float:
     exact.head_backend = best_backend(exact.device, torch.float32)
     try:
         with running_in(torch.float32, policy.lm):
-            return check_path(exact, path)
+            with windows_seen() as seen:
+                found = check_path(exact, path)
+            check_windows(policy.lm, path, seen)
+            return found
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
             raise
@@ -89,6 +93,39 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
         raise refused(lm, path, f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows")
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
         raise refused(lm, path, "has no linear head")
+
+
+def sliding_window(config: Any) -> int | None:
+    """Of layers that `layer_types` does not name: the window of all of them (Mistral, Phi-3), or None."""
+    on = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if on else None
+
+
+def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None]) -> None:
+    """UserError where config.json has sliding windows and attention was called without (`seen`): some models leave them
+    to a mask, which packed rows do not have. Rows as short as those of `logp_difference` do not show it."""
+    config: Any = lm.config.get_text_config()
+    wanted = "sliding_attention" in (getattr(config, "layer_types", None) or []) or sliding_window(config)
+    if wanted and seen <= {None}:
+        raise refused(lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows")
+
+
+def longest_row(config: Config) -> int:
+    """Tokens that a row of the update may have; a little more, for what a chat template puts between."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + config.wm.max_tokens + 64
+
+
+def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
+    """UserError for rotary frequencies that the longest row of a batch would choose for all of them (Phi-3's longrope,
+    dynamic NTK), where rows may have `longest` tokens."""
+    config: Any = lm.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # or one of each layer type
+        kind = of.get("rope_type") or ""
+        first = of.get("original_max_position_embeddings") or config.max_position_embeddings
+        if (kind == "longrope" or "dynamic" in kind) and longest > first:
+            why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
+            raise refused(lm, path, f"{why}; lower rollout.max_prompt_tokens and rollout.max_response_tokens")
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ class DistributedRanks(Ranks):
     ) -> None:
         """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
-        `policy` is in host memory, its values rank 0's; what the others hold is replaced. Only calls of `policy` see
+        `policy` is in host memory; rank 0's parameters replace what the others hold. Only calls of `policy` see
         whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
         optimizer's. `offload` keeps the shards in host memory. Every `sharers` ranks, which divide their number,
         hold a whole model together (default: all); gradients are summed over these. 1: nothing is sharded.

@@ -16,10 +16,10 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from paw.config import Config
-from paw.errors import UserError
+from paw.errors import UserError, clean
 from paw.hub import check_hub
 from paw.model.attention import ATTENTION, decoder_layers, pack_rows, token_mixers
-from paw.model.check import check_model
+from paw.model.check import check_model, check_rope, refused
 from paw.model.logits import LogitTransform
 from paw.model.precision import run_in
 from paw.model.ranks import full_tensor, local_tensor, rows_like
@@ -150,6 +150,12 @@ def full_parameters(model: nn.Module, *, once: bool = False, merge: bool = True)
         yield name, weight
 
 
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's files hold beside parameters, by name (biases of some routers)."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters}
+
+
 def weights_dtype(config: Config) -> torch.dtype:
     """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
     return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
@@ -203,35 +209,40 @@ def load_policy(
     place: bool = True,
     empty: bool = False,
     check: bool = True,
+    longest: int = 0,
     **options: Any,
 ) -> Policy:
     """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do not fit its config, or
     the trainer does not compute its log-probs (`model.check`; not without `check`).
 
-    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters of
-    any value, for a rank that will be sent its own. `options` are those of Policy.
+    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters and
+    buffers of any value, for a rank that will be sent its own. `longest`: tokens that a row may have (`check_rope`).
+    `options` are those of Policy.
     """
     check_hub(str(path))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if empty:
             with no_init_weights():
-                lm = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
-            lm.tie_weights()  # left out along with the values
-            return _placed(Policy(lm, **options), device, place)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            trust_remote_code=False,  # unless it is said, transformers asks on standard input
-            dtype=weights,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            use_safetensors=True,  # never a pickle
-            ignore_mismatched_sizes=True,  # named below
-        )
+                loaded: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa"), {}
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                trust_remote_code=False,  # unless it is said, transformers asks on standard input
+                dtype=weights,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                use_safetensors=True,  # never a pickle
+                ignore_mismatched_sizes=True,  # named below
+            )
     except Exception as error:  # broken files and settings raise whatever they meet first
         raise _broken(path, f"cannot be loaded: {_reason(error)}") from None
     lm, info = loaded
+    check_rope(lm, str(path), longest)
+    if empty:
+        lm.tie_weights()  # left out along with the values
+        return _placed(lm, path, device, place, options)
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise _broken(path, f"'{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json")
     if missing := sorted(info["missing_keys"]):
@@ -239,13 +250,19 @@ def load_policy(
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise _broken(path, f"'{name}' holds values that are not finite")
-    policy = _placed(Policy(lm, **options), device, place)
+    policy = _placed(lm, path, device, place, options)
     if check:
         check_model(policy, str(path))
     return policy
 
 
-def _placed(policy: Policy, device: torch.device | str, place: bool) -> Policy:
+def _placed(lm: Any, path: str | Path, device: torch.device | str, place: bool, options: dict[str, Any]) -> Policy:
+    try:
+        policy = Policy(lm, **options)
+    except UserError:
+        raise
+    except Exception as error:  # of Hugging Face: no checkpointing, layers of several shapes
+        raise refused(lm, str(path), f"cannot be trained here: {clean(_reason(error), 200)}") from None
     policy.device = torch.device(device)
     return policy.to(device) if place else policy
 

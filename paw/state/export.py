@@ -17,7 +17,7 @@ from paw.envs import make_factory
 from paw.errors import quietly, to_stderr
 from paw.files import fsync, fsync_tree, writing
 from paw.hub import is_hub_name
-from paw.model.policy import Policy
+from paw.model.policy import Policy, kept_buffers
 from paw.recipe import dump
 from paw.state.record import read_info
 
@@ -54,7 +54,7 @@ def export(
         with writing(f"the exported model to {folder}"):
             shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
             temp.mkdir(parents=True)
-            policy.lm.save_pretrained(temp, state_dict=weights)
+            policy.lm.save_pretrained(temp, state_dict=kept_buffers(policy.lm) | weights)
             _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
             about = {"metadata": metadata(config), "version": __version__, "updates": step, "method": method}
             card = CARD.format(config=config, **about)

@@ -8,12 +8,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, progress, to_stderr
 from paw.files import writing
+from paw.model.check import longest_row
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollout.chat import Chat
@@ -94,7 +96,8 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
-    policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device), check=False)
+    options: dict[str, Any] = {"device": pick_device(config.model.device), "longest": longest_row(config)}
+    policy = load_policy(path, dtype=config.model.dtype, check=False, **options)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:

@@ -26,6 +26,7 @@ from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import OURS, NoOracleError, UserError, describe, quietly, to_stderr
 from paw.model.attention import pick_attention
+from paw.model.check import longest_row
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 from paw.model.policy import (
@@ -268,7 +269,8 @@ def load_learner(config: Config, path: str) -> Policy:
     options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
     options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
     options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
-    return load_policy(path, device=device, weights=weights_dtype(config), dtype=model.dtype, **options)
+    options |= {"weights": weights_dtype(config), "dtype": model.dtype, "longest": longest_row(config)}
+    return load_policy(path, device=device, **options)
 
 
 def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> None:

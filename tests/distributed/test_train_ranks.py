@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from paw.build import join_ranks
 from paw.errors import UserError
@@ -129,6 +130,27 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
     # Checkpoints fit any number of ranks.
     one, two = (train(tmp_path, start, name, "--resume", "auto", run_updates=2, **ppo) for name in ("one", "two"))
     assert 0 < distance(weights(two), weights(one)) < 1e-5
+
+
+@pytest.mark.slow
+def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path):
+    """GLM-4-MoE's router has a bias that is no parameter."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(1)
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=8, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=512, initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    lm = Glm4MoeForCausalLM(config)
+    biases = {name: value.normal_() for name, value in lm.state_dict().items() if "correction_bias" in name}
+    quickstart.save(lm, tokenizer, tmp_path / "model")
+    one, two = (train(tmp_path, tmp_path / "model", f"run{n}", gpus=n, run_updates=1, eval_every=0) for n in (1, 2))
+    assert distance(weights(two), weights(one)) < 1e-5
+    for run in (one, two):
+        exported = load_file(run / "hf" / "model.safetensors")
+        assert biases and all(torch.equal(exported[name], value) for name, value in biases.items())
 
 
 ONE_BY_ONE = """

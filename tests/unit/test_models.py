@@ -136,6 +136,45 @@ def test_an_engine_that_samples_from_something_else_is_refused():
         check_sampling(lm)
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Phi3"])
+def test_a_window_of_all_layers_is_trained_and_sampled_from_within_it(name):
+    lm = make(name, sliding_window=24)
+    assert check_model(Policy(lm), "here") < 2e-5
+    assert logp_difference(Policy(lm), [40, 70]).max() < 2e-5
+    TransformersEngine(lm, end_ids={END}, longest=24)
+    with pytest.raises(UserError, match=r"has sliding_attention layers: use --engine.type vllm"):
+        TransformersEngine(lm, end_ids={END}, longest=25)
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe"])
+def test_windows_by_a_mask_alone_are_refused(name):
+    more = EXPERTS | dict(use_sliding_window=True, max_window_layers=4, sliding_window=24, num_local_experts=4)
+    with pytest.raises(UserError, match="has sliding windows by a mask alone"):
+        check_model(Policy(make(name, **more)), "here")
+
+
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+
+
+@pytest.mark.parametrize(("name", "rope"), [("Phi3", LONGROPE), ("Llama", dict(rope_type="dynamic", factor=2.0))])
+def test_frequencies_that_the_longest_row_would_choose_are_refused(tmp_path, name, rope):
+    original = dict(original_max_position_embeddings=48)
+    lm = make(name, max_position_embeddings=48, rope_parameters=dict(rope_theta=1e4) | original | rope, **original)
+    lm.save_pretrained(tmp_path)
+    load_policy(tmp_path, longest=48)
+    for empty in (False, True):
+        with pytest.raises(UserError, match=f"rotary frequencies .{rope['rope_type']}. beyond 48 tokens, and rows may"):
+            load_policy(tmp_path, longest=49, empty=empty)
+
+
+def test_what_hugging_face_refuses_is_one_line(tmp_path):
+    sizes = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, global_head_dim=16)
+    make("Gemma4", **sizes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model type 'gemma4_text' cannot be trained here: 'head_dim' is") as error:
+        load_policy(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_rows_stay_apart_when_layers_are_recomputed():
     plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
     rows = make_rows(plain, n=6)

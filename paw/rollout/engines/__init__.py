@@ -76,6 +76,7 @@ def make_engine(
         max_batch_tokens=config.engine.max_batch_tokens,
         in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
         own_weights=own_weights,
+        longest=context,
     )
     if check:
         check_sampling(model)

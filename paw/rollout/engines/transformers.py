@@ -6,6 +6,7 @@ Token t of a request is drawn by inverting the distribution function at a unifor
 (seed, t), so tokens do not depend on the batch, but for rounding.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from paw.errors import UserError
 from paw.model.attention import token_mixers
-from paw.model.check import EXACT, LENGTHS, own_logp, typical
+from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
 from paw.model.precision import running_in
 from paw.rollout.engines.base import Completion, Engine, Request
@@ -29,7 +30,8 @@ class TransformersEngine(Engine):
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
     `max_batch_tokens` bounds the padded prompt tokens of one prefill; within `in_dtype()` parameters have the dtype of
-    the trainer's forward passes. Raises UserError for attention other than full (sliding windows, soft caps).
+    the trainer's forward passes. Raises UserError for attention other than full (sliding windows, soft caps);
+    a window of all layers may be as wide as the `longest` prompt with its response.
     Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
     """
 
@@ -41,12 +43,14 @@ class TransformersEngine(Engine):
         max_batch_tokens: int = 65536,
         in_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext,
         own_weights: bool = False,
+        longest: float = math.inf,
     ):
         super().__init__(getattr(model.config, "max_position_embeddings", None))
         self._mixes = bool(token_mixers(model))
         config: Any = model.config.get_text_config()
         kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
         kinds -= {"full_attention", *(["linear_attention"] if self._mixes else [])}
+        kinds |= {"sliding_attention"} if (sliding_window(config) or math.inf) < longest else set()
         kinds |= {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
         if kinds:
             raise UserError(
@@ -235,7 +239,7 @@ def check_sampling(lm: PreTrainedModel) -> float:
     """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
     lengths in a batch. UserError where they are not the model's own."""
     vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
-    engine = TransformersEngine(lm, end_ids=[])
+    engine = TransformersEngine(lm, end_ids=[], longest=max(LENGTHS) + 4)
     for key, length in enumerate(LENGTHS):
         prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
         engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
