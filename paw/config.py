@@ -107,7 +107,7 @@ class EnvConfig(PluginSection):
     max_turns: Count = 50
     """Turns of an episode at most."""
     reward: Positive = 10.0
-    """Reward for winning, R_max."""
+    """Reward for winning, R_max; an environment of your own says its largest return as `reward_max`."""
     invalid_penalty: NonNegative = 0.1
     """Subtracted from the score of a turn whose response is no valid action."""
     step_timeout_s: Seconds = 60.0
@@ -218,7 +218,7 @@ class WorldConfig(PluginSection):
     weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
     """lambda_g: adaptive (1 - mean return / R_max) or a constant."""
     entropy: Annotated[Literal["full", "sampled"], WM] = "full"
-    """Action entropy over the whole vocabulary, or -log p of the sampled tokens."""
+    """Action entropy over the whole vocabulary, or the mean of -p log p of the sampled tokens."""
     scale: Annotated[NonNegative, WM] = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
     dedup: Annotated[bool, WM] = False

@@ -72,6 +72,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "retrievers": {"zerosearch": "paw.agents.zerosearch:make_simulator"},
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
+CALLED = ("advantages", "losses", "agents", "rewards", "scores")
+"""Kinds of functions and classes; others may be objects."""
 _files: dict[tuple[str, int, int], ModuleType] = {}
 _given: dict[str, Any] = {}
 
@@ -99,7 +101,7 @@ def load(kind: str, name: str) -> Any:
         return _given[name]
     target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
     if target is None:
-        hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind))}"
+        hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind) or ['none'])}"
         raise UserError(f"there is no '{clean(name)}': {hint} (or give 'module:name' or 'FILE.py:name')")
     place, _, attributes = target.rpartition(":")
     found = import_file(place, f"'{name}'") if place.endswith(".py") else _import_module(place, name)
@@ -109,12 +111,26 @@ def load(kind: str, name: str) -> Any:
             what = "file" if place.endswith(".py") else "module"
             raise UserError(f"'{clean(name)}': the {what} has no '{clean(attribute)}'" + (near and f"; {near}"))
         found = getattr(found, attribute)
+    if kind in CALLED and not callable(found):
+        raise UserError(f"'{clean(name)}' is a {type(found).__name__}, no function or class")
     return found
 
 
-@cache
+def make(kind: type, config: Any) -> Any:
+    """An object of a class that may take its section of the recipe."""
+    takes = inspect.signature(kind).parameters.values()
+    wanted = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
+    return kind(config) if wanted else kind()
+
+
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
-    """The keys of a plug-in, beside those of `base`, as a section. UserError for what cannot be keys."""
+    """The keys of a plug-in, beside those of `base`, as a section: an object has none. UserError for what cannot be
+    keys."""
+    return _settings(plugin, name, base) if callable(plugin) else base
+
+
+@cache
+def _settings(plugin: Any, name: str, base: type[Section]) -> type[Section]:
     if isinstance(plugin, type):
         own = getattr(plugin, "Config", Section)
         if not (isinstance(own, type) and issubclass(own, Section)):

@@ -9,15 +9,30 @@ Worked example. One group: trajectory A wins 10 in two steps; B fails in three, 
 Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724, -0.742, -0.724].
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import Literal
+from typing import Any, Literal
 
+from paw.errors import UserError, shown
 from paw.types import Sample
 from paw.values import NonNegative, Share
 
 Stat = Literal["steps", "trajectories"]
+
+
+def checked(found: Any, samples: Sequence[Sample], name: str) -> list[float]:
+    """What the estimator called `name` returned, if it is a finite number for each sample; else UserError."""
+    try:
+        advantages = [float(value) for value in found]
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"advantage.type = '{name}' must return a number for each sample, not {shown(found)}") from None
+    if len(advantages) != len(samples):
+        raise UserError(f"advantage.type = '{name}' returned {len(advantages)} numbers for {len(samples)} samples")
+    if odd := [value for value in advantages if not math.isfinite(value)]:
+        raise UserError(f"advantage.type = '{name}' returned {odd[0]} for {len(odd)} of {len(samples)} samples")
+    return advantages
 
 
 def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) -> list[float]:

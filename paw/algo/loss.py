@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from paw.algo.samples import Batch, micro_batches
+from paw.errors import UserError, shown
 from paw.types import Sample
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
@@ -160,7 +161,7 @@ def joint(
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
-        acting = policy(logp, entropy, batch)
+        acting = _of_each_token(policy(logp, entropy, batch), logp, "policy.loss")
         if tis_cap is not None:
             acting = acting * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
         if is_mask is not None:
@@ -169,10 +170,21 @@ def joint(
             acting = acting + kl_coef * k3(logp, batch)
         if entropy_coef:
             acting = acting - entropy_coef * entropy
-        return batch.weight * torch.where(batch.observation, wm(logp, entropy, batch), acting)
+        watching = _of_each_token(wm(logp, entropy, batch), logp, "wm.loss")
+        return batch.weight * torch.where(batch.observation, watching, acting)
 
     loss.of_response = of_response(policy)  # type: ignore[attr-defined]
     return Loss(loss)
+
+
+def _of_each_token(found: Any, logp: Tensor, key: str) -> Tensor:
+    """What a loss returned; UserError for what is no number for each token: it would be spread over them."""
+    if not (isinstance(found, Tensor) and found.shape == logp.shape and found.dtype == logp.dtype):
+        what = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
+        raise UserError(
+            f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, not {what}"
+        )
+    return found
 
 
 def sampler_gap(batch: TokenBatch) -> Tensor:
@@ -318,7 +330,8 @@ def tally(
         logp = out.logp.clone().requires_grad_()
         with torch.enable_grad():
             values = loss(logp, out.entropy, tokens)
-        return values.detach(), torch.autograd.grad(values.sum(), logp)[0]
+            slope = torch.autograd.grad(values.sum(), logp, allow_unused=True)[0] if values.requires_grad else None
+        return values.detach(), torch.zeros_like(logp) if slope is None else slope
 
     (_, acting_slope), (watching, watching_slope) = of(policy), of(wm)
     observation, action = tokens.observation, ~tokens.observation

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from paw.errors import UserError, describe
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
@@ -157,7 +158,10 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
 
 def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
     n = size(tasks)
-    return [tasks[i if n is None else shuffled(seed, i, n)] for i in range(start, start + count)]
+    try:
+        return [tasks[i if n is None else shuffled(seed, i, n)] for i in range(start, start + count)]
+    except Exception as error:  # an own sequence may read a file or a network
+        raise UserError(f"a training task of env.name cannot be had: {describe(error)}") from error
 
 
 def shuffled(seed: int, i: int, n: int) -> int:

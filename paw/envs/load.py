@@ -1,7 +1,6 @@
 """A user's own environment, by name or as an object, with defaults for what it lacks (docs/environments.md)."""
 
 import copy
-import inspect
 import math
 from contextlib import chdir
 from pathlib import Path
@@ -36,15 +35,24 @@ class OwnFactory:
         self.may_block: bool = getattr(self._made, "may_block", False)
         self.distinct_eval: bool = getattr(self._made, "distinct_eval", True)
         self._demonstrates = True
+        penalty: Any = self.invalid_penalty
+        if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
+            raise UserError(f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on")
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError where there are none, or no Tasks."""
         listed: Any = self._made.tasks
-        found: Any = listed(split, seed) if callable(listed) else every_tenth(listed, split == self.config.eval_split)
         what = f"{self._origin}: {type(self._made).__name__}.tasks('{split}', {seed})"
+        try:
+            held_out = split == self.config.eval_split
+            found: Any = listed(split, seed) if callable(listed) else every_tenth(listed, held_out)
+            first = found[0] if size(found) != 0 else None
+        except OURS:
+            raise
+        except Exception as error:
+            raise UserError(f"{what}: {describe(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
-        first = found[0]
         if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts")
         if split == "warmup" and not self._demonstrates:
@@ -64,9 +72,7 @@ class OwnFactory:
         given = self._given
         if not isinstance(given, type):
             return given if hasattr(given, "make") else copy.deepcopy(given)
-        takes = inspect.signature(given).parameters.values()
-        wanted = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
-        return given(self.config) if wanted else given()
+        return plugins.make(given, self.config)
 
     def _require(self, made: object, members: tuple[str, ...]) -> None:
         if lacking := [member for member in members if not hasattr(made, member)]:

@@ -314,7 +314,7 @@ def find_agent(config: Config) -> Agent:
 def bind(plugin: Any, section: Any) -> Any:
     """A plug-in with its settings: a class made with the section, a function with its keyword-only parameters."""
     if isinstance(plugin, type):
-        return plugin(section)
+        return plugins.make(plugin, section)
     settings = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return partial(plugin, **{p.name: getattr(section, p.name, p.default) for p in settings})
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import paw
 from paw import cli
 from paw.config import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
@@ -77,6 +78,40 @@ def test_a_factory_says_the_rest():
 class Broken(Count):
     def __init__(self):
         raise KeyError("mine")
+
+
+def test_an_object_has_no_settings_of_its_own():
+    assert paw.load("own-environment", **{"env.name": Count(), "model.path": "-"}).env.name.startswith("given:Count")
+    with pytest.raises(UserError, match="unknown key"):
+        paw.load("own-environment", **{"env.name": Count(), "env.most": 3, "model.path": "-"})
+
+
+def raising(*_):
+    raise OSError("no share")
+
+
+@pytest.mark.parametrize("tasks", [raising, lambda *_: None, lambda *_: iter("ab"), 7, {1, 2}])
+def test_tasks_that_cannot_be_had_are_one_line(tasks):
+    own = {"tasks": staticmethod(tasks) if callable(tasks) else tasks}
+    factory = make_factory(configure(), type("Game", (Count,), own))
+    with pytest.raises(UserError, match=r"Game.tasks\('train', 0\): (OSError: no share|TypeError)"):
+        train_tasks(factory, 0, 1, 0)
+
+
+def test_a_task_that_cannot_be_had_later_is_one_line():
+    class Lazy(list):
+        def __getitem__(self, i):
+            return raising() if i else super().__getitem__(i)
+
+    factory = make_factory(configure(), type("Game", (Count,), {"tasks": lambda *_: Lazy(Count.tasks)}))
+    with pytest.raises(UserError, match=r"a training task of env.name cannot be had: OSError: no share"):
+        train_tasks(factory, 0, 5, 0)
+
+
+def test_a_penalty_is_a_number():
+    for value in ("ten", float("nan"), -1.0):
+        with pytest.raises(UserError, match=r"invalid_penalty is .*, which is no number from 0 on"):
+            make_factory(configure(), type("Game", (Count,), {"invalid_penalty": value}))
 
 
 def test_what_is_missing_is_named_in_one_line():

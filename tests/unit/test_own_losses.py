@@ -77,3 +77,35 @@ def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
         stats = token_stats(hidden, policy.head_weight, batch.target, **policy.head_options(0.7))
         loss(*stats, tokens).sum().backward()
         assert relative(fused, gradients(policy)) < 1e-5 and fused.norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "message"),
+    [
+        ("policy_loss", "return logp.mean()", r"policy.loss must return one number for each token, torch.float32 of"),
+        ("wm_loss", "return logp[:1]", r"wm.loss must return one number for each token.*not torch.float32 of shape"),
+        ("policy_loss", "return 1.0", "policy.loss must return one number for each token.*not 1.0"),
+        ("advantage_type", "return [1.0]", r"returned 1 numbers for \d+ samples"),
+        ("advantage_type", "return [float('nan') for _ in samples]", r"returned nan for \d+ of \d+ samples"),
+        ("advantage_type", "return None", "must return a number for each sample, not None"),
+        ("policy_loss", "missing = 1", "policy.loss must return one number for each token.*not None"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(start, tmp_path, key, code, message):  # noqa: F811
+    file = tmp_path / "own.py"
+    takes = "samples" if key == "advantage_type" else "logp, entropy, batch"
+    file.write_text(f"def answer({takes}):\n    {code}\n")
+    with pytest.raises(UserError, match=message):
+        run_updates(make_config(start, tmp_path, **{key: f"{file}:answer"}), 1)
+
+
+def test_a_module_is_no_loss(start, tmp_path):  # noqa: F811
+    (tmp_path / "own.py").write_text("import math\n")
+    with pytest.raises(UserError, match="is a module, no function or class"):
+        make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:math")
+
+
+def test_a_loss_of_entropy_alone_trains(start, tmp_path):  # noqa: F811
+    (tmp_path / "own.py").write_text("def sharpen(logp, entropy, batch):\n    return entropy\n")
+    _, _, metrics = run_updates(make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:sharpen"), 1)
+    assert metrics[-1]["optim/grad_norm"] > 0 and metrics[-1]["policy/loss"] > 0
