@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from paw import __version__
-from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr
+from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from paw.config import Config
@@ -176,7 +176,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
     report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
-        print(f"report: {report}")
+        to_stdout(f"report: {report}")
     return 0
 
 

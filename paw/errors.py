@@ -9,7 +9,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 LINE_CHARS = 2000
@@ -92,14 +92,28 @@ def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
 
 
 def to_stderr(line: str) -> None:
-    print(clean(line, LINE_CHARS), file=sys.stderr, flush=True)
+    _print(line, sys.stderr, sys.__stderr__)
+
+
+def to_stdout(line: str) -> None:
+    _print(line, sys.stdout, sys.__stdout__)
+
+
+def _print(line: str, *streams: Any) -> None:
+    """To the first that takes it; none does where a terminal is gone, a disk full or a library has closed them."""
+    for stream in streams:
+        with suppress(AttributeError, OSError, ValueError):
+            encoding = stream.encoding or "utf-8"
+            print(clean(line, LINE_CHARS).encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+            return
 
 
 def progress(what: str, done: int, total: int) -> None:
     """How far something is, in place on a terminal; nothing elsewhere."""
-    if sys.stderr.isatty():
-        text = f"{what} {done}/{total}"
-        print(f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total), end="", file=sys.stderr, flush=True)
+    with suppress(AttributeError, OSError, ValueError):  # as above
+        if sys.stderr.isatty():
+            text = f"{what} {done}/{total}"
+            print(f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total), end="", file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

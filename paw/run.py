@@ -5,7 +5,6 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +20,7 @@ from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.errors import LINE_CHARS, UserError, clean, progress, to_stderr
+from paw.errors import UserError, describe, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
@@ -91,7 +90,12 @@ class Run(Parts):
 
     def call(self, hook: str, *given: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, hook, lambda *_: None)(self, *given)
+            try:
+                getattr(callback, hook, lambda *_: None)(self, *given)
+            except Exception as error:
+                if hook != "on_end":  # which the other callbacks are still to hear of
+                    raise
+                self.say(f"run.callbacks: {type(callback).__name__}.on_end: {describe(error)}")
 
     def say(self, text: str) -> None:
         say(text, self.ranks)
@@ -289,6 +293,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
 
 def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> Run:
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
+    began = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
     names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
     plugins = [load("callbacks", name) for name in names]
     callbacks = [plugin() if isinstance(plugin, type) else plugin for plugin in plugins]
@@ -327,7 +332,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
     run = Run(**vars(parts), **own, places=places)
-    run.info = about(run) | {"started": now()}
+    run.info = about(run) | began
     if resume:
         from paw.state.restore import restore
 
@@ -351,8 +356,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 def say(text: str, ranks: Ranks) -> None:
     """One line on the first rank's terminal."""
     if ranks.first:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(clean(text, LINE_CHARS).encode(encoding, "replace").decode(encoding), flush=True)
+        to_stdout(text)
 
 
 def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from paw import plugins
 from paw.algo import loss as losses
-from paw.algo.advantages import drop_penalty_only
+from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.loss import TokenLossFunction
 from paw.algo.samples import micro_batches, to_samples
 from paw.algo.world_model import select
@@ -34,7 +34,7 @@ from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
-from paw.state.guards import TrainingStopped, collapse_warning, what_is_saved
+from paw.state.guards import TrainingStopped, alarms, what_is_saved
 from paw.types import Group, Sample
 from paw_kernels import TokenLoss
 
@@ -78,7 +78,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
     with run.clock("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
-    if run.log and (warning := collapse_warning(run.log.history)):
+    for warning in alarms(run) if run.log else ():
         run.say(warning)
 
 
@@ -100,7 +100,8 @@ def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
         if run.saved != run.step:
             run.save()
         if not pause:
-            reason = f"no group has two episodes left in {len(tries)} tries ({stats.failures[0]})"
+            why = (*stats.failures, "they have no turns")[0]
+            reason = f"no group has two episodes left in {len(tries)} tries ({why})"
             raise TrainingStopped(f"stopped at update {run.step + 1}: {reason}; {what_is_saved(run.saved)}")
         run.say(f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s")
         for _ in range(pause):
@@ -137,9 +138,8 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         run.metrics.update(run.critic.compute_values(samples))
         return
     settings = run.config.advantage
-    found = plugins.load("advantages", settings.type)(samples, **settings.settings())
-    if settings.penalty_only == "drop":
-        found = drop_penalty_only(samples, found)
+    found = checked(plugins.load("advantages", settings.type)(samples, **settings.settings()), samples, settings.type)
+    found = drop_penalty_only(samples, found) if settings.penalty_only == "drop" else found
     for sample, advantage in zip(samples, found, strict=True):
         sample.advantage = advantage
 

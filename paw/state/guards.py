@@ -1,10 +1,13 @@
 """Guards of the training loop: no update from non-finite numbers, a word when the policy collapses."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from paw.errors import UserError
+
+if TYPE_CHECKING:
+    from paw.run import Run
 
 
 class TrainingStopped(UserError):
@@ -71,6 +74,20 @@ def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved
 def what_is_saved(step: int) -> str:
     """What a user can go on from, `step` being that of the newest checkpoint."""
     return f"the checkpoint of update {step} is intact (--resume auto)" if step else "there is no checkpoint yet"
+
+
+def alarms(run: "Run") -> Iterator[str]:
+    """What rank 0 is to tell after an update."""
+    history: Any = run.log.history if run.log else []
+    if warning := collapse_warning(history):
+        yield warning
+    largest, adaptive = run.factory.reward_max, run.config.wm.enabled and run.config.wm.weight == "adaptive"
+    above = [line for line in history if (line.get("reward/mean") or 0.0) > largest]
+    if adaptive and len(above) == 1 and above[0] is history[-1]:
+        yield (
+            f"warning: episodes return {above[0]['reward/mean']:g} in the mean, above the environment's reward_max = "
+            f"{largest:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"
+        )
 
 
 def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:

@@ -33,6 +33,7 @@ class RunRecord:
         self._before_s, self.about = 0.0, dict(about)
         if resumed_at is not None:
             past = read_info(directory)
+            self.about |= {key: past[key] for key in ("started", "warmup_s") if key in past}
             wall_s, resumed = past.get("wall_s"), past.get("resumed")
             self._before_s = float(wall_s) if isinstance(wall_s, float) else 0.0
             self.about["resumed"] = resumed if isinstance(resumed, list) else []

@@ -4,15 +4,52 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 GRACE_S = 5.0
 """Seconds for the main thread to stop at a second signal."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_active: list["StopSignal"] = []
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    """A child's signals are none of the run's: they wait until it has handlers of its own."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _in_child() -> None:
+    if _active:
+        _active.clear()
+        signal.set_wakeup_fd(-1)
+        _to_default()
+    _after_fork()
+
+
+def _to_default() -> None:
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+
+
+def _write(text: str) -> None:
+    """To stderr, if that is still there: a buffered print may not be re-entered from a signal handler."""
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 class StopSignal:
-    """Context manager: the first SIGTERM or SIGINT sets `requested`, a second one stops the process at once.
+    """Context manager: the first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one stops the process at once.
+    One that is ignored (nohup) stays so.
 
     Ranks get the signal at different moments: they agree on the flag before they act on it. Main thread only. Where
     that is inside a call that does not return, such as a collective one, a thread sees to the second signal.
@@ -26,8 +63,10 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._first)
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._first)
+        _active.append(self)
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -35,6 +74,7 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _active.remove(self)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writing)
         for number, handler in self._before.items():
@@ -42,10 +82,8 @@ class StopSignal:
 
     def _first(self, number: int, _: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # os.write: a buffered print may not be re-entered from a signal handler
-        os.write(2, f"\n{self.name}: finishing this {self._unit}, then saving (again: stop now)\n".encode())
+        _to_default()
+        _write(f"{self.name}: finishing this {self._unit}, then saving (again: stop now)")
 
     def _watch(self, reading: int) -> None:
         """Python's handlers wait for the main thread; the numbers of the signals come here meanwhile."""
@@ -54,5 +92,5 @@ class StopSignal:
             while number := numbers.read(1):
                 stops += number[0] in self._before
                 if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
-                    os.write(2, f"\nstopped at once: the newest checkpoint is kept ({self._goes_on})\n".encode())
+                    _write(f"stopped at once: the newest checkpoint is kept ({self._goes_on})")
                     os._exit(128 + number[0])

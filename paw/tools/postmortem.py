@@ -128,11 +128,13 @@ def _command(directory: Path, found: dict[str, Any], info: dict[str, Any]) -> st
         tomllib.loads(config.read_text(encoding="utf-8") if config.is_file() else "?")
     except (OSError, ValueError, RecursionError):
         return None
-    place = directory.absolute()
+    place, began, there = directory.absolute(), info.get("folder"), ""
+    if isinstance(began, str) and began != str(Path.cwd()):  # paths of its configuration count from there
+        there, config = f"cd {shlex.quote(began)} && ", place / config.name
     words = ["paw", "train", str(config), "--run.dir", str(place.parent), "--run.name", place.name]
     if type(ranks := info.get("ranks")) is int and ranks > 1:
         words += ["--gpus", str(ranks)]
-    return shlex.join([*words, *([] if found["state"] == "not begun" else ["--resume", "auto"])])
+    return there + shlex.join([*words, *([] if found["state"] == "not begun" else ["--resume", "auto"])])
 
 
 def _problem(path: Path) -> tuple[str | None, bool]:

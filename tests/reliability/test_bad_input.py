@@ -2,7 +2,9 @@
 
 import re
 import resource
+import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -31,6 +33,17 @@ def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_
     assert_refused(paw_here(*words, code=None, cwd=tmp_path), "has no chat template")
     template.write_text(text)
     paw_here(*words, {"run.updates": 1, "eval.games": 1, "env.max_turns": 2}, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out", [">&-", "> /dev/full", "| head -1"])
+def test_a_stdout_that_takes_nothing_ends_no_run(paw_env, quick, tmp_path, out):
+    keys = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
+    words = shlex.join(part for key, value in keys.items() for part in (f"--{key}", str(value)))
+    line = f"set -o pipefail; {sys.executable} -m paw train quickstart {words} {out}"
+    done = subprocess.run(["bash", "-c", line], env=paw_env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "x" / "report.html").is_file()
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """No update from non-finite numbers, a warning on the collapse signature, a clean stop on signals."""
 
 import math
+import multiprocessing
 import os
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paw.errors import UserError
 from paw.model.ranks import out_of_memory
-from paw.state.guards import TrainingStopped, UpdateGuard, collapse_warning
+from paw.state.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning
 from paw.state.signals import StopSignal
 
 
@@ -57,7 +60,20 @@ def test_collapse_is_told_once_when_the_signature_completes():
         assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_returns_above_the_largest_are_told_once():
+    history = [{"reward/mean": value} for value in (0.5, 3.0, 4.0)]
+
+    def told(n, **wm):
+        config = SimpleNamespace(wm=SimpleNamespace(**{"enabled": True, "weight": "adaptive", **wm}))
+        log, factory = SimpleNamespace(history=history[:n]), SimpleNamespace(reward_max=1.0)
+        return list(alarms(SimpleNamespace(log=log, factory=factory, config=config)))
+
+    assert [len(told(n)) for n in range(4)] == [0, 0, 1, 0]
+    assert told(2)[0].startswith("warning: episodes return 3 in the mean, above the environment's reward_max = 1:")
+    assert not told(2, weight=1.0) and not told(2, enabled=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_handlers_return_to_what_they_were(capfd, number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
@@ -67,6 +83,32 @@ def test_handlers_return_to_what_they_were(capfd, number):
         assert now == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert f"{number.name}: finishing this update" in capfd.readouterr().err
+
+
+def test_signals_of_a_forked_child_are_none_of_the_runs():
+    """As a pool's, which ends its workers by SIGTERM."""
+    context = multiprocessing.get_context("fork")
+    with StopSignal() as stop:
+        for _ in range(3):
+            with context.Pool(2) as pool:
+                assert pool.map(abs, [-1, 2]) == [1, 2]
+        child = context.Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM and not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
+def test_an_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_counts_as_out_of_memory():

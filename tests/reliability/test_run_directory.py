@@ -129,7 +129,9 @@ def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, q
     assert before == {path: path.read_bytes() for path in before}
     done = paw_here(*words, {"optim.lr": 2e-3})
     assert "\nchanged: optim.lr 0.001 -> 0.002\n" in done.stdout
-    (resumed,) = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    was, now = (json.loads((folder / "run.json").read_text()) for folder in (quick_run, tmp_path / "run"))
+    assert all(now[key] == was[key] for key in ("started", "warmup_s"))
+    (resumed,) = now["resumed"]
     assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.001 -> 0.002"]
 
 
