@@ -30,13 +30,13 @@ from torch.profiler import record_function
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import write_file, writing
-from paw.recipe import load
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import push_weights
 from paw.run import Run, open_run
 from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, write_csv
 from paw.tools.fit import changed
+from paw.tools.played import load_played
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.train import optimize, prepare
@@ -58,8 +58,10 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: a spread needs at least 2")
     if synthetic or rollouts:
-        overrides = {"env.data": "none", "engine.type": "transformers", **overrides}
-    out, config = options.out.absolute(), load(recipe, overrides)  # an environment may change the current folder
+        overrides = {"engine.type": "transformers", **overrides}
+    no_games = {"env.data": "none"} if synthetic or rollouts else {}
+    out = options.out.absolute()  # an environment may change the current folder
+    config = load_played(recipe, overrides, no_games)
     if not config.wm.enabled:
         raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
     with writing(f"--out {out}"):

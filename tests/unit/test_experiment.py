@@ -65,10 +65,10 @@ def test_variants_and_seeds():
             runs.parse_seeds(text)
 
 
-def make_plan(out: Path, *, variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
+def make_plan(out: Path, *, recipe="quickstart", variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
     chosen = parse_variants(variants, [])
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    options = argparse.Namespace(recipe="quickstart", out=out, jobs=jobs, gpus=1)
+    options = argparse.Namespace(recipe=recipe, out=out, jobs=jobs, gpus=1)
     return runs.plan(options, chosen, {name: list(seeds) for name in chosen}, keys)
 
 
@@ -83,6 +83,7 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
     assert "--run.threads" in make_plan(tmp_path, jobs=2)[0].words
+    assert "--warmup.seed" not in make_plan(tmp_path, recipe="webshop-grpo-14b")[0].words  # no model of ours
     for overrides, message in (
         ({"wm__loss": "ce"}, "--wm.loss is what variant 'ce' sets"),
         ({"run__seed": "3"}, "--run.seed: the experiment sets it"),

@@ -24,6 +24,7 @@ from paw.rollout.sync import push_weights
 from paw.run import open_run
 from paw.tools import quickstart, shapes
 from paw.tools.plan import Play
+from paw.tools.played import load_played
 from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.train import prepare, update
@@ -171,6 +172,13 @@ def test_random_episodes_keep_the_limits(live):
     assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
     prompts = [len(turn.prompt_ids) for turn in turns(groups)]
     assert np.mean(prompts) == pytest.approx(Play.of(run.config).prompt, rel=0.1)  # as the plan takes them
+
+
+def test_an_environment_without_games_to_leave_out_can_be_profiled():
+    example = Path(__file__).parents[2] / "docs" / "example_environment.py"
+    own = {"env.name": f"{example}:Guess", "model.path": "-"}
+    assert load_played("own-environment", own, {"env.data": "none"}).env.name == own["env.name"]
+    assert load_played("alfworld-grpo-paw", {"env.data": "x"}, {"env.data": "none"}).env.data == Path("x")
 
 
 def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):

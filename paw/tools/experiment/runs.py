@@ -87,7 +87,7 @@ def parse_seeds(text: str) -> list[int]:
         ends = [part.split("-") for part in text.split(",") if part]
         seeds = {seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)}
     if not seeds:
-        raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-4,7")
+        raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-0 or 0-4,7")
     return sorted(seeds)
 
 
@@ -147,9 +147,9 @@ def plan(
         for variant in (variant for variant in variants if seed in seeds[variant]):
             directory = options.out / "runs" / f"{variant}-{seed}"
             own = {"run.dir": str(directory.parent), "run.name": directory.name}
-            own |= dict.fromkeys(("run.seed", "warmup.seed"), str(seed))
-            keys = common | overrides | variants[variant] | own
-            config = load(options.recipe, keys)
+            keys = common | overrides | variants[variant] | own | {"run.seed": str(seed)}
+            if (config := load(options.recipe, keys)).model.path == "quickstart":
+                config = load(options.recipe, keys := keys | {"warmup.seed": str(seed)})
             if (directory / "config.toml").is_file() and (found := difference(directory / "config.toml", config)):
                 raise UserError(f"{directory} has {found}: take another --out, or remove it")
             words = [word for key, value in keys.items() for word in (f"--{key}", value)]
