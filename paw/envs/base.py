@@ -160,6 +160,8 @@ def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
     n = size(tasks)
     try:
         return [tasks[i if n is None else shuffled(seed, i, n)] for i in range(start, start + count)]
+    except UserError:
+        raise
     except Exception as error:  # an own sequence may read a file or a network
         raise UserError(f"a training task of env.name cannot be had: {describe(error)}") from error
 

@@ -111,8 +111,9 @@ def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None]) -> None
 
 
 def longest_row(config: Config) -> int:
-    """Tokens that a row of the update may have; a little more, for what a chat template puts between."""
-    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + config.wm.max_tokens + 64
+    """Tokens that a row of the update may have, with an observation and some that a chat template puts before it."""
+    appended = config.wm.max_tokens + 64 if config.wm.enabled else 0
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + appended
 
 
 def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
