@@ -161,7 +161,7 @@ def joint(
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
-        acting = _of_each_token(policy(logp, entropy, batch), logp, "policy.loss")
+        acting = _of_each_token(policy(logp, entropy, batch), logp, batch, "policy.loss")
         if tis_cap is not None:
             acting = acting * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
         if is_mask is not None:
@@ -170,16 +170,17 @@ def joint(
             acting = acting + kl_coef * k3(logp, batch)
         if entropy_coef:
             acting = acting - entropy_coef * entropy
-        watching = _of_each_token(wm(logp, entropy, batch), logp, "wm.loss")
+        watching = _of_each_token(wm(logp, entropy, batch), logp, batch, "wm.loss")
         return batch.weight * torch.where(batch.observation, watching, acting)
 
     loss.of_response = of_response(policy)  # type: ignore[attr-defined]
     return Loss(loss)
 
 
-def _of_each_token(found: Any, logp: Tensor, key: str) -> Tensor:
+def _of_each_token(found: Any, logp: Tensor, batch: TokenBatch, key: str) -> Tensor:
     """What a loss returned; UserError for what is no number for each token: it would be spread over them."""
-    if not (isinstance(found, Tensor) and found.shape == logp.shape and found.dtype == logp.dtype):
+    dtypes = logp.dtype, batch.weight.dtype  # float32 both, but for a check in another precision
+    if not (isinstance(found, Tensor) and found.shape == logp.shape and found.dtype in dtypes):
         what = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
         raise UserError(
             f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, not {what}"

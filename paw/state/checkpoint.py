@@ -112,7 +112,9 @@ class Draft:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(f"checkpoint {self.path}", "; earlier checkpoints are intact")
+        some = any(self._folder.glob("step_*"))
+        kept = "earlier checkpoints are intact" if some else "there is no earlier one"
+        return writing(f"checkpoint {self.path}", f"; {kept}")
 
 
 def save(

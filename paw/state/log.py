@@ -60,7 +60,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
         If it is the newest one's, they are an evaluation that its line lacked: the file is replaced by one with it.
         """
-        record = _plain({"step": step, **{clean(name): value for name, value in metrics.items()}})
+        named = {clean(name): value for name, value in metrics.items() if name != "step"}  # a callback's may be
+        record = _plain({"step": step, **named})
         if self.history and self.history[-1]["step"] == step:
             before = self.history.pop()
             record = {name: value for name, value in before.items() if not name.startswith("eval/")} | record
@@ -98,7 +99,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON has it: numpy's and torch's scalars are numbers, NaN and infinities null."""
-    text = json.dumps(record, default=lambda scalar: scalar.item())
+    text = json.dumps(record, default=lambda scalar: scalar.item() if hasattr(scalar, "item") else str(scalar))
     return json.loads(text, parse_constant=lambda _: None)
 
 

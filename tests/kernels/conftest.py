@@ -32,10 +32,10 @@ def backend(request, monkeypatch):
 
     name, _, place = request.param.partition(" on ")
     if place:
-        if reason := why_not_backend(name, torch.device("cuda"), torch.float32):
-            pytest.skip(reason)
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+        if reason := why_not_backend(name, torch.device("cuda"), torch.float32):
+            pytest.skip(reason)
         return Backend(name, name, "cuda", examples=8)  # Triton compiles for every D
     if name == "triton":
         from triton_interpreted import backend as triton

@@ -84,6 +84,9 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))  # room for every log
         done = paw_here(*words, "--resume", "auto", code=None)
         assert_refused(done, "cannot write checkpoint .*step_000003: File too large; earlier checkpoints are intact")
+        first = paw_here("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "first"}, code=None)
+        assert_refused(first, "cannot write checkpoint .*: File too large; there is no earlier one")
+        shutil.rmtree(tmp_path / "first")
         done = paw_here("export", run, "--out", tmp_path / "hf", code=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
