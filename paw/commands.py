@@ -47,7 +47,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
         case "plan":
             from paw.tools.fit import BASE
 
-            add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (default: {BASE})")
+            add("recipe", nargs="?", help=f"name of a packaged recipe, or a .toml file (with --model: {BASE})")
             add("--model", metavar="NAME", help="model folder or Hugging Face name, in place of the recipe's")
             add("--gpus", default="1x80GB", metavar="NxGB", help="all cards, and their memory (default: %(default)s)")
             add("--host-gib", type=float, metavar="N", help="memory of a host (default: not limited)")

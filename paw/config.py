@@ -111,7 +111,8 @@ class EnvConfig(PluginSection):
     invalid_penalty: NonNegative = 0.1
     """Subtracted from the score of a turn whose response is no valid action."""
     step_timeout_s: Seconds = 60.0
-    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode."""
+    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode; also how long an
+    agent may wait for anything but model and environment."""
     max_text: Count = 1_000_000
     """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
 

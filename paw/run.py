@@ -60,6 +60,8 @@ class Run(Parts):
     """The step of the newest checkpoint that is there."""
     saving: Saving | None = None
     """The one that is being written."""
+    logged: int = 0
+    """The step of the newest line of metrics: resuming a checkpoint needs that of its step."""
     log: MetricsLog | None = None
     """Of rank 0, as `record` is."""
     record: RunRecord | None = None
@@ -213,6 +215,7 @@ class Run(Parts):
     def _write_metrics(self) -> None:
         if self.log:
             self.log.log(self.step, self.metrics)
+        self.logged = self.step
         self.call("on_update", self.metrics)
         self.metrics.clear()
 
@@ -243,6 +246,12 @@ class Run(Parts):
         self.saved = saving.step
         if self.record:
             self.record.write()
+
+    def save_whole(self) -> None:
+        """Save an update that is over, when something fails before the next has begun to change anything."""
+        if self.saved != self.step == self.logged and self.phase in ("rollout", "sync", "eval"):
+            self.save()
+            self.say(f"update {self.step} is saved (--resume auto)")
 
     def finish(self) -> Path:
         """Save, export to Hugging Face format; returns the path of the report to come."""
@@ -275,6 +284,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
                 if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
                     with suppress(UserError):
                         run.settle()
+                        run.save_whole()
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:

@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,43 @@ class Episode:
     seconds: float = 0.0
 
 
+class Patience:
+    """Limits how long an agent waits for what is neither the model nor the environment, which have limits of their own.
+
+    Only what awaits can be ended: an agent that blocks, blocks the loop.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._timeout, self._pending = seconds, asyncio.Timeout(None), 0
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Of an agent's whole play. TimeoutError beyond it."""
+        try:
+            async with self._timeout:
+                self._count(0)
+                yield
+        except TimeoutError:
+            if not self._timeout.expired():
+                raise
+            what = "what is neither the model nor the environment"
+            raise TimeoutError(f"the agent waited over env.step_timeout_s = {self.seconds:g} for {what}") from None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """While the model or the environment is at work."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._pending += change
+        now = asyncio.get_running_loop().time()
+        self._timeout.reschedule(None if self._pending else now + self.seconds)
+
+
 class EnvHandle:
     """The environment of one episode, as its agent sees it. What its methods raise is a failure of the episode."""
 
@@ -103,6 +141,7 @@ class EnvHandle:
         self.episode, self.config, self.task = episode, config, episode.trajectory.task
         self.observation = self.anchor = ""
         """The last observation, and as GiGPO compares it."""
+        self.patience = Patience(config.step_timeout_s)
         self._guarded, self._threads = guarded, threads
         self._context: Context = ""
 
@@ -176,7 +215,8 @@ class EnvHandle:
                 raise
 
         try:
-            return await self._threads.run(call)
+            with self.patience.pause():
+                return await self._threads.run(call)
         except (*OURS, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -225,7 +265,8 @@ class Model(ABC):
         unasked = 0.0 if turns else sum((step.reward for _, _, step in episode.steps), 0.0)  # the first turn has them
         outcome = Outcome("", unasked, done=False, won=False)
         turn = Turn([], [], [], None, shown(message) + begun, "", outcome, self.env.anchor, version=0)
-        found = await self._answer(turn, context, continues, stop, seed)
+        with self.env.patience.pause():
+            found = await self._answer(turn, context, continues, stop, seed)
         turns.append(turn)
         response = Response(turn.response.partition(found)[0] if found else turn.response)
         response.turn, response.stop, response.message, response.answer = turn, found, message, begun + turn.response

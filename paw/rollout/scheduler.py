@@ -278,7 +278,8 @@ class Rollouts:
             env = EnvHandle(guarded, self.threads, episode, self.config.env)
             model = make_model(env)
             try:
-                await self.agent(env, model)
+                async with env.patience.limit():
+                    await self.agent(env, model)
             except ContextFull:
                 episode.context_full = True
             model.ended()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paw.envs.base import Endless, Tasks
+from paw.errors import UserError
 from paw.types import Outcome, Task
 
 FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
@@ -147,6 +148,28 @@ class DownInTraining(Honest):
         if time.monotonic() < self.down_until < math.inf:
             raise ConnectionError("connection refused")
         return "start"
+
+
+class TasksGone(Honest):
+    """The second update's are not there where $ATTACK says so."""
+
+    def tasks(self, split: str, seed: int) -> Tasks:
+        listed = super().tasks(split, seed)
+
+        def task(i: int) -> Task:
+            if split == "train" and i == 2 and os.environ.get("ATTACK") == "tasks":
+                raise OSError("the disk of tasks is gone")
+            return listed[i]
+
+        return Endless(task)
+
+
+class Fails:
+    """A callback that fails after the first update where $ATTACK says so."""
+
+    def on_update(self, run: Any, metrics: Mapping[str, float]) -> None:
+        if run.step == 1 and os.environ.get("ATTACK") == "callback":
+            raise UserError("my tracker is full")
 
 
 class Crashing(Honest):

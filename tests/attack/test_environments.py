@@ -178,6 +178,26 @@ def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
         assert threading.active_count() <= before
 
 
+def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
+    """Not one whose environment is slow, nor one that asks the model twice at once."""
+
+    async def agent(env, model):
+        await env.reset()
+        while not env.done:
+            if env.episode.trajectory.member == 2 and env.episode.trajectory.turns:
+                await asyncio.Event().wait()
+            response, _ = await asyncio.gather(model.generate(env.context()), model.generate("and?"))
+            await env.step(response)
+
+    played = rollouts(step_timeout_s=0.3, context=lambda game: time.sleep(0.05) or "go on", everywhere=True)
+    played.agent = agent
+    groups, stats = play(played)
+    reason = "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the environment"
+    assert stats.failures == [f"train/0/{i}: TimeoutError: {reason}" for i in range(2)]
+    assert [len(group.trajectories) for group in groups] == [3, 3] and stats.threads_lost == 0
+    assert len(play(played)[0]) == 2  # the run goes on
+
+
 def test_closing_waits_no_longer_than_one_call(rollouts):
     played = rollouts(step_timeout_s=0.3, close=waits, everywhere=True)
     play(played)

@@ -33,6 +33,23 @@ def recipe(tmp_path):
     return path
 
 
+@pytest.mark.parametrize(("attack", "line"), [("tasks", "OSError: the disk of tasks"), ("callback", "my tracker is")])
+def test_an_update_that_is_over_is_saved_when_something_fails_then(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, line
+):
+    settings |= {"env.name": f"{FILE}:TasksGone", "run.callbacks": [f"{FILE}:Fails"], "run.name": "calm"}
+    paw_here("train", recipe, settings)
+    monkeypatch.setenv("ATTACK", attack)
+    settings["run.name"] = "run"
+    done = paw_here("train", recipe, settings, code=2)
+    assert re.fullmatch(f"paw: .*{line}.*\n", done.stderr) and "update 1 is saved (--resume auto)\n" in done.stdout
+    monkeypatch.delenv("ATTACK")
+    paw_here("train", recipe, settings, "--resume", "auto")
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "run")]
+    assert weights[0] == weights[1]
+
+
 def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
     """One that lasts ends the run saved, with one line."""
     assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
