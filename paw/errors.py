@@ -8,8 +8,10 @@ import importlib
 import re
 import reprlib
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 LINE_CHARS = 2000
@@ -69,6 +71,13 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
 def describe(error: BaseException) -> str:
     """Type and message of an exception as one line. Holds for one whose `__str__` raises, too."""
     return f"{type(error).__name__}: {clean(error)}".removesuffix(": ")
+
+
+def place(error: BaseException) -> str:
+    """ " (FILE, line N)", where an exception was raised; "" of a file that is no Python."""
+    if isinstance(error, SyntaxError) or not (frames := traceback.extract_tb(error.__traceback__)):
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def shown(value: object, limit: int = 100) -> str:

@@ -10,7 +10,7 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
 from paw.envs.threads import Threads
-from paw.errors import OURS, UserError, describe, shown
+from paw.errors import OURS, UserError, describe, place, shown
 from paw.types import Task
 
 FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
@@ -50,7 +50,7 @@ class OwnFactory:
         except OURS:
             raise
         except Exception as error:
-            raise UserError(f"{what}: {describe(error)}") from error
+            raise UserError(f"{what}: {describe(error)}{place(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
         if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):

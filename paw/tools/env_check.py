@@ -6,15 +6,13 @@ Episodes by the oracle, by chance and of garbage are played again in circumstanc
 import argparse
 import json
 import math
-import traceback
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from paw.envs import make_factory
 from paw.envs.base import Tasks, admissible_responses, eval_tasks, size, train_tasks, warmup_tasks
-from paw.errors import OURS, NoOracleError, UserError, clean, describe, shown
+from paw.errors import OURS, NoOracleError, UserError, clean, describe, place, shown
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
@@ -190,7 +188,8 @@ def check(subject: Subject) -> list[Finding]:
         except OURS:
             raise
         except BaseException as error:
-            findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else _raised(error)))
+            seen = f"raised {describe(error)}{place(error)}"
+            findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else seen))
             if rule in VITAL:
                 break
     return findings
@@ -225,9 +224,3 @@ def _keys(tasks: Tasks) -> list[tuple[str, str]]:
 
 def _outcomes(s: Subject) -> list[Outcome]:
     return [outcome for episode in s.episodes for outcome in episode.outcomes]
-
-
-def _raised(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return f"raised {describe(error)}{where}"

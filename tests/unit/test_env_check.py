@@ -98,7 +98,7 @@ FAULTS = {
 }
 OTHERS = [
     ("members", broken(fingerprint=lambda self: f"{random.random()}"), "it must be one text for the same tasks"),
-    ("tasks", tasks(lambda split, i: {}["mine"]), "raised KeyError: 'mine' (test_env_check.py, line"),
+    ("tasks", tasks(lambda split, i: {}["mine"]), "tasks('train', 0): KeyError: 'mine' (test_env_check.py, line 1"),
     ("tasks", listed(lambda split, seed: ["a"]), "'a'; it must be a paw.Task"),
     ("tasks", listed(lambda split, seed: []), "is empty"),
     ("outcomes", on_step(lambda self, o: replace(o, observation=None)), "Outcome.observation is None; it must be text"),
