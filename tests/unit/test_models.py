@@ -134,6 +134,9 @@ def test_an_engine_that_samples_from_something_else_is_refused():
     lm = make("Mamba2", num_heads=8, n_groups=1, state_size=8)  # its cache is not the one we give it
     with pytest.raises(UserError, match=r"'transformers' cannot sample from model type 'mamba2'.*use --engine.type v"):
         check_sampling(lm)
+    lm = make("Bamba", attn_layer_indices=[], **MAMBA)  # nor has it attention
+    with pytest.raises(UserError, match=r"'transformers' cannot sample from model type 'bamba': .*Error: .*use --eng"):
+        check_sampling(lm)
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi3"])

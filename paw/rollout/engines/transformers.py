@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from paw.errors import UserError
+from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
 from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
@@ -239,19 +239,24 @@ def check_sampling(lm: PreTrainedModel) -> float:
     """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
     lengths in a batch. UserError where they are not the model's own."""
     vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
+    refused = f"engine.type = 'transformers' cannot sample from model type '{lm.config.model_type}'"
     engine = TransformersEngine(lm, end_ids=[], longest=max(LENGTHS) + 4)
     for key, length in enumerate(LENGTHS):
         prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
         engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
     with running_in(torch.float32, lm):
-        for done in engine.step():
+        try:
+            sampled = engine.step()
+        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:  # of its cache
+            raise UserError(f"{refused}: {describe(error)}; use --engine.type vllm") from error
+        for done in sampled:
             row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
             found.append((own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
     difference = torch.cat(found)
     largest = float(difference.max())
     if not typical(difference, lm) <= EXACT:
         raise UserError(
-            f"engine.type = 'transformers' cannot sample from model type '{lm.config.model_type}': log-probs are off"
-            f" by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); use --engine.type vllm"
+            f"{refused}: log-probs are off by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); "
+            "use --engine.type vllm"
         )
     return largest
