@@ -29,7 +29,7 @@ from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor
 from paw.state import checkpoint
 from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, Saving, optimizer_tensors
+from paw.state.train_state import Learner, Saving, optimizer_tensors, rng_tensors
 
 WAYS, REPEATS = ("gathered", "shards", "background"), 3
 SHAPE: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 32_000}
@@ -75,7 +75,7 @@ def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
 
 def sharded(learner: Learner, ranks: Ranks, folder: Path, way: str) -> dict[str, Any]:
     began = time.perf_counter()
-    saving = Saving([learner], 1, folder, ranks, [0, 0], background=way == "background")
+    saving = Saving([learner], 1, folder, ranks, [0, 0], rng_tensors(), background=way == "background")
     begun = time.perf_counter()
     while not all(ranks.gather(saving.done)):
         time.sleep(0.1)

@@ -8,6 +8,7 @@ import importlib
 import re
 import reprlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -74,10 +75,12 @@ def describe(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """ " (FILE, line N)", where an exception was raised; "" of a file that is no Python."""
-    if isinstance(error, SyntaxError) or not (frames := traceback.extract_tb(error.__traceback__)):
+    """ " (FILE, line N)", the last that an exception passed which is neither ours nor a library's; "" without one."""
+    if isinstance(error, SyntaxError):  # which says it itself
         return ""
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def shown(value: object, limit: int = 100) -> str:

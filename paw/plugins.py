@@ -152,10 +152,7 @@ def _settings(plugin: Any, name: str, base: type[Section]) -> type[Section]:
 
 
 def import_file(file: str, origin: str) -> ModuleType:
-    """The module of a Python file, imported once for each state of the file; files beside it may be imported, too.
-
-    A UserError begins with `origin`.
-    """
+    """The module of a Python file, imported once for each state of the file. A UserError begins with `origin`."""
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")
@@ -165,8 +162,6 @@ def import_file(file: str, origin: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"paw_plugin_{path.stem}", path)
     assert spec and spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    if (folder := str(path.parent)) not in sys.path:
-        sys.path.append(folder)
     try:
         with chdir(Path.cwd()):  # relative paths still have to be read, whatever the file does
             spec.loader.exec_module(module)

@@ -4,7 +4,6 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 """
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,7 @@ from paw.config import Config
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, describe, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
+from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
@@ -35,7 +35,7 @@ from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
-from paw.state.train_state import Saving
+from paw.state.train_state import RandomStates, Saving, rng_tensors
 from paw.types import Sample
 
 STARTING_OVER = -1
@@ -62,6 +62,8 @@ class Run(Parts):
     """The one that is being written."""
     logged: int = 0
     """The step of the newest line of metrics: resuming a checkpoint needs that of its step."""
+    random: RandomStates | None = None
+    """As they were before what follows the newest update was begun: its evaluation, or the next update."""
     log: MetricsLog | None = None
     """Of rank 0, as `record` is."""
     record: RunRecord | None = None
@@ -179,7 +181,7 @@ class Run(Parts):
 
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
-        last = self.step == self.config.run.updates
+        last, self.random = self.step == self.config.run.updates, rng_tensors()
         phases = sum(value for key, value in self.metrics.items() if key.startswith("time/") and key != "time/save")
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
@@ -216,7 +218,10 @@ class Run(Parts):
         if self.log:
             self.log.log(self.step, self.metrics)
         self.logged = self.step
-        self.call("on_update", self.metrics)
+        try:
+            self.call("on_update", self.metrics)
+        finally:
+            self.random = rng_tensors()
         self.metrics.clear()
 
     def save(self, *, wait: bool = True) -> None:
@@ -232,7 +237,8 @@ class Run(Parts):
             self.log.sync()
         folder = self.directory / "checkpoints"
         with self.clock("save"):
-            self.saving = Saving(self.learners, self.step, folder, self.ranks, self.places, background=not wait)
+            what: Any = self.step, folder, self.ranks, self.places, self.random or rng_tensors()
+            self.saving = Saving(self.learners, *what, background=not wait)
         if wait:
             self.settle()
 
@@ -247,9 +253,15 @@ class Run(Parts):
         if self.record:
             self.record.write()
 
-    def save_whole(self) -> None:
+    def save_whole(self, error: Exception) -> None:
         """Save an update that is over, when something fails before the next has begun to change anything."""
-        if self.saved != self.step == self.logged and self.phase in ("rollout", "sync", "eval"):
+        if self.logged < self.step and self.phase in ("sync", "eval"):  # its evaluation is for the resumed run
+            self.random = rng_tensors() if self.phase == "sync" else self.random
+            if self.log:
+                self.log.log(self.step, {key: value for key, value in self.metrics.items() if key[:5] != "eval/"})
+            self.logged = self.step
+        diverged = self.phase == "score" and isinstance(error, TrainingStopped)
+        if self.saved != self.step == self.logged and self.phase not in ("start", "update", "save") and not diverged:
             self.save()
             self.say(f"update {self.step} is saved (--resume auto)")
 
@@ -284,7 +296,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
                 if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
                     with suppress(UserError):
                         run.settle()
-                        run.save_whole()
+                        run.save_whole(error)
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:
@@ -379,10 +391,3 @@ def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: 
         return name, changes(config.run.dir / name, config)
     taken = f"{config.run.dir / config.run.name} is another run's: this one is {name}"
     return name, [taken] if name != config.run.name else []
-
-
-def peak_gib(device: torch.device) -> float:
-    """Peak memory so far: of the GPU's allocator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -36,11 +36,11 @@ from paw.plugins import CALLBACKS
 from paw.recipe import load
 
 collect_ignore = ["e2e/openenv_client.py", "e2e/openenv_server.py"]
+"""Programs of other Python environments, which no doctest is looked for in."""
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # started by `&` in a script, or by nohup
         signal.signal(number, usual)
-"""Programs of other Python environments, which no doctest is looked for in."""
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")

@@ -2,10 +2,10 @@
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from paw.errors import UserError, describe
+from paw.errors import UserError, describe, place
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
@@ -134,13 +134,13 @@ def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[T
     tasks = factory.tasks(split, seed)
     n = size(tasks)
     if n is None:
-        return [tasks[i] for i in range(count or ENDLESS_EVAL)]
+        return _listed(tasks, range(count or ENDLESS_EVAL))
     rng, order = random.Random(seed), range(n)
     if factory.distinct_eval:
         order = rng.sample(order, count) if 0 < count < n else order
     elif count:
         order = rng.choices(order, k=count)
-    return [tasks[i] for i in order]
+    return _listed(tasks, order)
 
 
 def size(tasks: Tasks) -> int | None:
@@ -158,12 +158,16 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
 
 def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
     n = size(tasks)
+    return _listed(tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count)))
+
+
+def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:
     try:
-        return [tasks[i if n is None else shuffled(seed, i, n)] for i in range(start, start + count)]
+        return [tasks[i] for i in order]
     except UserError:
         raise
     except Exception as error:  # an own sequence may read a file or a network
-        raise UserError(f"a training task of env.name cannot be had: {describe(error)}") from error
+        raise UserError(f"a task of env.name cannot be had: {describe(error)}{place(error)}") from error
 
 
 def shuffled(seed: int, i: int, n: int) -> int:

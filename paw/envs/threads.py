@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -95,6 +95,23 @@ class Threads:
             f"stopped: {len(self._lost)} threads hang in calls that took longer than env.step_timeout_s = "
             f"{self.timeout_s:g}; give what the environment waits for a time limit of its own"
         )
+
+
+class Daemons(ThreadPoolExecutor):
+    """For `asyncio.to_thread`: a thread for each call, for which neither another call nor the interpreter waits."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*args, **named))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
 
 
 class _Call(Future[tuple[Any, BaseException | None]]):

@@ -134,7 +134,8 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _serve(factory: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: they are the parent's to handle
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     void = os.open(os.devnull, os.O_RDWR)

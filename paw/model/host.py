@@ -3,6 +3,7 @@ of `pin_memory` up to a power of two, 1.7 times at 14B."""
 
 import math
 import re
+import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[st
 
 CONTAINER = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
 """Files of a control group's limit and of what it uses: version 2's, and version 1's."""
+
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's allocator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def available_memory(system: Path = Path("/")) -> int:

@@ -24,8 +24,8 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     `device` is model.device: there are at most as many as GPUs, or on "cpu" as cores.
 
     When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
-    is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all, Ctrl-C reaches them anyway,
-    and they do not outlive this process.
+    is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all; Ctrl-C and the end of
+    a terminal reach them anyway. They do not outlive this process.
     """
     import torch
 
@@ -61,7 +61,8 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
                     pass_fds=() if log else (listening.fileno(),),
                 )
             )
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, tell)
         codes: list[int | None] = [None]
         patience = float("inf")

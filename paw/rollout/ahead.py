@@ -29,6 +29,7 @@ from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollout.chat import Chat
 from paw.rollout.engines.server import Fleet, ServerEngine
+from paw.rollout.engines.watch import STOPS
 from paw.rollout.episode import Played
 from paw.rollout.exchange import set_tasks
 from paw.rollout.scheduler import Progress, Rollouts
@@ -190,7 +191,7 @@ def sendable(error: BaseException) -> UserError:
 
 
 def main(pipe: Connection) -> NoReturn:
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher: the trainer saves first
+    for number in STOPS:  # of a terminal or a launcher: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
     sending = threading.Lock()
 

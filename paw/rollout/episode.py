@@ -29,6 +29,8 @@ PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions: the environment that asks them."""
 CALLS_PER_TURN = 100
 """Calls of the model for each of env.max_turns, after which an agent counts as one that never ends."""
+LATE_S = 0.02
+"""A timer that is later than this was held up, by a batch of the engine or another agent: who waits begins anew."""
 HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
 
 
@@ -104,34 +106,51 @@ class Patience:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._timeout, self._pending = seconds, asyncio.Timeout(None), 0
+        self.seconds, self._pending, self._expired = seconds, 0, False
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """Of an agent's whole play. TimeoutError beyond it."""
+        self._task = asyncio.current_task()
+        self._restart()
         try:
-            async with self._timeout:
-                self._count(0)
-                yield
-        except TimeoutError:
-            if not self._timeout.expired():
+            yield
+        except asyncio.CancelledError:
+            if not (self._expired and self._task):
                 raise
+            self._task.uncancel()
             what = "what is neither the model nor the environment"
             raise TimeoutError(f"the agent waited over env.step_timeout_s = {self.seconds:g} for {what}") from None
+        finally:
+            self._task = None
+            self._restart()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """While the model or the environment is at work."""
-        self._count(1)
+        self._pending += 1
+        self._restart()
         try:
             yield
         finally:
-            self._count(-1)
+            self._pending -= 1
+            self._restart()
 
-    def _count(self, change: int) -> None:
-        self._pending += change
-        now = asyncio.get_running_loop().time()
-        self._timeout.reschedule(None if self._pending else now + self.seconds)
+    def _restart(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        loop = self._task.get_loop() if self._task and not self._pending else None
+        self._timer = loop.call_later(self.seconds, self._end) if loop and not loop.is_closed() else None
+
+    def _end(self) -> None:
+        assert self._task and self._timer
+        if self._task.get_loop().time() > self._timer.when() + LATE_S:
+            self._restart()
+            return
+        self._expired = True
+        self._task.cancel()
 
 
 class EnvHandle:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, further_tasks, train_tasks
-from paw.envs.threads import Threads
+from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
@@ -60,6 +60,7 @@ class Rollouts:
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
         self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
+        self.loop.set_default_executor(Daemons())
         self._judges = Threads(THREADS, config.env.step_timeout_s)
         name = config.reward.type
         self._reward: Any = None if name == "env" else bind(plugins.load("rewards", name), config.reward)

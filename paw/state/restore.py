@@ -236,7 +236,7 @@ def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: st
         learner.guard.load_state(state[f"{learner.prefix}guard"])
     mine = rng_name(ranks.rank) if rng_name(ranks.rank) in randoms else rng_name(0)  # fewer ranks saved it
     load_rng(randoms[mine], state[mine])
-    run.step = run.saved = state["step"]
+    run.step = run.saved = run.logged = state["step"]
     return str(path)
 
 

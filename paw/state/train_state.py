@@ -22,6 +22,9 @@ from paw.state import checkpoint
 from paw.state.checkpoint import Named, rng_name
 from paw.state.guards import UpdateGuard
 
+RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
+"""What `rng_tensors` returns."""
+
 
 class Learner(NamedTuple):
     """A model that learns, and what the names of its files begin with."""
@@ -51,12 +54,13 @@ class Saving:
         folder: Path,
         ranks: Ranks,
         places: Sequence[int],
+        random_states: RandomStates,
         background: bool,
     ) -> None:
         self.step, self._folder, self._ranks = step, folder, ranks
         self._leads, several = places[ranks.rank] == ranks.rank, ranks.world_size > 1
         state: dict[str, Any] = {f"{of.prefix}guard": of.guard.state() for of in learners}
-        random_tensors, random_state = rng_tensors()
+        random_tensors, random_state = random_states
         state |= {rng_name(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
         randoms = ranks.gather_bytes(to_bytes(random_tensors))
 
@@ -135,7 +139,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> It
             yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
 
-def rng_tensors() -> tuple[dict[str, Tensor], dict[str, Any]]:
+def rng_tensors() -> RandomStates:
     """This process's random states of torch (CPU, and the current CUDA device), python and numpy: (tensors, JSON)."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

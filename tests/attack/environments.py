@@ -6,18 +6,20 @@ loses one member, or `everywhere`.
 
 import math
 import os
+import random
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from paw.algo.advantages import grpo
 from paw.envs.base import Endless, Tasks
 from paw.errors import UserError
-from paw.types import Outcome, Task
+from paw.types import Outcome, Sample, Task
 
 FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
 """Clears the screen, names the window, fakes two lines of progress, turns the text around, and is no Unicode."""
@@ -150,26 +152,51 @@ class DownInTraining(Honest):
         return "start"
 
 
-class TasksGone(Honest):
-    """The second update's are not there where $ATTACK says so."""
+class Breaks(Honest):
+    """Its texts are drawn at random. Something ends the second update where $ATTACK says what."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
         listed = super().tasks(split, seed)
 
         def task(i: int) -> Task:
-            if split == "train" and i == 2 and os.environ.get("ATTACK") == "tasks":
-                raise OSError("the disk of tasks is gone")
+            if (os.environ.get("ATTACK"), split, i) == ("tasks", "train", 2):  # the second update's first
+                raise OSError("broken")
             return listed[i]
 
         return Endless(task)
 
+    def make(self) -> Game:
+        return Drawing({})
 
-class Fails:
-    """A callback that fails after the first update where $ATTACK says so."""
+
+class Drawing(Game):
+    def reset(self, task: Task) -> str:
+        self.breaks = (os.environ.get("ATTACK"), task.id) == ("play", "train/0/3")
+        return super().reset(task)
+
+    def context(self) -> str:
+        if self.breaks and self.n == 2:
+            raise UserError("broken")
+        return f"turn {random.random()}"
+
+
+class Callback:
+    step = 0
 
     def on_update(self, run: Any, metrics: Mapping[str, float]) -> None:
-        if run.step == 1 and os.environ.get("ATTACK") == "callback":
-            raise UserError("my tracker is full")
+        Callback.step = run.step
+        if (os.environ.get("ATTACK"), run.step) == ("update", 1):
+            raise UserError("broken")
+
+    def on_evaluation(self, run: Any, groups: Any, metrics: Mapping[str, float]) -> None:
+        if (os.environ.get("ATTACK"), run.step) == ("evaluation", 1):
+            raise UserError("broken")
+
+
+def advantages(samples: Sequence[Sample]) -> list[float]:
+    if (os.environ.get("ATTACK"), Callback.step) == ("score", 1):
+        raise UserError("broken")
+    return grpo(samples)
 
 
 class Crashing(Honest):

@@ -198,6 +198,30 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
     assert len(play(played)[0]) == 2  # the run goes on
 
 
+def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
+    """One in four hangs in a thread of its own; the others' batches take longer than an agent may wait."""
+    released = threading.Event()
+
+    async def agent(env, model):
+        await env.reset()
+        while not env.done:
+            if env.episode.trajectory.member == 2:
+                await asyncio.to_thread(released.wait)
+            await asyncio.gather(asyncio.to_thread(time.sleep, 0.1), model.generate("and?"), model.generate("and?"))
+            await asyncio.to_thread(time.sleep, 0.1)
+            await env.step(await model.generate(env.context()))
+
+    played = rollouts(step_timeout_s=0.6)
+    played.agent, step = agent, played.engine.step
+    played.engine.step = lambda: time.sleep(0.7) or step()
+    groups, stats = play(played, groups=8)
+    assert len(stats.failures) == 8 and all("the agent waited over env.ste" in failure for failure in stats.failures)
+    assert [len(group.trajectories) for group in groups] == [3] * 8
+    hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
+    assert len(hanging) == 8 and all(thread.daemon for thread in hanging)  # the interpreter does not wait for them
+    released.set()
+
+
 def test_closing_waits_no_longer_than_one_call(rollouts):
     played = rollouts(step_timeout_s=0.3, close=waits, everywhere=True)
     play(played)

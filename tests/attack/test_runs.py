@@ -33,18 +33,18 @@ def recipe(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("attack", "line"), [("tasks", "OSError: the disk of tasks"), ("callback", "my tracker is")])
+@pytest.mark.parametrize("attack", ["tasks", "play", "score", "evaluation", "update"])
 def test_an_update_that_is_over_is_saved_when_something_fails_then(
-    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, line
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack
 ):
-    settings |= {"env.name": f"{FILE}:TasksGone", "run.callbacks": [f"{FILE}:Fails"], "run.name": "calm"}
-    paw_here("train", recipe, settings)
+    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "eval.every": 1}
+    settings["advantage.type"] = f"{FILE}:advantages"
+    paw_here("train", recipe, settings, {"run.name": "calm"})
     monkeypatch.setenv("ATTACK", attack)
-    settings["run.name"] = "run"
-    done = paw_here("train", recipe, settings, code=2)
-    assert re.fullmatch(f"paw: .*{line}.*\n", done.stderr) and "update 1 is saved (--resume auto)\n" in done.stdout
+    done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
+    assert re.fullmatch("paw: .*broken.*\n", done.stderr) and "update 1 is saved (--resume auto)\n" in done.stdout
     monkeypatch.delenv("ATTACK")
-    paw_here("train", recipe, settings, "--resume", "auto")
+    paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
     weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "run")]
     assert weights[0] == weights[1]

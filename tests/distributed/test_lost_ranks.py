@@ -138,6 +138,20 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
     assert launcher.wait(20) != 0 and not any(map(alive, ranks))
 
 
+def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path):
+    """Which tells all processes of it, the launcher too."""
+    launcher, metrics = launched(recipe, "--gpus", "2", "--run.save_every", "0"), tmp_path / "run" / "metrics.jsonl"
+    try:
+        until(lambda: launcher.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1), 200)
+        os.killpg(launcher.pid, signal.SIGHUP)
+        errors = launcher.communicate(timeout=60)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0 and "SIGHUP: finishing this update, then saving" in errors
+    assert restore.newest(tmp_path / "run" / "checkpoints")
+
+
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe):
     """At moments from the interpreter's start to the first episodes, as the terminal sends it: to all processes."""
     two = ("--gpus", "2")

@@ -26,7 +26,7 @@ from paw.model.policy import Policy
 from paw.model.ranks import full_tensor
 from paw.state import checkpoint, restore
 from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, Saving
+from paw.state.train_state import Learner, Saving, rng_tensors
 from paw.tools.postmortem import examine
 
 pytestmark = pytest.mark.slow
@@ -188,7 +188,7 @@ def replicas(rank, folder):
     ranks, places = DistributedRanks(rank, 4, 2, torch.device("cpu")), [0, 0, 2, 2]
     mesh, mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks")), folder / f"machine{rank // 2}"
     saved, other = trained(mesh, 0), trained(mesh, 1)
-    Saving([saved], 1, mine, ranks, places, background=True).publish(1)
+    Saving([saved], 1, mine, ranks, places, rng_tensors(), background=True).publish(1)
     assert restore.restore(SimpleNamespace(ranks=ranks, places=places, learners=[other]), mine, warn=pytest.fail)
     for one, two in zip(saved.model.parameters(), other.model.parameters(), strict=True):
         for a, b in ((one, two), *((saved.optimizer.state[one][k], v) for k, v in other.optimizer.state[two].items())):

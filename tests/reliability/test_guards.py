@@ -4,6 +4,8 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -83,6 +85,20 @@ def test_handlers_return_to_what_they_were(capfd, number):
         assert now == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert f"{number.name}: finishing this update" in capfd.readouterr().err
+
+
+def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
+    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
+    words = [sys.executable, "-m", "paw.rollout.engines.watch", *command]
+    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin and child.stdout and child.stdout.read(1)  # the server has begun
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        child.send_signal(number)
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.stdin.close()  # as the trainer's end does
+    assert child.wait(20) == 128 + signal.SIGTERM
+    child.stdout.close()
 
 
 def test_signals_of_a_forked_child_are_none_of_the_runs():

@@ -282,14 +282,6 @@ def test_each_kind_of_name(folder, monkeypatch):
     assert plugins.load("envs", "mine.py:Maze") == 5
 
 
-def test_a_file_imports_those_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "parts_of_mine.py").write_text("Maze = 7\n")
-    (tmp_path / "whole.py").write_text("import parts_of_mine\nMaze = parts_of_mine.Maze\n")
-    assert plugins.load("envs", f"{tmp_path / 'whole.py'}:Maze") == 7
-    assert sys.path[-1] == str(tmp_path)  # what is installed goes first
-
-
 MISNAMED = [
     ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
     ("envs", "zzz", "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tau2"),

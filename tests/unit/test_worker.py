@@ -1,6 +1,7 @@
 """A worker's game may raise, hang, die or flood: the caller gets one EnvironmentFailure, no process stays behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,8 @@ def test_plays_and_is_reused(make):
     assert (worker.admissible, worker.won) == (["look"], False)
     pid = worker.step(PID)
     assert worker.step("'win'") == "win" and worker.won
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the trainer's to handle
+        assert worker.step(f"os.kill(os.getpid(), {int(number)}) or 'on'") == "on"
     worker.start()
     assert not worker.won and worker.step(PID) == pid
     noise = "[os.write(fd, b'y' * 10**6) for fd in (1, 2) for _ in range(100)]"  # what a game prints goes nowhere

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 
 
 def main(command: Sequence[str], parent: int) -> int:
     """Run `command` until it ends or the pipe `parent` is closed; then nothing of it is left."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher: the trainer saves first
+    for number in STOPS:  # of a terminal or a launcher: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again)
     ended = threading.Event()
@@ -36,7 +37,7 @@ def main(command: Sequence[str], parent: int) -> int:
 
 
 def _listen_again() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 
 
