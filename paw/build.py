@@ -174,8 +174,11 @@ def build(
         from paw.algo.critic import load_critic
 
         models.append(load_critic(path, **trained, **options))
-    for buffer in (buffer for model in models for buffer in model.buffers()):
-        ranks.broadcast(buffer, 0)  # some routers' biases are no parameters
+    buffers = [buffer for model in models for buffer in model.buffers()]  # some routers' biases are no parameters
+    dtypes = ranks.broadcast_from_rank0(lambda: [str(buffer.dtype).partition(".")[2] for buffer in buffers], list[str])
+    for buffer, dtype in zip(buffers, dtypes, strict=True):
+        buffer.data = buffer.data.to(getattr(torch, dtype))  # made without files, none was kept in float32
+        ranks.broadcast(buffer, 0)
     if config.model.liger:
         from paw.model.patches import apply_liger
 

@@ -98,7 +98,7 @@ def load(kind: str, name: str) -> Any:
     if name.startswith("given:"):
         if name not in _given:
             raise UserError(f"'{clean(name)}' was handed over by a program; run that again, or name a 'FILE.py:name'")
-        return _given[name]
+        return _callable(kind, _given[name], name)
     target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
     if target is None:
         hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind) or ['none'])}"
@@ -111,16 +111,21 @@ def load(kind: str, name: str) -> Any:
             what = "file" if place.endswith(".py") else "module"
             raise UserError(f"'{clean(name)}': the {what} has no '{clean(attribute)}'" + (near and f"; {near}"))
         found = getattr(found, attribute)
+    return _callable(kind, found, name)
+
+
+def _callable(kind: str, found: Any, name: str) -> Any:
     if kind in CALLED and not callable(found):
         raise UserError(f"'{clean(name)}' is a {type(found).__name__}, no function or class")
     return found
 
 
 def make(kind: type, config: Any) -> Any:
-    """An object of a class that may take its section of the recipe."""
-    takes = inspect.signature(kind).parameters.values()
-    wanted = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
-    return kind(config) if wanted else kind()
+    """An object of a class; with its section of the recipe, where it has settings or cannot be made without."""
+    takes = list(inspect.signature(kind).parameters.values())
+    positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in positional)
+    return kind(config) if needed or (positional and hasattr(kind, "Config")) else kind()
 
 
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:

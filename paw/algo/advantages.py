@@ -26,7 +26,7 @@ def checked(found: Any, samples: Sequence[Sample], name: str) -> list[float]:
     """What the estimator called `name` returned, if it is a finite number for each sample; else UserError."""
     try:
         advantages = [float(value) for value in found]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(f"advantage.type = '{name}' must return a number for each sample, not {shown(found)}") from None
     if len(advantages) != len(samples):
         raise UserError(f"advantage.type = '{name}' returned {len(advantages)} numbers for {len(samples)} samples")

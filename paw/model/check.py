@@ -123,8 +123,10 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for of in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # or one of each layer type
         kind = of.get("rope_type") or ""
-        first = of.get("original_max_position_embeddings") or config.max_position_embeddings
-        if (kind == "longrope" or "dynamic" in kind) and longest > first:
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        first = (kind == "longrope" and of.get("original_max_position_embeddings")) or config.max_position_embeddings
+        if longest > first:
             why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
             raise refused(lm, path, f"{why}; lower rollout.max_prompt_tokens and rollout.max_response_tokens")
 

@@ -8,6 +8,7 @@ those alone (or W'); the export, and the transformers engine of several ranks, s
 The frozen weights stay in the dtype of the forward pass, the adapters in float32.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,13 +35,20 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze `lm` and add trainable float32 adapters, the same ones for the same seed; log-probs stay what they were.
 
-    Raises UserError without peft.
+    Raises UserError without peft, and for targets that name experts.
     """
     peft = needed("peft", "lora.rank", "lora")
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, lm)
+    fused = {word for layer in _layers(lm) for word in getattr(layer, "parameter_name", "").split("_") if word}
+    if fused:  # peft adapts these too where a target is also the name of a dense layer
+        apart = [target for target in config.targets if target.split("_")[0] not in fused]
+        raise UserError(
+            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, which are one tensor for all and"
+            f" get no adapters here; leave them out: --lora.targets '{json.dumps(apart)}'"
+        )
     for parameter in lm.parameters():
         if parameter.requires_grad:  # peft gives them the dtype of the weights
             parameter.data = parameter.data.float()

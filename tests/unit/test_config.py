@@ -282,6 +282,35 @@ def test_each_kind_of_name(folder, monkeypatch):
     assert plugins.load("envs", "mine.py:Maze") == 5
 
 
+def test_what_a_class_is_made_with():
+    """Its section: where it has settings, though it could do without, and where it cannot."""
+
+    class Needs:
+        def __init__(self, config, depth=3):
+            self.config = config
+
+    class May(Needs):
+        class Config(Section):
+            depth: int = 3
+
+        def __init__(self, config=None):
+            self.config = config
+
+    class Takes(May):
+        def __init__(self, *args):
+            (self.config,) = args
+
+    class Alone(Needs):
+        def __init__(self, depth=3):
+            self.config = depth
+
+    assert [plugins.make(kind, "section").config for kind in (Needs, May, Takes, Alone)] == ["section"] * 3 + [3]
+
+
+def test_an_object_that_cannot_be_called_is_one_line(recipe):
+    assert "'given:list' is a list, no function or class" in problem(recipe(), {"policy.loss": plugins.give([1])})
+
+
 MISNAMED = [
     ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
     ("envs", "zzz", "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tau2"),

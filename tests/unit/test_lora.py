@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
+from test_models import make
 
 from paw.algo.loss import log_probs
 from paw.config import Config, LoraConfig, ModelConfig, RunConfig
@@ -144,6 +145,17 @@ def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     for target in ("lm_head", "embed_tokens", ""):
         with pytest.raises(UserError, match=f"'{target}' is no linear layer"):
             check_targets(lm, LoraConfig(rank=1, targets=[target]))
+
+
+def test_targets_that_name_experts_are_refused():
+    """GLM-4-MoE's first layer is dense, so that its names are those of linear layers too."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    lm = make("Glm4Moe", n_shared_experts=1, topk_group=1, first_k_dense_replace=1, **experts)
+    check_targets(lm, CONFIG)
+    with pytest.raises(
+        UserError, match=r"""'glm4_moe' some.* experts.* '\["q_proj", "k_proj", "v_proj", "o_proj"\]'$"""
+    ):
+        add_adapters(lm, CONFIG, seed=0)
 
 
 def test_a_run_keeps_its_adapters_shape(tmp_path):
