@@ -46,8 +46,8 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     if fused:  # peft adapts these too where a target is also the name of a dense layer
         apart = [target for target in config.targets if target.split("_")[0] not in fused]
         raise UserError(
-            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, which are one tensor for all and"
-            f" get no adapters here; leave them out: --lora.targets '{json.dumps(apart)}'"
+            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, one tensor for all, which "
+            f"get no adapters here; leave them out: --lora.targets '{json.dumps(apart)}'"
         )
     for parameter in lm.parameters():
         if parameter.requires_grad:  # peft gives them the dtype of the weights
