@@ -33,7 +33,7 @@ logits of 32 are rounded to multiples of 0.25 there)."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def check_model(policy: "Policy", path: str) -> float:
+def check_model(policy: "Policy", path: str, longest: int = 0) -> float:
     """The largest difference in nats, in float32 whatever the weights are stored in; before `policy` is sharded.
 
     Raises UserError, naming the model's type and the difference, for a model that cannot be trained as it is.
@@ -47,7 +47,7 @@ def check_model(policy: "Policy", path: str) -> float:
         with running_in(torch.float32, policy.lm):
             with windows_seen() as seen:
                 found = check_path(exact, path)
-            check_windows(policy.lm, path, seen)
+            check_windows(policy.lm, path, seen, longest)
             return found
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
@@ -101,18 +101,20 @@ def sliding_window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if on else None
 
 
-def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None]) -> None:
+def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None], longest: int) -> None:
     """UserError where config.json has sliding windows and attention was called without (`seen`): some models leave them
-    to a mask, which packed rows do not have. Rows as short as those of `logp_difference` do not show it."""
+    to a mask, which packed rows do not have. Rows as short as those of `logp_difference` do not show it, and windows as
+    wide as the `longest` row (0: not known) do not matter."""
     config: Any = lm.config.get_text_config()
     wanted = "sliding_attention" in (getattr(config, "layer_types", None) or []) or sliding_window(config)
-    if wanted and seen <= {None}:
+    wide = 0 < longest <= (getattr(config, "sliding_window", None) or 0)
+    if wanted and seen <= {None} and not wide:
         raise refused(lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows")
 
 
-def longest_row(config: Config) -> int:
-    """Tokens that a row of the update may have, with an observation and some that a chat template puts before it."""
-    appended = config.wm.max_tokens + 64 if config.wm.enabled else 0
+def longest_row(config: Config, *, update: bool = True) -> int:
+    """Tokens that a row may have; in an `update` with an observation and some that a chat template puts before it."""
+    appended = config.wm.max_tokens + 64 if config.wm.enabled and update else 0
     return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + appended
 
 
@@ -128,7 +130,7 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
         first = (kind == "longrope" and of.get("original_max_position_embeddings")) or config.max_position_embeddings
         if longest > first:
             why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
-            raise refused(lm, path, f"{why}; lower rollout.max_prompt_tokens and rollout.max_response_tokens")
+            raise refused(lm, path, f"{why}; lower rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens")
 
 
 @torch.no_grad()

@@ -252,7 +252,7 @@ def load_policy(
             raise _broken(path, f"'{name}' holds values that are not finite")
     policy = _placed(lm, path, device, place, options)
     if check:
-        check_model(policy, str(path))
+        check_model(policy, str(path), longest)
     return policy
 
 

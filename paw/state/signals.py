@@ -48,8 +48,8 @@ def _write(text: str) -> None:
 
 
 class StopSignal:
-    """Context manager: the first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one stops the process at once.
-    One that is ignored (nohup) stays so.
+    """Context manager: the first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one stops the process at once,
+    but no SIGHUP: a closed terminal sends two, by the shell and by the kernel. One that is ignored (nohup) stays so.
 
     Ranks get the signal at different moments: they agree on the flag before they act on it. Main thread only. Where
     that is inside a call that does not return, such as a collective one, a thread sees to the second signal.
@@ -83,6 +83,8 @@ class StopSignal:
     def _first(self, number: int, _: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
         _to_default()
+        if signal.SIGHUP in self._before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _write(f"{self.name}: finishing this {self._unit}, then saving (again: stop now)")
 
     def _watch(self, reading: int) -> None:
@@ -90,6 +92,8 @@ class StopSignal:
         stops = 0
         with os.fdopen(reading, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
+                if stops and number[0] == signal.SIGHUP:
+                    continue
                 stops += number[0] in self._before
                 if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
                     _write(f"stopped at once: the newest checkpoint is kept ({self._goes_on})")

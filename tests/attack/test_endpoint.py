@@ -295,6 +295,7 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
     assert "Traceback" not in err and 0 < len(lines) < 6
     assert f"stopped: {len(lines)} of 6 episodes are in" in err.splitlines()[-1]
     path.write_bytes(b"".join(lines) + lines[0][:100])
+    time.sleep(0.5)  # the server may still find a request that the evaluation sent before it ended
     server.requests.clear()
     server.default, left = (200, completion(), {}), 6 - len(lines)
     err, results = evaluate()

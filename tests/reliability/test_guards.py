@@ -87,6 +87,32 @@ def test_handlers_return_to_what_they_were(capfd, number):
     assert f"{number.name}: finishing this update" in capfd.readouterr().err
 
 
+TERMINAL = """
+import hashlib, os, signal, threading, time
+from paw.state import signals
+
+def close(times):
+    for _ in range(times):
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+signals.GRACE_S = 0.3
+with signals.StopSignal() as stop:
+    threading.Thread(target=close, args=(2,)).start()
+    ended = time.monotonic() + 1
+    while time.monotonic() < ended:  # no handler of Python's runs meanwhile
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+    close(1)
+    assert stop.requested
+print("saved")
+"""
+
+
+def test_a_closed_terminal_tells_twice_and_stops_nothing_at_once():
+    done = subprocess.run([sys.executable, "-c", TERMINAL], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "saved\n") and "stopped at once" not in done.stderr
+
+
 def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
     words = [sys.executable, "-m", "paw.rollout.engines.watch", *command]

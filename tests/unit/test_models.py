@@ -150,10 +150,14 @@ def test_a_window_of_all_layers_is_trained_and_sampled_from_within_it(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe"])
-def test_windows_by_a_mask_alone_are_refused(name):
+def test_windows_by_a_mask_alone_are_refused_where_a_row_may_be_longer(name):
     more = EXPERTS | dict(use_sliding_window=True, max_window_layers=4, sliding_window=24, num_local_experts=4)
-    with pytest.raises(UserError, match="has sliding windows by a mask alone"):
-        check_model(Policy(make(name, **more)), "here")
+    policy = Policy(make(name, **more))
+    for longest in (0, 25):
+        with pytest.raises(UserError, match="has sliding windows by a mask alone"):
+            check_model(policy, "here", longest)
+    check_model(policy, "here", 24)
+    assert logp_difference(policy, [24, 20]).max() < 2e-5 < logp_difference(policy, [40]).max()
 
 
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
