@@ -130,7 +130,8 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
         first = (kind == "longrope" and of.get("original_max_position_embeddings")) or config.max_position_embeddings
         if longest > first:
             why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
-            raise refused(lm, path, f"{why}; lower rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens")
+            keys = "rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens"
+            raise refused(lm, path, f"{why}; lower {keys}")
 
 
 @torch.no_grad()

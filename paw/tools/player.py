@@ -97,7 +97,8 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
     options: dict[str, Any] = {"device": pick_device(config.model.device)}
-    options |= {"longest": longest_row(config, update=False)} if config.engine.type == "transformers" else {}  # vLLM has its own way
+    if config.engine.type == "transformers":  # vLLM has its own way
+        options["longest"] = longest_row(config, update=False)
     policy = load_policy(path, dtype=config.model.dtype, check=False, **options)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
