@@ -258,7 +258,8 @@ class Run(Parts):
         if self.logged < self.step and self.phase in ("sync", "eval"):  # its evaluation is for the resumed run
             self.random = rng_tensors() if self.phase == "sync" else self.random
             if self.log:
-                self.log.log(self.step, {key: value for key, value in self.metrics.items() if key[:5] != "eval/"})
+                line = {key: value for key, value in self.metrics.items() if not key.startswith("eval/")}
+                self.log.log(self.step, line)
             self.logged = self.step
         diverged = self.phase == "score" and isinstance(error, TrainingStopped)
         if self.saved != self.step == self.logged and self.phase not in ("start", "update", "save") and not diverged:

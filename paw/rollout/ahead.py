@@ -29,10 +29,10 @@ from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollout.chat import Chat
 from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.engines.watch import STOPS
 from paw.rollout.episode import Played
 from paw.rollout.exchange import set_tasks
 from paw.rollout.scheduler import Progress, Rollouts
+from paw.state.signals import STOPS
 
 STOP_S = 10.0
 """Seconds for the process to end its environments."""

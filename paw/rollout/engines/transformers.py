@@ -23,6 +23,7 @@ from paw.model.attention import token_mixers
 from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
 from paw.model.precision import running_in
+from paw.model.ranks import out_of_memory
 from paw.rollout.engines.base import Completion, Engine, Request
 
 
@@ -247,7 +248,9 @@ def check_sampling(lm: PreTrainedModel) -> float:
     with running_in(torch.float32, lm):
         try:
             sampled = engine.step()
-        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:  # of its cache
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of its cache
+            if out_of_memory(error):
+                raise
             raise UserError(f"{refused}: {describe(error)}; use --engine.type vllm") from error
         for done in sampled:
             row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from paw.state.signals import STOPS
+
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 
