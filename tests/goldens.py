@@ -1,4 +1,4 @@
-"""Numbers that a change of structure must not move: two updates each of eight runs, metrics and a hash of the weights.
+"""Numbers that a change of structure must not move: two updates each of nine runs, metrics and a hash of the weights.
 
     python tests/goldens.py           compare with goldens.json, bit for bit
     python tests/goldens.py --write   renew it (say why in the commit)
@@ -34,6 +34,13 @@ RUNS: dict[str, dict[str, object]] = {
     "ranks": {"--gpus": 2, "model.device": "cpu", "model.shard": "world"},
     "resume": {},
     "vllm": {"engine.type": "vllm"},
+    "search": {
+        "env.name": "search",
+        "env.entities": 20,
+        "env.eval_split": "test",
+        "agent.type": "search-r1",
+        "policy.loss": "gspo",
+    },
     "server": {"engine.type": "server", "engine.servers": 1, "rollout.ahead": 1},
 }
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
