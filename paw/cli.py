@@ -172,7 +172,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
             raise UserError(f"--gpus {options.gpus}: {taken}")
         words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
         return launch(count, words, device=config.model.device)
-    from paw.train import train
+    from paw.trainer import train
 
     report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():

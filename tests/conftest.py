@@ -320,7 +320,7 @@ def updated() -> Callable[[Any], Any]:
     def make(run: Any) -> Any:
         from paw.rollout.scheduler import Rollouts
         from paw.rollout.sync import push_weights
-        from paw.train import update
+        from paw.trainer import update
 
         played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
         rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("paw.train", "paw.algo.critic", "paw.model.parallel", "paw.rollout.ahead"),
+        *("paw.trainer", "paw.algo.critic", "paw.model.parallel", "paw.rollout.ahead"),
         *("paw.rollout.engines.transformers", "paw.tools.experiment.runs"),
     ]
 )

@@ -39,7 +39,7 @@ from paw.tools.fit import changed
 from paw.tools.played import load_played
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
-from paw.train import optimize, prepare
+from paw.trainer import optimize, prepare
 from paw.types import Group
 
 STAGES = ("score", "update", "sync")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paw import train
+from paw import trainer
 
 pytestmark = pytest.mark.slow
 FILE = Path(__file__).parent / "environments.py"
@@ -52,10 +52,10 @@ def test_an_update_that_is_over_is_saved_when_something_fails_then(
 
 def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
     """One that lasts ends the run saved, with one line."""
-    assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
+    assert sum(trainer.PAUSES_S) > 120 and list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
     paw_here("train", recipe, settings, {"run.name": "calm"})
     calm = read_metrics(tmp_path / "calm")
-    monkeypatch.setattr(train, "PAUSES_S", (1, 1, 1, 1, 1))
+    monkeypatch.setattr(trainer, "PAUSES_S", (1, 1, 1, 1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
     said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
     assert "environment failed: train/0/2: ConnectionError: connection refused" in said
@@ -67,7 +67,7 @@ def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metri
     weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")]
     assert weights[0] == weights[1]
 
-    monkeypatch.setattr(train, "PAUSES_S", (1, 1))
+    monkeypatch.setattr(trainer, "PAUSES_S", (1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
     assert done.stderr == (
@@ -83,7 +83,7 @@ def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metri
 def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     pauses = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(train, "time", pauses)
+    monkeypatch.setattr(trainer, "time", pauses)
     started = time.monotonic()
     paw_here("train", recipe, settings, {"run.name": "run"})
     assert time.monotonic() - started < 60

@@ -33,7 +33,7 @@ from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTran
 from paw.rollout.engines.vllm import VllmEngine
 from paw.rollout.sync import Weights, push_weights
 from paw.run import open_run
-from paw.train import prepare
+from paw.trainer import prepare
 from paw.types import Reply, ToolCall
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

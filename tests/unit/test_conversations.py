@@ -25,7 +25,7 @@ from paw.rollout.marks import PROBE
 from paw.rollout.scheduler import Rollouts
 from paw.run import open_run
 from paw.tools import sft
-from paw.train import prepare
+from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall
 
 RESULTS = ["<tool_response>", "</tool_response>"]

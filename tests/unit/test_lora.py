@@ -16,7 +16,7 @@ from paw.recipe import dump
 from paw.rollout.engines.base import Request
 from paw.rollout.engines.transformers import TransformersEngine
 from paw.rollout.sync import push_weights, sampler_mismatch
-from paw.train import train
+from paw.trainer import train
 
 pytest.importorskip("peft")
 CONFIG = LoraConfig(rank=4, alpha=6.0)

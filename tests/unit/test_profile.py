@@ -27,7 +27,7 @@ from paw.tools.plan import Play
 from paw.tools.played import load_played
 from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
-from paw.train import prepare, update
+from paw.trainer import prepare, update
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from paw.rollout.scheduler import Rollouts
 from paw.rollout.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
-from paw.train import optimize, prepare, update
+from paw.trainer import optimize, prepare, update
 from paw.types import Sample
 from paw_kernels import token_loss, token_stats
 

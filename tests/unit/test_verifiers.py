@@ -20,7 +20,7 @@ from paw.plugins import CALLBACKS, give
 from paw.recipe import load
 from paw.rollout.guard import Guarded
 from paw.rollout.scheduler import Rollouts
-from paw.train import train
+from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'")

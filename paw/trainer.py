@@ -8,14 +8,12 @@ finished episodes, denominators of the whole mini-batch instead of means of micr
 """
 
 import math
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
@@ -294,7 +292,3 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "health/groups_mixed": mixed / max(1, len(groups)),
         **by_kind,
     }
-
-
-# `paw.train(config)`: the module takes the function's place in the package.
-sys.modules[__name__].__class__ = type("CallableModule", (ModuleType,), {"__call__": staticmethod(train)})
