@@ -47,11 +47,17 @@ def base_names() -> list[str]:
     return sorted(packaged()["bases"])
 
 
-def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe by name or path, apply `{"a.b": value}` overrides (texts as on the command line), validate.
 
-    Raises UserError for whatever is unknown, malformed or out of range.
+    A configuration in place of a recipe is taken as it is, under the overrides. Raises UserError for whatever is
+    unknown, malformed or out of range.
     """
+    if isinstance(recipe, Config):
+        if not overrides:
+            return recipe
+        flat = flatten(recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+        return override(flat, overrides, origin="the configuration", origins={})
     flat, origins = read_recipe(str(recipe))
     return override(flat, overrides or {}, origin=str(recipe), origins=origins)
 
@@ -66,7 +72,7 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
 
 def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
     """The Config of a recipe's keys under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    given = {key: _named(value) for key, value in overrides.items()}
+    given = {key: named(value) for key, value in overrides.items()}
     keys, layer = keys_of(Config, flat | given), Flat()  # what plug-ins are chosen decides which keys there are
     for key, value in given.items():
         table = key.rpartition(".")[0]
@@ -81,10 +87,10 @@ def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dic
     return validate(layered(flat, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
 
 
-def _named(value: Any) -> Any:
+def named(value: Any) -> Any:
     """The value, plug-ins in it replaced by their names."""
     if isinstance(value, list):
-        return [_named(item) for item in value]
+        return [named(item) for item in value]
     return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
 
 

@@ -106,6 +106,10 @@ class Plan(Memory):
         training = sum(self.seconds.values()) - rollout - sync
         return sync + (max(rollout, training) if self.config.rollout.ahead else rollout + training)
 
+    @property
+    def fits(self) -> bool:
+        return not self.reasons()
+
     def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
         """Why it does not fit into the share `usable` of a GPU with `rows` sequences in the KV cache; empty if so."""
         room, need, found = usable * self.gpu_gib, self.kv_needed(rows), []
