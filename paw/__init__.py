@@ -1,20 +1,37 @@
-"""PaW: a lean trainer for language agents that learn to act and to predict their world at once (arXiv 2606.02388)."""
+"""PaW: a lean trainer for language agents that learn to act and to predict their world at once (arXiv 2606.02388).
+
+The functions of this module do what the commands of the same names do; docs/python.md shows each.
+"""
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paw.config import Config
+    from paw.tools.evaluate import evaluate
+    from paw.tools.export import export
+    from paw.tools.fit import plan
+    from paw.tools.rundir import metrics
+    from paw.tools.sft import sft
     from paw.trainer import train
 
 __version__ = "0.1.0"
-__all__ = ["Config", "load", "train"]
+__all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "sft", "train"]
 
-_HOMES = {"Config": "paw.config", "train": "paw.trainer"}
+_HOMES = {
+    "Config": "paw.config",
+    "evaluate": "paw.tools.evaluate",
+    "export": "paw.tools.export",
+    "metrics": "paw.tools.rundir",
+    "plan": "paw.tools.fit",
+    "sft": "paw.tools.sft",
+    "train": "paw.trainer",
+}
 """The module that defines each name. They are imported when the name is used: `import paw` loads no torch."""
 
 
-def load(recipe: str, **changes: Any) -> "Config":
+def load(recipe: str | Path, **changes: Any) -> "Config":
     """The configuration of a recipe, a name or a path, with keys changed: `load("quickstart", **{"optim.lr": 1e-4})`.
 
     Raises UserError for a recipe, key or value that does not go.

@@ -44,6 +44,8 @@ class RolloutStats:
     """Texts of environments longer than env.max_text."""
     threads_lost: int = 0
     """Calls of environments given up after env.step_timeout_s, each with its thread."""
+    context_full: int = 0
+    """Episodes that ended because no further prompt fits."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     """As sampled or billed, what a stop string cut off included."""

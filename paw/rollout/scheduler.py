@@ -283,6 +283,7 @@ class Rollouts:
                     await self.agent(env, model)
             except ContextFull:
                 episode.context_full = True
+                episode.stats.context_full = 1
             model.ended()
             if not (trajectory.turns or trajectory.failure or episode.context_full):
                 raise RuntimeError("the agent ended without a call of the model")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -280,7 +280,7 @@ def plan(
     gpus: str = "1x80GB",
     host_gib: float | None = None,
     hosts: int = 1,
-    **changes: Any,
+    changes: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Predict memory and time of an update, and find settings that fit; loads no model.
 
@@ -290,14 +290,14 @@ def plan(
         gpus: all cards and the memory of each: "8x80GB".
         host_gib: memory of a host, in GiB; None: not limited.
         hosts: machines that the cards are in.
-        changes: keys of the configuration; the search leaves them as they are: `**{"lora.rank": 32}`.
+        changes: keys of the configuration; the search leaves them as they are: `{"lora.rank": 32}`.
 
     Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found; `peak` and `host_total`,
     GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of it is predicted. Raises UserError for a
     recipe, key or value that does not go, and for a kind of model that the plan does not know.
     """
     name = None if model is None else str(model)
-    found = _search(recipe, changes, model=name, gpus=gpus, host_gib=host_gib, hosts=hosts)
+    found = _search(recipe, dict(changes or {}), model=name, gpus=gpus, host_gib=host_gib, hosts=hosts)
     return found.tried[-1][1]
 
 

@@ -117,7 +117,7 @@ def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config, path, _, sample = _prepare(options, overrides)
     tokenizer, policy = load_tokenizer(path), sft.load_learner(config, path)
     steps = fine_tune(policy, Chat(tokenizer, config.model.chat_template_kwargs), sample(share), config)
-    sft.export_tuned(policy, tokenizer, out, config, steps=steps, on="next states")
+    print(sft.export_tuned(policy, tokenizer, out, config, steps=steps, on="next states"))
     return 0
 
 

@@ -11,7 +11,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,20 +273,38 @@ def load_learner(config: Config, path: str) -> Policy:
     return load_policy(path, device=device, **options)
 
 
-def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> None:
-    """Write the model and its card to `out`, and print where it is."""
+def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> Path:
+    """Write the model and its card to `out`; returns the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     weights = dict(full_parameters(policy.lm, once=True))
-    print(export(policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}"))
+    return export(policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}")
 
 
-def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Fine-tune `options.model` on expert play of the recipe's training games, or on recorded episodes; export it."""
-    out, recorded = options.out.absolute(), options.rollouts and options.rollouts.absolute()
-    if (out / "config.json").is_file():
-        raise UserError(f"--out {options.out}: it holds a model already; take another folder")
-    own = {} if (Path(options.model) / "config.toml").is_file() else {"model.path": options.model}  # or a run's
-    config, path = resolve(options.model, options.recipe, own | overrides)
+def sft(
+    model: str | Path,
+    recipe: str | Path | Config | None = None,
+    *,
+    out: str | Path,
+    rollouts: str | Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Fine-tune a model on expert play of the recipe's training games, or on recorded episodes; returns `out`.
+
+    Args:
+        model: what learns: a model's folder, a Hugging Face name or a run's directory.
+        recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration. Default: the run's own.
+        out: folder to write, in Hugging Face format. After a stop the same call goes on from there.
+        rollouts: episodes written by `paw.rollout` or `paw rollout`, in place of expert play.
+        changes: keys of the configuration to change: `{"sft.turns": 256, "sft.lr": 1e-4}`.
+
+    Raises UserError for a model, recipe, key or value that does not go, and if it is told to stop.
+    """
+    folder = Path(out).absolute()
+    recorded = Path(rollouts).absolute() if rollouts else None
+    if (folder / "config.json").is_file():
+        raise UserError(f"--out {out}: it holds a model already; take another folder")
+    own = {} if (Path(model) / "config.toml").is_file() else {"model.path": str(model)}  # or a run's
+    config, path = resolve(str(model), recipe, own | dict(changes or {}))
     settings, tokenizer = config.sft, load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
     if recorded:
@@ -299,9 +317,15 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
     to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs")
     policy = load_learner(config, path)
-    steps = fine_tune(policy, rows, config, settings, out=out)
-    export_tuned(policy, tokenizer, out, config, steps=steps, on=source)
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    steps = fine_tune(policy, rows, config, settings, out=folder)
+    written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return written
+
+
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Fine-tune `options.model`, and print the folder that holds the result."""
+    print(sft(options.model, options.recipe, out=options.out, rollouts=options.rollouts, changes=overrides))
     return 0
 
 
