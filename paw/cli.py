@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -128,6 +129,8 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             continue
         if name == "train":
             resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
+            sub.epilog = _train_epilog()
+            sub.formatter_class = argparse.RawDescriptionHelpFormatter
             sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
             sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
             sub.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
@@ -138,6 +141,19 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
             sub.set_defaults(command=add_arguments(name, sub, SHORT.values()))
     return parser
+
+
+def _train_epilog() -> str:
+    """How keys are set, and the names of all recipes, wrapped between names."""
+    from paw.recipe import recipe_names
+
+    names = textwrap.fill(
+        "  ".join(recipe_names()), width=100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return (
+        f"{OVERRIDES}\n\nan environment of your own: paw train own-environment --env.name FILE.py:Class"
+        f"\n\nrecipes (docs/recipes.md says what each is for, --dry-run prints its keys):\n{names}"
+    )
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:

@@ -27,7 +27,7 @@ from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import success_metrics, success_text
+from paw.rollout.success import more_context, success_metrics, success_text
 from paw.rollout.sync import StaleWeightsError
 from paw.state.claim import claim
 from paw.state.export import export
@@ -200,6 +200,8 @@ class Run(Parts):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
             found = success_metrics(groups, stats.failed)
             self.metrics |= {f"eval/{name}": value for name, value in found.items()}
+            if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
+                self.say(f"warning: evaluation: all episodes ran out of context: {more_context(self.config)}")
             self.call("on_evaluation", groups, self.metrics)
         if stats.failed and not groups:
             self._write_metrics()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paw.config import Config
 from paw.types import Group, Trajectory
 
 
@@ -56,6 +57,14 @@ def success_text(metrics: Mapping[str, Any]) -> str:
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
     failed = f", {metrics['failures']:.0f} failed ({metrics['failure']})" if metrics["failures"] else ""
     return f"{share} of {metrics['games']:.0f} games{failed}"
+
+
+def more_context(config: Config) -> str:
+    """What helps if episodes run out of context."""
+    longer = f"raise rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
+    if config.endpoint.url:
+        longer = f"serve {config.endpoint.model} with a longer one"
+    return f"{longer}, or lower env.max_turns = {config.env.max_turns}"
 
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:

@@ -24,6 +24,7 @@ from paw.files import json_object, write_file
 from paw.keys import flatten
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
+from paw.rollout.success import more_context
 from paw.state.claim import lock
 from paw.tools import results
 from paw.tools.played import load_played
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     out_of_context = evaluation.summary.get("context_full", 0)
     if out_of_context and out_of_context == evaluation.played:
-        to_stderr(f"all {out_of_context} episodes ran out of context: {_more_context(config, path)}")
+        to_stderr(f"all {out_of_context} episodes ran out of context: {more_context(config)}")
         return 1
     return 1 if evaluation.failed else 0
 
@@ -107,14 +108,6 @@ def _who_plays(
     if url := config.endpoint.url:
         raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
     return config, path
-
-
-def _more_context(config: Config, path: str | None) -> str:
-    """What to do about episodes that ran out of context."""
-    if path is None:
-        return f"{config.endpoint.model} needs a longer one, or env.max_turns = {config.env.max_turns} fewer turns"
-    limit = config.rollout.max_prompt_tokens
-    return f"raise rollout.max_prompt_tokens = {limit}, or lower env.max_turns = {config.env.max_turns}"
 
 
 def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluation:

@@ -370,8 +370,15 @@ def test_an_endpoint_that_is_gone_is_given_up(server, evaluate, tmp_path):
 
 def test_a_full_context_is_a_loss(server, evaluate):
     server.default = (400, refusal("too long", code="context_length_exceeded"), {})
-    _, results = evaluate()
+    err, results = evaluate(code=1)
+    assert "all 6 episodes ran out of context: serve m with a longer one, or lower env.max_turns = 3" in err
     assert (results["episodes"], results["context_full"], results["success"]) == (6, 6, 0.0)
+
+
+def test_a_context_that_is_full_now_and_then_is_no_reason_to_fail(server, evaluate):
+    server.script = [(400, refusal("too long", code="context_length_exceeded"), {})]
+    err, results = evaluate("--endpoint.concurrency", "1")
+    assert (results["episodes"], results["context_full"]) == (6, 1) and "ran out of context" not in err
 
 
 def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
