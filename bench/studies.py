@@ -33,7 +33,7 @@ from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.plugins import load
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.state.export import start_model
 from paw.state.record import code_commit
 from paw.tools.experiment.figures import Curve, draw

@@ -24,10 +24,10 @@ from paw.model.check import check_path, longest_row
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine, wants_entropy
-from paw.rollout.engines.base import Engine
-from paw.rollout.episode import find_agent
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine, wants_entropy
+from paw.rollouts.engines.base import Engine
+from paw.rollouts.episode import find_agent
 from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
 from paw.state.train_state import Learner
@@ -137,7 +137,7 @@ def build(
         path = on_this_machine(path, ranks)
     lora, servers = config.lora if config.lora.rank and config.lora.send == "adapters" else None, None
     if config.engine.servers and ranks.first:
-        from paw.rollout.engines.servers import start_servers
+        from paw.rollouts.engines.servers import start_servers
 
         folder = config.run.dir / config.run.name / "servers"
         own: Any = {"entropy": wants_entropy(config), "lora": lora}

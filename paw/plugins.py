@@ -60,7 +60,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
     "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cispo", "gspo", "cmae", "mae", "ce", "gce")},
     "agents": {
-        "plain": "paw.rollout.episode:plain",
+        "plain": "paw.rollouts.episode:plain",
         "react": "paw.agents.react:React",
         "reflexion": "paw.agents.react:Reflexion",
         "search-r1": "paw.agents.search_r1:search_r1",

@@ -26,9 +26,9 @@ from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import more_context, success_metrics, success_text
-from paw.rollout.sync import StaleWeightsError
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import more_context, success_metrics, success_text
+from paw.rollouts.sync import StaleWeightsError
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
@@ -87,7 +87,7 @@ class Run(Parts):
         encode = self.encode_observation if self.config.wm.enabled else None
         now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode)
         if self.config.rollout.ahead:
-            from paw.rollout.ahead import Ahead
+            from paw.rollouts.ahead import Ahead
 
             now = Ahead(now, self.path)
         return now

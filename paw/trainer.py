@@ -27,10 +27,10 @@ from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.ranks import full_tensor
-from paw.rollout.episode import bind
-from paw.rollout.scheduler import Rollouts, RolloutStats
-from paw.rollout.success import success_metrics
-from paw.rollout.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
+from paw.rollouts.episode import bind
+from paw.rollouts.scheduler import Rollouts, RolloutStats
+from paw.rollouts.success import success_metrics
+from paw.rollouts.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, alarms, what_is_saved
 from paw.types import Group, Sample

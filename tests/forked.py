@@ -22,8 +22,8 @@ from typing import IO, Any, NoReturn
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("paw.trainer", "paw.algo.critic", "paw.model.parallel", "paw.rollout.ahead"),
-        *("paw.rollout.engines.transformers", "paw.tools.experiment.runs"),
+        *("paw.trainer", "paw.algo.critic", "paw.model.parallel", "paw.rollouts.ahead"),
+        *("paw.rollouts.engines.transformers", "paw.tools.experiment.runs"),
     ]
 )
 
@@ -160,7 +160,7 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         sys.argv = ["paw", *words]
         from paw.model import launcher
         from paw.plugins import CALLBACKS
-        from paw.rollout import ahead
+        from paw.rollouts import ahead
         from paw.tools.experiment import runs
 
         CALLBACKS["report"] = "builtins:object"  # takes seconds

@@ -23,9 +23,9 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, needed, to_stderr
-from paw.rollout.chat import Context, ContextFull, shown
-from paw.rollout.episode import Earlier, EnvHandle, Model, Stop, asked
-from paw.rollout.further import cut_at
+from paw.rollouts.chat import Context, ContextFull, shown
+from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
+from paw.rollouts.further import cut_at
 from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 

@@ -96,8 +96,8 @@ def inspect(path: str) -> dict[str, Any]:
     from paw.model.attention import pick_attention
     from paw.model.check import check_model, check_path, number_of_experts
     from paw.model.policy import DTYPES, decoder_layers, load_policy, load_tokenizer, pick_backend, pick_device
-    from paw.rollout.chat import Chat
-    from paw.rollout.engines.transformers import check_sampling
+    from paw.rollouts.chat import Chat
+    from paw.rollouts.engines.transformers import check_sampling
 
     device = pick_device("auto")
     attention = pick_attention("auto", device, DTYPES["bfloat16"])

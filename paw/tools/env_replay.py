@@ -11,7 +11,7 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollout.guard import Guarded
+from paw.rollouts.guard import Guarded
 from paw.types import Outcome, Task
 
 GARBAGE = [

@@ -22,9 +22,9 @@ from paw.envs.base import eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import json_object, write_file
 from paw.keys import flatten
-from paw.rollout.episode import Episode, find_agent
-from paw.rollout.scheduler import THREADS, Rollouts
-from paw.rollout.success import more_context
+from paw.rollouts.episode import Episode, find_agent
+from paw.rollouts.scheduler import THREADS, Rollouts
+from paw.rollouts.success import more_context
 from paw.state.claim import lock
 from paw.tools import results
 from paw.tools.played import load_played

@@ -13,8 +13,8 @@ from typing import Any
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import EnvironmentFailure, clean, to_stderr
-from paw.rollout.chat import shown
-from paw.rollout.guard import Guarded
+from paw.rollouts.chat import shown
+from paw.rollouts.guard import Guarded
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
 

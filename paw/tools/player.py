@@ -18,11 +18,11 @@ from paw.files import writing
 from paw.model.check import longest_row
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import kinds, success_metrics, success_text
-from paw.rollout.sync import push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import kinds, success_metrics, success_text
+from paw.rollouts.sync import push_weights
 from paw.state.export import start_model
 from paw.state.restore import export_run
 from paw.tools.played import load_played

@@ -30,8 +30,8 @@ from torch.profiler import record_function
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import write_file, writing
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 from paw.run import Run, open_run
 from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, write_csv

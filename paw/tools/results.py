@@ -7,8 +7,8 @@ from typing import Any
 from paw.config import EndpointConfig
 from paw.envs.search.data import SETS
 from paw.errors import clean, to_stderr
-from paw.rollout.episode import Episode
-from paw.rollout.success import wilson
+from paw.rollouts.episode import Episode
+from paw.rollouts.success import wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""

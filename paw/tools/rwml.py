@@ -22,10 +22,10 @@ from paw.envs.next_state import NextStateConfig, NextStateFactory, Triplet, answ
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.policy import Policy, load_tokenizer
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 from paw.tool_config import SftConfig
 from paw.tools import sft
 from paw.tools.player import EPISODES, open_player, resolve, tell

@@ -9,7 +9,7 @@ from paw.envs import make_factory
 from paw.envs.base import EnvFactory, size
 from paw.envs.search.retrieval.server import listen, run_server
 from paw.errors import UserError, quietly
-from paw.rollout.guard import Guarded, make_threads
+from paw.rollouts.guard import Guarded, make_threads
 from paw.tools.played import load_played
 
 

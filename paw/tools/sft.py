@@ -39,10 +39,10 @@ from paw.model.policy import (
     pick_device,
     weights_dtype,
 )
-from paw.rollout.chat import Chat, Context
-from paw.rollout.further import add_result
-from paw.rollout.guard import Guarded, make_threads
-from paw.rollout.marks import conversation
+from paw.rollouts.chat import Chat, Context
+from paw.rollouts.further import add_result
+from paw.rollouts.guard import Guarded, make_threads
+from paw.rollouts.marks import conversation
 from paw.state import checkpoint
 from paw.state.export import export
 from paw.state.restore import load, load_optimizer, newest

@@ -23,11 +23,11 @@ from paw.cache import cache_dir, cached
 from paw.config import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.model.policy import Policy
-from paw.rollout.chat import Chat, shown
-from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.episode import plain
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import success_metrics
+from paw.rollouts.chat import Chat, shown
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.episode import plain
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import success_metrics
 from paw.tools import quickstart, sft
 from paw.tools.sft import demonstrations, example
 from paw.tools.sft import step as train_step

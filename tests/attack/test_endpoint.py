@@ -14,7 +14,7 @@ from paw import cli
 from paw.agents.endpoint import Endpoint, EndpointError, Reply
 from paw.config import EndpointConfig
 from paw.errors import UserError
-from paw.rollout.chat import ContextFull
+from paw.rollouts.chat import ContextFull
 
 pytest.importorskip("openai")
 SAMPLING = {"temperature": 0.4, "max_tokens": 16, "seed": 7}

@@ -17,7 +17,7 @@ from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
 from paw.envs import make_factory, threads
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.warmup import demonstrations
 from paw.types import Task
 

@@ -13,7 +13,7 @@ from websockets.sync.server import serve
 from paw.envs import make_factory, openenv
 from paw.envs.base import train_tasks
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout.guard import Guarded
+from paw.rollouts.guard import Guarded
 from paw.tools.played import load_played
 
 TEXT = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}}

@@ -24,15 +24,15 @@ from paw.config import AgentConfig, Config, EngineConfig, ModelConfig, RolloutCo
 from paw.errors import UserError
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
-from paw.rollout import ahead
-from paw.rollout.ahead import Ahead
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.engines.servers import Servers
-from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts import ahead
+from paw.rollouts.ahead import Ahead
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.servers import Servers
+from paw.rollouts.engines.transfer import FileTransfer, NcclTransfer
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 
 TIMEOUT_S = 2.0
 

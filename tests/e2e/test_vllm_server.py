@@ -26,12 +26,12 @@ from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
 from paw.recipe import load
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.engines.servers import Servers, vllm_command
-from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
-from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.sync import Weights, push_weights
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.servers import Servers, vllm_command
+from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
+from paw.rollouts.engines.vllm import VllmEngine
+from paw.rollouts.sync import Weights, push_weights
 from paw.run import open_run
 from paw.trainer import prepare
 from paw.types import Reply, ToolCall
@@ -135,7 +135,7 @@ def pids(folder, port=""):
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (path / "cmdline").read_bytes().decode().split("\0")
-            if str(folder) in words and (not port or port in words) and "paw.rollout.engines.watch" not in words:
+            if str(folder) in words and (not port or port in words) and "paw.rollouts.engines.watch" not in words:
                 found.append(int(path.name))
     return found
 

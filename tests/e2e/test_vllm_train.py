@@ -26,8 +26,8 @@ from paw.agents.zerosearch import PROMPT
 from paw.config import Config, EndpointConfig
 from paw.envs import make_factory
 from paw.errors import UserError
-from paw.rollout.chat import ContextFull
-from paw.rollout.episode import derive_seed
+from paw.rollouts.chat import ContextFull
+from paw.rollouts.episode import derive_seed
 
 pytestmark = [
     pytest.mark.slow,

@@ -115,7 +115,7 @@ def test_a_closed_terminal_tells_twice_and_stops_nothing_at_once():
 
 def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    words = [sys.executable, "-m", "paw.rollout.engines.watch", *command]
+    words = [sys.executable, "-m", "paw.rollouts.engines.watch", *command]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin and child.stdout and child.stdout.read(1)  # the server has begun
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):

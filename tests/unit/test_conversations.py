@@ -19,10 +19,10 @@ from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Completion
-from paw.rollout.marks import PROBE
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.marks import PROBE
+from paw.rollouts.scheduler import Rollouts
 from paw.run import open_run
 from paw.tools import sft
 from paw.trainer import prepare

@@ -6,8 +6,8 @@ from toyworld import Scripted, make_chat
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
 from paw.tools.played import load_played

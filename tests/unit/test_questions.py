@@ -12,7 +12,7 @@ from paw.envs import make_factory, questions
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
-from paw.rollout.guard import make_threads
+from paw.rollouts.guard import make_threads
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} #### {n + n}", "level": n % 2} for n in range(30)]
 OWN = """

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
 from paw.envs.settings import AlfworldConfig
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.tools import quickstart
 from paw.tools.warmup import Muon, demonstrations, ensure_warm_model
 

@@ -16,9 +16,9 @@ from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks
 from paw.model.parallel import DistributedRanks
-from paw.rollout.engines.base import Request
-from paw.rollout.episode import derive_seed, plain
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.engines.base import Request
+from paw.rollouts.episode import derive_seed, plain
+from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Task
 
 CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))

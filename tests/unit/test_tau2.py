@@ -14,8 +14,8 @@ from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import NextStateConfig, ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.rwml import cut
 from paw.types import Reply, Task, ToolCall
 

@@ -18,8 +18,8 @@ from paw.envs.inverted import InvertedEnv
 from paw.errors import EnvironmentFailure, UserError
 from paw.plugins import CALLBACKS, give
 from paw.recipe import load
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paw.errors import EnvironmentFailure, UserError, clean
-from paw.rollout.marks import PROBE, TOOLS, Marks
+from paw.rollouts.marks import PROBE, TOOLS, Marks
 from paw.types import THINKING, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
@@ -46,7 +46,7 @@ def shown(context: Context) -> str:
 
 class Chat:
     """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat template,
-    `tool_parser` is model.tool_parser (see `paw.rollout.calls`).
+    `tool_parser` is model.tool_parser (see `paw.rollouts.calls`).
 
     Raises UserError for one without a chat template or `tokenizers` back end, and for a template that does not show the
     user's text exactly once or does not know one of the options.
@@ -238,7 +238,7 @@ class Chat:
         """An answer with the calls that the parser of the model's format finds, numbered from `called` on. UserError
         where there is none."""
         if self._read is None:
-            from paw.rollout.calls import make_reader
+            from paw.rollouts.calls import make_reader
 
             self._read = make_reader(self._tokenizer, self._tool_parser, self)
         return self._read(text, tools, called)

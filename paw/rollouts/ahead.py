@@ -27,11 +27,11 @@ from paw.envs import make_factory
 from paw.errors import UserError, describe, to_stderr
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
-from paw.rollout.chat import Chat
-from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.episode import Played
-from paw.rollout.exchange import set_tasks
-from paw.rollout.scheduler import Progress, Rollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.episode import Played
+from paw.rollouts.exchange import set_tasks
+from paw.rollouts.scheduler import Progress, Rollouts
 from paw.state.signals import STOPS
 
 STOP_S = 10.0
@@ -89,7 +89,7 @@ class Ahead:
         now, fleet = self._now, self._now.engine.fleet
         self._socket, theirs = socket.socketpair()
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "paw.rollout.ahead", str(theirs.fileno())]
+        command = [sys.executable, "-m", "paw.rollouts.ahead", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
         self._pipe, self._lost = Connection(os.dup(self._socket.fileno())), None

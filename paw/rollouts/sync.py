@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paw.errors import UserError
 from paw.model.policy import full_parameters
-from paw.rollout.engines.base import Engine
+from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
 LIMIT, TOLERATED = 0.5, 0.05
@@ -58,7 +58,7 @@ class Weights:
     def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         if not self._checkpoint_names:
             return named
-        from paw.rollout.engines.vllm import checkpoint_parameters
+        from paw.rollouts.engines.vllm import checkpoint_parameters
 
         return checkpoint_parameters(self._model, named)
 

@@ -24,7 +24,7 @@ from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
 from paw.model.precision import running_in
 from paw.model.ranks import out_of_memory
-from paw.rollout.engines.base import Completion, Engine, Request
+from paw.rollouts.engines.base import Completion, Engine, Request
 
 
 class TransformersEngine(Engine):

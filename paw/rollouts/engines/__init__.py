@@ -4,14 +4,14 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw.rollout.engines.base import Engine
+from paw.rollouts.engines.base import Engine
 
 if TYPE_CHECKING:
     from paw.config import Config, LoraConfig
     from paw.model.policy import Policy
     from paw.model.ranks import Ranks
-    from paw.rollout.chat import Chat
-    from paw.rollout.engines.servers import Servers
+    from paw.rollouts.chat import Chat
+    from paw.rollouts.engines.servers import Servers
 
 
 def wants_entropy(config: "Config") -> bool:
@@ -43,13 +43,13 @@ def make_engine(
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
     if config.engine.type == "server":
         from paw.model.ranks import Ranks
-        from paw.rollout.engines.server import ServerEngine, open_fleet
+        from paw.rollouts.engines.server import ServerEngine, open_fleet
 
         own = {"entropy": wants_entropy(config), "lora": lora}
         fleet = open_fleet(config, end_ids, policy.device, ranks or Ranks(), servers, **own)
         return ServerEngine(fleet, context)
     if config.engine.type == "vllm":
-        from paw.rollout.engines.vllm import VllmEngine
+        from paw.rollouts.engines.vllm import VllmEngine
 
         return VllmEngine(
             model_path,
@@ -62,7 +62,7 @@ def make_engine(
             lora=lora,
         )
     from paw.model.precision import parameters_as
-    from paw.rollout.engines.transformers import TransformersEngine, check_sampling
+    from paw.rollouts.engines.transformers import TransformersEngine, check_sampling
 
     model: Any = policy.lm
     if own_weights:

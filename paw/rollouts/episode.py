@@ -18,12 +18,12 @@ from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
-from paw.rollout.chat import Context, shown
-from paw.rollout.guard import Guarded
+from paw.rollouts.chat import Context, shown
+from paw.rollouts.guard import Guarded
 from paw.types import Group, Outcome, Reply, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from paw.rollout.scheduler import Rollouts
+    from paw.rollouts.scheduler import Rollouts
 
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions: the environment that asks them."""
@@ -320,11 +320,11 @@ class EngineModel(Model):
             turn.prompt_ids, cut = chat.fit_prompt(context, limits.max_prompt_tokens)
             stats.prompts_truncated += cut > 0
         else:
-            from paw.rollout.further import further
+            from paw.rollouts.further import further
 
             turn.prompt_ids, opened = further(self, context, continues)
         if stop:
-            from paw.rollout.further import Ends
+            from paw.rollouts.further import Ends
 
             ends = Ends(chat, stop)
         sampled = await self.player.sample(self.episode, turn.prompt_ids, seed, ends)
@@ -348,7 +348,7 @@ class EngineModel(Model):
 
     def ended(self) -> None:
         if self.reply is not None and (self.reply.calls or self.reply.problem):
-            from paw.rollout.further import add_result
+            from paw.rollouts.further import add_result
 
             turn, limit = self.episode.trajectory.turns[-1], self.config.wm.max_tokens
             add_result(self.player.chat, turn, self.reply, limit)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from paw.rollout.episode import Played
+from paw.rollouts.episode import Played
 from paw.types import Task, Trajectory, Turn
 
 if TYPE_CHECKING:

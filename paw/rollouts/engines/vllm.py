@@ -30,7 +30,7 @@ from paw.config import LoraConfig
 from paw.errors import UserError, describe
 from paw.files import writing
 from paw.model.ranks import lost_peer, out_of_memory
-from paw.rollout.engines.base import Completion, Engine, Request
+from paw.rollouts.engines.base import Completion, Engine, Request
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
         self._lora, self._adapters, self._have_base = lora, None, False
         self._entropy: Any = None
         if entropy:
-            from paw.rollout.engines.entropy import take
+            from paw.rollouts.engines.entropy import take
 
             self._entropy = take
 
@@ -200,7 +200,7 @@ def engine_options(
     if on_cpu:
         options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
     if entropy:
-        options["logits_processors"] = ["paw.rollout.engines.entropy:Entropy"]
+        options["logits_processors"] = ["paw.rollouts.engines.entropy:Entropy"]
     return options | (lora_options(lora) if lora else {})
 
 

@@ -21,8 +21,8 @@ from paw.envs.http import import_httpx
 from paw.errors import UserError, clean
 from paw.files import text_of
 from paw.model.ranks import Ranks
-from paw.rollout.engines.vllm import DEFAULTS, engine_options
-from paw.rollout.engines.watch import GRACE_S
+from paw.rollouts.engines.vllm import DEFAULTS, engine_options
+from paw.rollouts.engines.watch import GRACE_S
 
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
@@ -51,8 +51,8 @@ def vllm_command(
     if nccl:
         options["weight_transfer_config"] = '{"backend": "nccl"}'
     if entropy:
-        options["worker_extension_cls"] = "paw.rollout.engines.entropy.Extension"
-    command = [sys.executable, "-m", "paw.rollout.engines.served"]
+        options["worker_extension_cls"] = "paw.rollouts.engines.entropy.Extension"
+    command = [sys.executable, "-m", "paw.rollouts.engines.served"]
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -164,7 +164,14 @@ class Servers:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
         else:  # the model lies in the engine's process, as on one GPU: a process less that imports vLLM
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        command = [sys.executable, "-m", "paw.rollout.engines.watch", *self._command, "--port", str(self._ports[index])]
+        command = [
+            sys.executable,
+            "-m",
+            "paw.rollouts.engines.watch",
+            *self._command,
+            "--port",
+            str(self._ports[index]),
+        ]
         with self._log(index).open("ab") as log:
             return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
 

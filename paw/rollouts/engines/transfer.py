@@ -23,10 +23,10 @@ from paw.envs.http import import_httpx
 from paw.errors import clean, describe
 from paw.files import writing
 from paw.model.host import in_parts
-from paw.rollout.engines.vllm import import_vllm, lora_options, write_adapters
+from paw.rollouts.engines.vllm import import_vllm, lora_options, write_adapters
 
 if TYPE_CHECKING:
-    from paw.rollout.sync import Weights
+    from paw.rollouts.sync import Weights
 
 SHARD_BYTES = 2 << 30
 """Of a file: what rank 0 holds in memory at once."""

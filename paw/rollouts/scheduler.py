@@ -18,10 +18,10 @@ from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
-from paw.rollout.chat import ContextFull
-from paw.rollout.engines.base import Completion, Request
-from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
-from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
+from paw.rollouts.chat import ContextFull
+from paw.rollouts.engines.base import Completion, Request
+from paw.rollouts.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
+from paw.rollouts.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Rollouts:
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
-            from paw.rollout.exchange import exchange
+            from paw.rollouts.exchange import exchange
 
             parts = exchange(own, tasks, self.ranks, self.encode_observation)
         groups = [Group(task, [], place) for place, task in enumerate(tasks)]

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from paw.envs.conversation import unread
 from paw.errors import EnvironmentFailure
-from paw.rollout.chat import Chat, Context, ContextFull, shown
-from paw.rollout.marks import conversation, stands_for
+from paw.rollouts.chat import Chat, Context, ContextFull, shown
+from paw.rollouts.marks import conversation, stands_for
 from paw.types import Reply, Turn
 
 if TYPE_CHECKING:
-    from paw.rollout.episode import Earlier, EngineModel
+    from paw.rollouts.episode import Earlier, EngineModel
 
 TAIL = 8
 """Tokens looked at beyond as many as a stop string has characters: a character may have several."""

@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paw.errors import UserError, clean, nearest
-from paw.rollout.marks import PROBE, TOOLS
+from paw.rollouts.marks import PROBE, TOOLS
 from paw.types import THINKING, Reply, ToolCall
 
 if TYPE_CHECKING:
-    from paw.rollout.chat import Chat
+    from paw.rollouts.chat import Chat
 
 Reader = Callable[[str, list[Any], int], Reply]
 """Of a text, the tools, and the number of the first call, in an episode one after another."""

@@ -24,10 +24,10 @@ from paw.envs.http import KEEP_S, Loop, bounded, import_httpx
 from paw.errors import UserError, clean, describe, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
-from paw.rollout.engines.base import Completion, Engine, Request
-from paw.rollout.engines.servers import Servers
-from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
-from paw.rollout.engines.vllm import sampling_options
+from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.engines.servers import Servers
+from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
+from paw.rollouts.engines.vllm import sampling_options
 
 LOOK_S = 0.02
 """How long `step` waits for an answer, before agents and environments have their turn."""
