@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from paw.tools.evaluate import evaluate
     from paw.tools.export import export
     from paw.tools.fit import plan
+    from paw.tools.player import rollout
     from paw.tools.rundir import metrics
     from paw.tools.sft import sft
     from paw.trainer import train
 
 __version__ = "0.1.0"
-__all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "sft", "train"]
+__all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train"]
 
 _HOMES = {
     "Config": "paw.config",
@@ -25,6 +26,7 @@ _HOMES = {
     "export": "paw.tools.export",
     "metrics": "paw.tools.rundir",
     "plan": "paw.tools.fit",
+    "rollout": "paw.tools.player",
     "sft": "paw.tools.sft",
     "train": "paw.trainer",
 }
