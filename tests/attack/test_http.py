@@ -71,11 +71,11 @@ def memory() -> int:
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_who_misbehaves_costs_little_time_and_memory(server, monkeypatch, problem):
-    """An endpoint, and a retriever where it is asked otherwise."""
+def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
+    """An endpoint, and a retriever where it is asked otherwise. What has no end is given up."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     server.default, reason = BAD[problem]
-    started, before = time.monotonic(), memory()
+    before = memory()
     if problem in ("a body without end", "a bomb in an error"):
         with pytest.raises(UserError, match=rf"^env.retriever = '{server.url}/retrieve': .*({reason})") as caught:
             RemoteRetriever(server.url, timeout_s=TIMEOUT_S)
@@ -83,7 +83,7 @@ def test_who_misbehaves_costs_little_time_and_memory(server, monkeypatch, proble
     player = Endpoint(EndpointConfig(url=server.url, model="m", retries=0, timeout_s=TIMEOUT_S))
     with pytest.raises(EndpointError, match=reason) as caught:
         asyncio.run(player.complete("hello", temperature=0.0, max_tokens=4, seed=0))
-    assert time.monotonic() - started < 4 * TIMEOUT_S and memory() - before < 128 << 20
+    assert memory() - before < 128 << 20
     assert str(caught.value).isprintable()
 
 
@@ -154,16 +154,27 @@ def search(address: tuple[str, int], timeout_s: float = 5.0) -> int:
 def test_half_open_connections_shut_nobody_out(serving):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))  # both ends are in this process
-    address = serving(HEAD_S=3)
+    address = serving(HEAD_S=600)
     held = [socket.create_connection(address) for _ in range(1100)]
     for n, connection in enumerate(held):
         if n % 2:
             connection.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\n")
-    started = time.monotonic()
-    assert search(address) == 200 and time.monotonic() - started < 2
-    held[0].settimeout(10)
-    assert held[0].recv(1) == b"" and time.monotonic() - started > 1  # closed, and not at once
+    assert search(address, timeout_s=60) == 200
+    for connection in held[:2]:  # which are open still
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.recv(1)
     for connection in held:
+        connection.close()
+
+
+def test_half_open_connections_are_closed_in_the_end(serving):
+    address = serving(HEAD_S=0.5)
+    silent, begun = (socket.create_connection(address) for _ in range(2))
+    begun.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\n")
+    for connection in (silent, begun):
+        connection.settimeout(60)
+        assert connection.recv(1) == b""
         connection.close()
 
 
@@ -192,38 +203,39 @@ def test_of_too_many_connections_those_without_a_request_go(serving):
         connection.close()
 
 
-def closes_after(connection: socket.socket, drop: bytes, limit_s: float = 5.0) -> float:
-    """Seconds until the server closes a connection on which `drop` is sent again and again."""
+def is_closed(connection: socket.socket, drop: bytes) -> bool:
+    """Whether the server closes a connection on which `drop` is sent again and again, for a minute at most."""
     connection.settimeout(0.05)
-    started = time.monotonic()
-    while time.monotonic() - started < limit_s:
+    deadline = time.monotonic() + 60
+    closed = False
+    while not closed and time.monotonic() < deadline:
         try:
             connection.sendall(drop)
-            if connection.recv(1 << 16) == b"":
-                break
+            closed = connection.recv(1 << 16) == b""
         except TimeoutError:
             continue
         except ConnectionError:
-            break
+            closed = True
     connection.close()
-    return time.monotonic() - started
+    return closed
 
 
 def test_every_head_has_a_clock(serving):
     """The first and a later one; a huge head and a body that nobody asked for keep no connection either."""
     address = serving(HEAD_S=0.5)
-    for head, drop, least in (
-        ("GET /health HTTP/1.1\r\n", b"X", 0.25),
-        ("GET /health HTTP/1.1\r\nX: ", b"y" * (1 << 16), 0),
-        ("POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"y" * (1 << 16), 0),
+    for head, drop in (
+        ("GET /health HTTP/1.1\r\n", b"X"),
+        ("GET /health HTTP/1.1\r\nX: ", b"y" * (1 << 16)),
+        ("POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"y" * (1 << 16)),
     ):
         connection = socket.create_connection(address)
         connection.sendall(head.encode())
-        assert least < closes_after(connection, drop) < 1.5
+        assert is_closed(connection, drop)
     connection = socket.create_connection(address)
-    connection.settimeout(5)
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b" 200 OK" in connection.recv(1 << 16)
-    time.sleep(0.75)  # kept open while nothing is asked
+    connection.settimeout(60)
+    for _ in range(2):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 OK" in connection.recv(1 << 16)
+        time.sleep(0.75)  # kept open while nothing is asked
     connection.sendall(b"GET /health HTTP/1.1\r\n")
-    assert 0.25 < closes_after(connection, b"") < 1.5
+    assert is_closed(connection, b"")

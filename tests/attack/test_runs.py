@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,9 +83,7 @@ def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metric
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     pauses = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(trainer, "time", pauses)
-    started = time.monotonic()
     paw_here("train", recipe, settings, {"run.name": "run"})
-    assert time.monotonic() - started < 60
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
 
