@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paw.envs.base import kind_name
 from paw.types import Group, Trajectory
 
 
@@ -60,5 +61,5 @@ def success_text(metrics: Mapping[str, Any]) -> str:
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
     """(kind of task, whether won) of every episode; those that `failed` are not successful."""
-    ended = [(episode.task.kind, episode.won) for group in groups for episode in group.trajectories]
-    return ended + [(episode.task.kind, False) for episode in failed]
+    ended = [(kind_name(episode.task.kind), episode.won) for group in groups for episode in group.trajectories]
+    return ended + [(kind_name(episode.task.kind), False) for episode in failed]
