@@ -156,7 +156,7 @@ class AdvantageConfig(PluginSection):
     KIND, KEY = "advantages", "type"
     type: str = "grpo"
     """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your own."""
-    penalty_only: Literal["keep", "drop"] = "keep"
+    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = "keep"
     """drop: groups whose returns are all equal get no advantage, instead of blowing up their penalties."""
 
 
@@ -173,7 +173,8 @@ class CriticConfig(Section):
 class PolicyConfig(PluginSection):
     KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
     loss: str = "ppo"
-    """Loss of responses: ppo, cispo, gspo, or one of your own, "module:name" or "FILE.py:name" (docs/algorithm.md)."""
+    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own, "module:name" or
+    "FILE.py:name" (docs/algorithm.md)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
@@ -217,7 +218,7 @@ class WorldConfig(PluginSection):
     q: Annotated[Rate, WM, GCE] = 0.7
     """Exponent."""
     weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
-    """lambda_g: adaptive (1 - mean return / R_max) or a constant."""
+    """lambda_g: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a constant."""
     entropy: Annotated[Literal["full", "sampled"], WM] = "full"
     """Action entropy over the whole vocabulary, or the mean of -p log p of the sampled tokens."""
     scale: Annotated[NonNegative, WM] = 1.0

@@ -279,7 +279,7 @@ def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Reward and success of the episodes an update learns from."""
+    """Reward and success of the episodes that were played for an update."""
     played = success_metrics(groups)
     mixed = sum(0 < sum(t.won for t in group.trajectories) < len(group.trajectories) for group in groups)
     lengths = [len(turn.response_ids) for group in groups for t in group.trajectories for turn in t.turns]

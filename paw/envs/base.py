@@ -5,13 +5,17 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from paw.errors import UserError, describe, place
+from paw.errors import UserError, clean, describe, place, shown
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
 """Place in the order of training tasks of the first of `further_tasks`: no run gets there."""
 ENDLESS_EVAL = 256
 """Tasks of an endless split that are played where all of it is asked for."""
+ALL_KINDS = ("all", "avg.")
+"""What metrics and tables call all kinds of tasks together, so no task may have one of them as its kind."""
+KIND_CHARS = 200
+"""Characters of a kind in the name of its metric."""
 
 
 class Env(Protocol):
@@ -185,3 +189,22 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 def admissible_responses(env: Any) -> list[str]:
     """A well-formed response for each admissible action; `env` has all members of an Env, or is guarded."""
     return [env.format_action(action) for action in env.admissible_actions()]
+
+
+def kind_name(kind: str) -> str:
+    """A kind as metrics and tables show it: printable, so that kinds which read the same are counted together."""
+    return clean(kind, KIND_CHARS)
+
+
+def means_all_kinds(kind: str) -> bool:
+    """Whether a kind has the name of all kinds together, in any case: its metric would replace theirs."""
+    return kind_name(kind).lower() in ALL_KINDS
+
+
+def check_kind(task: Task, factory: EnvFactory) -> None:
+    """Raises UserError if a task of `factory` has the name of all kinds as its kind."""
+    if means_all_kinds(task.kind):
+        raise UserError(
+            f"{clean(factory.name)}: the task {shown(task.id)} is of the kind {shown(task.kind)}, which reports call "
+            "all kinds together; give it another kind"
+        )

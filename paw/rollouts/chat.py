@@ -8,7 +8,7 @@ place of texts.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -104,8 +104,9 @@ class Chat:
         """What the template does to white space around the content (Llama 3 strips it)."""
 
         ids = self.encode(between)
-        self._turn_end: int = next((i for i in ids if i in self._control), tokenizer.eos_token_id)
-        ends = {tokenizer.eos_token_id, self._turn_end, self._backend.token_to_id(AWAITS_RESULT)}
+        turn_end = next((i for i in ids if i in self._control), tokenizer.eos_token_id)
+        self._turn_end: list[int] = [] if turn_end is None else [turn_end]
+        ends = {tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT)}
         self.end_ids: frozenset[int] = frozenset(ends - {None})
         """Tokens that end a response."""
         self._unsaid = (unsaid | self.end_ids) - thinking
@@ -226,7 +227,15 @@ class Chat:
             ids = self._each(*marks.split(told.removeprefix(asked), lambda text: text)[:2])
             return ids[: next(place for place, i in enumerate(ids) if i in self.end_ids) + 1]
         sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
-        return [*self._plain(_encodable(sampled)), self._turn_end]
+        return self._plain(_encodable(sampled)) + self._turn_end
+
+    def missing_end(self, response_ids: Sequence[int]) -> list[int]:
+        """The end token for a response that has none: it was cut at rollout.max_response_tokens, or by a stop string.
+
+        It stands before what follows the response, in the next prompt and in training, and is no part of the response.
+        Empty if the response has ended, or the model has no end token.
+        """
+        return [] if response_ids[-1] in self.end_ids else self._turn_end
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
         """Text of sampled tokens, without the end token and any other control token (with `calls` those stay: the call

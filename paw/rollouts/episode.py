@@ -334,6 +334,8 @@ class EngineModel(Model):
         n, found = ends.first(sampled.token_ids) if ends else (len(sampled.token_ids), "")
         turn.response_ids, turn.sampled_logp = sampled.token_ids[:n], sampled.logp[:n]
         turn.entropy = sampled.entropy and sampled.entropy[:n]
+        if missing_end := chat.missing_end(turn.response_ids):
+            turn.separator_ids = missing_end + chat.separator_ids
         versions = sampled.versions and sampled.versions[:n]
         turn.version = min(versions) if versions else self.player.engine.version
         turn.versions = versions if versions and len(set(versions)) > 1 else None

@@ -61,6 +61,7 @@ def _added(chat: Chat, turn: Turn, answer: dict[str, Any], messages: list[dict[s
         ids += written + chat.observation_ids(text)
         spans.append((start, len(ids)))
     (separator, first), (start, _) = pieces[0], spans[0]
+    separator = chat.missing_end(turn.response_ids) + separator
     turn.separator_ids = separator if separator != chat.separator_ids else None
     if [message["content"] for message in messages[: len(results)]] == [*results]:
         turn.shown = first if first != results[0] else None
@@ -79,8 +80,7 @@ def _after(chat: Chat, turn: Turn, text: str) -> tuple[list[int], str]:
 
 def _ended(chat: Chat, turn: Turn) -> list[int]:
     """Ids of a turn up to the end of its answer, which may have been cut at rollout.max_response_tokens."""
-    ended = turn.response_ids[-1] in chat.end_ids
-    return turn.prompt_ids + turn.response_ids + ([] if ended else chat.response_ids("")[-1:])
+    return turn.prompt_ids + turn.response_ids + chat.missing_end(turn.response_ids)
 
 
 class Ends:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.config import Config
-from paw.envs.base import EnvFactory, eval_tasks, further_tasks, train_tasks
+from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
 from paw.rollouts.chat import ContextFull
@@ -151,6 +151,7 @@ class Rollouts:
             if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
                 name = type(self.factory).__name__
                 raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
+            check_kind(task, self.factory)
         rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
         members = [(place, member) for place in range(len(tasks)) for member in range(group_size)]
         cuts = (len(members) * rank // count, len(members) * (rank + 1) // count)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paw.config import Config
+from paw.envs.base import kind_name
 from paw.types import Group, Trajectory
 
 
@@ -69,5 +70,5 @@ def more_context(config: Config) -> str:
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
     """(kind of task, whether won) of every episode; those that `failed` are not successful."""
-    ended = [(episode.task.kind, episode.won) for group in groups for episode in group.trajectories]
-    return ended + [(episode.task.kind, False) for episode in failed]
+    ended = [(kind_name(episode.task.kind), episode.won) for group in groups for episode in group.trajectories]
+    return ended + [(kind_name(episode.task.kind), False) for episode in failed]

@@ -4,14 +4,14 @@ Episodes by the oracle, by chance and of garbage are played again in circumstanc
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from paw.envs import make_factory
-from paw.envs.base import Tasks, admissible_responses, eval_tasks, size, train_tasks, warmup_tasks
+from paw.envs.base import Tasks, admissible_responses, eval_tasks, means_all_kinds, size, train_tasks, warmup_tasks
 from paw.errors import OURS, NoOracleError, UserError, clean, describe, place, shown
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
@@ -63,14 +63,18 @@ def outcomes(s: Subject) -> str:
 
 
 def task_ids(s: Subject) -> str:
-    held_out = sorted(task.id for task in eval_tasks(s.factory, s.env.eval_split, 0, 0))
-    if twice := [one for one, two in pairwise(held_out) if one == two]:
+    evaluated = eval_tasks(s.factory, s.env.eval_split, 0, 0)
+    held_out = sorted(task.id for task in evaluated)
+    if twice := [one for one, two in itertools.pairwise(held_out) if one == two]:
         raise Broken(f"two tasks of '{s.env.eval_split}' have the id {twice[0]!r}; make ids unique")
     streams, remark = {"training": train_tasks(s.factory, 0, 64, 0, split=s.env.train_split)}, ""
     try:
         streams["the warm-up"] = warmup_tasks(s.factory, 0, 16, 0)
     except (NoOracleError, UserError):
         remark = "no warm-up: it cannot be played with model.path = 'quickstart'"
+    for task in itertools.chain(evaluated, *streams.values()):
+        if means_all_kinds(task.kind):
+            raise Broken(f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; rename it")
     for name, listed in streams.items():
         if shared := {task.id for task in listed} & {*held_out}:
             raise Broken(f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks
+from paw.envs.base import check_kind, eval_tasks
 from paw.errors import UserError, to_stderr
 from paw.files import json_object, write_file
 from paw.keys import flatten
@@ -136,6 +136,8 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
             endpoint.check()
         factory = make_factory(config)
         tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
+        for task in tasks:
+            check_kind(task, factory)
         about = {"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
         _open(stack, folder, about)
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}

@@ -4,8 +4,10 @@ import asyncio
 import concurrent.futures
 import ctypes
 import math
+import re
 import threading
 import time
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -19,7 +21,10 @@ from paw.envs import make_factory, threads
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
 from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import kinds, success_metrics
+from paw.tools.results import kind_rows
 from paw.tools.warmup import demonstrations
+from paw.trainer import rollout_metrics
 from paw.types import Task
 
 
@@ -137,6 +142,49 @@ def test_a_task_that_is_none_is_one_line(rollouts):
 
     with pytest.raises(UserError, match=r"Task\(id='b', kind=None\) is among the tasks; each must be a Task"):
         rollouts(TasksWithoutKind).training(0, 2)
+
+
+@pytest.mark.parametrize("kind", ["all", "All", " all\x1b[2J", "Avg."])
+def test_a_kind_of_task_that_means_all_of_them_is_one_line(rollouts, kind):
+    """In training and in an evaluation: `success/all` is that of all kinds."""
+
+    class Named(Honest):
+        def tasks(self, split, seed):
+            return [Task("a"), Task("b", kind)]
+
+    line = r"attack: the task 'b' is of the kind '.+', which reports call all kinds together; give it another kind"
+    for play_some in (lambda played: played.training(0, 2), lambda played: played.evaluation()):
+        with pytest.raises(UserError) as error:
+            play_some(rollouts(Named))
+        assert re.fullmatch(line, str(error.value)) and str(error.value).isprintable()
+
+
+def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
+    """Those that are shown alike have one."""
+    names = ["games", "failures", "success", "a/b", "a_b", "ci_low", "mean", "alle", "x" * 900]
+
+    class Named(Honest):
+        def tasks(self, split, seed):
+            return [Task(f"{kind} {i}", kind) for i in range(2) for kind in (*names, "a\x00_b")]
+
+    played = rollouts(Named)
+    groups, _ = played.training(0, 20)
+    for group in groups:
+        if group.task.id.endswith("0"):
+            lose(group)
+    found, trained = success_metrics(groups), rollout_metrics(groups)
+    assert trained["success/all"] == found["success"] == 0.5 and found["games"] == 160.0 and found["failures"] == 0.0
+    shown = [*names[:-1], clean("x" * 900, 200)]
+    assert {key for key in found if key.startswith("success_")} == {f"success_{kind}" for kind in shown}
+    assert {key for key in trained if key.startswith("success/")} == {f"success/{kind}" for kind in ("all", *shown)}
+    for kind in shown:
+        assert found[f"success_{kind}"] == trained[f"success/{kind}"] == 0.5
+    assert kind_rows(kinds(groups))["a_b"]["games"] == 2 * kind_rows(kinds(groups))["a/b"]["games"] == 32
+
+
+def lose(group):
+    for episode in group.trajectories:
+        episode.turns[-1].outcome = replace(episode.turns[-1].outcome, won=False)
 
 
 def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):

@@ -213,7 +213,7 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         first = chat.decode(trajectory.turns[0].prompt_ids)
         assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
     assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
-    assert several and len(joined) < len(samples)
+    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):

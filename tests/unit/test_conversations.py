@@ -340,11 +340,13 @@ def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     for i, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0
         assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
+        ended = turn.response_ids[-1] in chat.end_ids
+        assert not sample.separator_ids or (sample.separator_ids[0] in chat.end_ids) == (not ended)
         if sample.step:  # one sequence: the target stands in the prompt, no token is added
             before = turns[i - 1]
             assert (
                 turn.prompt_ids[: len(before.prompt_ids + before.response_ids)]
                 == before.prompt_ids + before.response_ids
             )
-            assert (i in first_of) == (before.response_ids[-1] not in chat.end_ids)
-    assert len(joined) < len(samples)
+            assert i not in first_of
+    assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)

@@ -104,6 +104,7 @@ OTHERS = [
     ("outcomes", on_step(lambda self, o: replace(o, observation=None)), "Outcome.observation is None; it must be text"),
     ("outcomes", broken(context=lambda self: ""), "context() is empty"),
     ("task ids", tasks(lambda split, i: f"{split}/{i % 5}"), "two tasks of 'valid_unseen'"),
+    ("task ids", listed(lambda split, seed: [Task(f"{split}/1", "All", 1)]), "'All', which reports call all kinds tog"),
     ("task ids", tasks(lambda split, i: f"{split != 'train'}/{i}"), "in 'valid_unseen' and in the warm-up; keep"),
     ("rewards", on_step(lambda self, o: replace(o, won=True)), "won and not done"),
 ]

@@ -62,6 +62,17 @@ def refused(data, **keys) -> str:
     return str(error.value)
 
 
+def test_a_kind_that_means_all_of_them_is_refused_and_a_split_of_that_name_is_none(tmp_path):
+    rows = [{**row, "level": "All" if i == 4 else "easy"} for i, row in enumerate(ROWS)]
+    said = refused(write(tmp_path / "levels.jsonl", rows), kind="level")
+    assert said.endswith("train, row 5: 'level' is 'All', which reports call all kinds together; rename it there")
+    import datasets
+
+    datasets.DatasetDict({"all": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "set")
+    made = factory(tmp_path / "set", train_split="all")
+    assert {task.kind for task in train_tasks(made, 0, 20, 0)} == {"task"}
+
+
 def test_a_set_is_the_same_from_any_file_and_a_tenth_is_held_out(tmp_path):
     made = [factory(write(tmp_path / f"some{suffix}")) for suffix in (".parquet", ".jsonl", ".csv")]
     prints = {one.fingerprint().replace(str(one.config.data), "") for one in made}
