@@ -1,0 +1,228 @@
+"""Environments in processes of their own: what no thread survives costs the episodes of one process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from deadly import Deadly
+from toyworld import make_chat, make_engine, make_model
+
+from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
+from paw.envs import make_factory
+from paw.envs.base import train_tasks
+from paw.errors import NoOracleError, UserError
+from paw.rollout.guard import Guarded
+from paw.rollout.scheduler import Rollouts
+from paw.types import Task
+
+FILE = Path(__file__).parent / "deadly.py"
+SILENT = "TimeoutError: no answer within 1 s"
+BESIDE = "EnvironmentFailure: another environment of its process gave no answer within 1 s"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def configured(name, processes, **env):
+    return Config(
+        model=ModelConfig(path="-"),
+        env=EnvConfig(name=f"{FILE}:{name}", processes=processes, **env),
+        rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3),
+    )
+
+
+@pytest.fixture
+def rollouts(model):
+    """`rollouts("Deadly", processes=2, step_timeout_s=1.0)`: of an environment of deadly.py."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = []
+
+    def make(name, processes=2, **env):
+        config = configured(name, processes, **env)
+        made.append(Rollouts(make_factory(config), make_engine(model), make_chat(), config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    torch.set_num_threads(count)
+
+
+def play(rollouts):
+    return rollouts.play(
+        train_tasks(rollouts.factory, 0, 4, 0), group_size=4, temperature=1.0, seed=0, stream="train/0"
+    )
+
+
+def episodes_of(groups):
+    return {(episode.task.id, episode.member): episode for group in groups for episode in group.trajectories}
+
+
+def workers():
+    """Ids of the processes of environments that this process has started."""
+    here = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [pid for children in here for pid in children.read_text().split()]
+    return [int(pid) for pid in pids if b"paw.rollout.env_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def alive(pid):
+    try:
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("deed", "reasons"),
+    [
+        ("exits", {"EnvironmentFailure: its process ended with exit code 0"}),
+        ("crashes", {"EnvironmentFailure: its process was killed by SIGSEGV"}),
+        ("is killed with its connection held", {"EnvironmentFailure: its process was killed by SIGKILL"}),
+        ("is stopped", {SILENT, BESIDE}),
+        ("holds the interpreter", {SILENT, BESIDE}),
+        ("speaks out of turn", {"EnvironmentFailure: its process was ended: it answered what nobody had asked"}),
+    ],
+)
+def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(rollouts, tmp_path, monkeypatch, deed, reasons):
+    monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
+    wanted = episodes_of(play(rollouts("Deadly", processes=0))[0])
+    monkeypatch.setenv("DEADLY", deed)
+    played = rollouts("Deadly", step_timeout_s=1.0)
+    groups, stats = play(played)
+    assert len(stats.failures) == 8 and stats.metrics()["health/processes_lost"] == 1
+    assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
+    found = episodes_of(groups)
+    assert len(found) == 8 and all(found[key] == wanted[key] for key in found)
+    groups, stats = play(played)  # another process has taken its place
+    assert stats.failures == [] and stats.processes_lost == 0 and episodes_of(groups) == wanted
+    played.close()
+
+
+@pytest.mark.parametrize("name", ["Deadly", "Blocking", "Coroutines", "Wrongs"])
+def test_processes_give_what_threads_give(rollouts, name):
+    threads, processes = (play(rollouts(name, processes=count, max_text=1000)) for count in (0, 3))
+    assert episodes_of(threads[0]) == episodes_of(processes[0]) and len(threads[0]) == (1 if name == "Wrongs" else 4)
+    assert sorted(threads[1].failures) == sorted(processes[1].failures)
+    assert len(threads[1].failures) == (12 if name == "Wrongs" else 0)
+    assert threads[1].metrics() == processes[1].metrics() and (name != "Wrongs" or threads[1].texts_cut > 0)
+
+
+def test_every_member_of_an_environment_is_at_hand():
+    """Tools and replies, the task in words, the oracle and its actions; those that it lacks have their defaults."""
+
+    def seen(processes, name):
+        config = configured(name, processes)
+        environment = Guarded(make_factory(config).make(), config.env)
+        found = [environment.reset(Task("x")), environment.tools, getattr(environment, "task", None)]
+        found += [environment.context(), environment.anchor(), environment.admissible_actions()]
+        try:
+            answers = [environment.oracle(), environment.format_action("2")]
+        except NoOracleError:
+            return [*found, "no oracle", environment.step(environment.format_action("go"))]
+        found += [(answer, answer.content, answer.calls) for answer in answers]
+        return [*found, *map(environment.step, answers), environment.context()]
+
+    for name in ("WithTools", "Deadly"):
+        assert seen(1, name) == seen(0, name)
+    assert seen(1, "WithTools")[2] == "add to x"
+
+
+def test_an_environment_that_a_process_cannot_import_is_one_line():
+    config = configured("Deadly", 2)
+    environment = Guarded(make_factory(config, Deadly).make(), config.env)  # a class of a module that can be
+    assert environment.reset(Task("x")) == "start"
+
+    class Local(Deadly):
+        pass
+
+    for given, name in ((Local, "Local"), (Deadly(), "Deadly")):
+        wanted = rf"^env\.processes = 2: \S*{name} was handed over by a program, .*'module:name' or 'FILE\.py:name'; or"
+        with pytest.raises(UserError, match=wanted):
+            make_factory(config, given)
+
+
+def test_what_cannot_run_in_a_process_is_one_line():
+    for name, why in (
+        ("EndsAtOnce", rf"^env\.processes = 2: env\.name = '{FILE}:EndsAtOnce': its process ended with exit code 7$"),
+        ("Nothing", "the file has no 'Nothing'"),
+    ):
+        with pytest.raises(UserError, match=why):
+            make_factory(configured(name, 2))
+    with pytest.raises(UserError, match=r"^env\.processes = 2: env\.name = 'alfworld' is PaW's own, .*leave"):
+        make_factory(Config.model_validate({"model": {"path": "-"}, "env": {"name": "alfworld", "processes": 2}}))
+    config = configured("Unsendable", 1)
+    with pytest.raises(UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("):
+        Guarded(make_factory(config).make(), config.env).reset(make_factory(config).tasks("train", 0)[0])
+
+
+def test_processes_and_what_they_started_end_with_the_factory():
+    config = configured("Helpers", 2)
+    others = workers()  # of tests before
+    factory = make_factory(config)
+    environments = [Guarded(factory.make(), config.env) for _ in range(4)]
+    helpers = [int(environment.reset(Task("x"))) for environment in environments]
+    started = [pid for pid in workers() if pid not in others]
+    assert len(started) == 2 and all(map(alive, [*started, *helpers]))
+    del factory, environments
+    until(lambda: not any(map(alive, [*started, *helpers])))
+
+
+TRAINER = f"""
+import os, sys, threading, time
+from paw.config import Config, EnvConfig, ModelConfig
+from paw.envs import make_factory
+from paw.types import Task
+config = Config(model=ModelConfig(path="-"), env=EnvConfig(name="{FILE}:Deadly", processes=2))
+factory = make_factory(config)
+environments = [factory.make() for _ in range(2)]
+def hold(environment):
+    environment.reset(Task("train/0/1"))
+    for _ in range(2):
+        environment.step("go")
+for environment in environments:
+    threading.Thread(target=hold, args=(environment,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
+    """One of them holds its interpreter; a signal of the terminal ends none."""
+    once = tmp_path / "once"
+    variables = os.environ | {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER], env=variables, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert trainer.stdout and trainer.stdout.readline() == b"ready\n"
+        until(once.exists)
+        tasks = Path(f"/proc/{trainer.pid}/task").glob("*/children")
+        started = [int(pid) for children in tasks for pid in children.read_text().split()]
+        assert len(started) == 2
+        for pid in started:
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        assert all(map(alive, started))
+        trainer.kill()
+        until(lambda: not any(map(alive, started)))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
