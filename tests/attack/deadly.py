@@ -1,6 +1,7 @@
 """Environments that no thread survives: the first episode of one task ends or holds its process, as $DEADLY says.
 
-All count to three and win, as those of environments.py. $DEADLY_ONCE is a file that the first one makes.
+All count to three and win, as those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a file that the first
+one makes.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,12 +34,19 @@ def dies_with_its_connection_held() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def holds_the_interpreter() -> None:
+    """In a thread, as training plays it: in the main one a regular expression hears of signals."""
+    thread = threading.Thread(target=re.fullmatch, args=(r"(a+)+b", "a" * 60))
+    thread.start()
+    thread.join()
+
+
 DEEDS: dict[str, Callable[[], object]] = {
     "exits": lambda: os._exit(0),
     "crashes": lambda: ctypes.string_at(0),
     "is killed with its connection held": dies_with_its_connection_held,
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "holds the interpreter": lambda: re.fullmatch(r"(a+)+b", "a" * 60),
+    "holds the interpreter": holds_the_interpreter,
     "speaks out of turn": speaks_out_of_turn,
 }
 
@@ -55,7 +64,7 @@ class Counter:
 
     def step(self, response: str) -> Outcome:
         self.n += 1
-        if self.n == 2 and self.id == "train/0/1" and "DEADLY" in os.environ:
+        if self.n == 2 and self.id == os.environ.get("DEADLY_TASK", "train/0/1") and "DEADLY" in os.environ:
             with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
                 DEEDS[os.environ["DEADLY"]]()
         done = self.n == 3

@@ -12,14 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from deadly import Deadly
+from test_servers import Peer, connected  # noqa: F401
+from torch import nn
 from toyworld import make_chat, make_engine, make_model
 
-from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
+from paw.config import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
+from paw.model.policy import load_tokenizer
+from paw.model.ranks import Ranks
+from paw.rollout.chat import Chat
 from paw.rollout.guard import Guarded
 from paw.rollout.scheduler import Rollouts
+from paw.rollout.sync import push_weights
 from paw.types import Task
 
 FILE = Path(__file__).parent / "deadly.py"
@@ -68,11 +74,18 @@ def episodes_of(groups):
     return {(episode.task.id, episode.member): episode for group in groups for episode in group.trajectories}
 
 
+def children(pid):
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
+
+
+def command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def workers():
     """Ids of the processes of environments that this process has started."""
-    here = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for children in here for pid in children.read_text().split()]
-    return [int(pid) for pid in pids if b"paw.rollout.env_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children(os.getpid()) if b"paw.rollout.env_process" in command(pid)]
 
 
 def alive(pid):
@@ -213,8 +226,7 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
     try:
         assert trainer.stdout and trainer.stdout.readline() == b"ready\n"
         until(once.exists)
-        tasks = Path(f"/proc/{trainer.pid}/task").glob("*/children")
-        started = [int(pid) for children in tasks for pid in children.read_text().split()]
+        started = children(trainer.pid)
         assert len(started) == 2
         for pid in started:
             os.kill(pid, signal.SIGTERM)
@@ -226,3 +238,36 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         with suppress(ProcessLookupError):
             os.killpg(trainer.pid, signal.SIGKILL)
         trainer.communicate()
+
+
+@pytest.mark.slow
+def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
+    """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
+    from paw.rollout.ahead import Ahead
+
+    engine, folder = connected(Peer(), Peer()), str(tiny_llm(tmp_path))
+    push_weights(nn.Linear(2, 3), engine, version=0)
+    engine.positions = 512
+    config = configured("Deadly", 2).model_copy(
+        update={
+            "engine": EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+            "rollout": RolloutConfig(tasks=2, group_size=4, max_prompt_tokens=400, max_response_tokens=3, ahead=1),
+            "run": RunConfig(updates=4),
+        }
+    )
+    plain = Rollouts(make_factory(config), engine, Chat(load_tokenizer(folder)), config, Ranks())
+    rollouts = Ahead(plain, folder)
+    try:
+        expected, _ = plain.training(1, 2)
+        rollouts.training(0, 2)
+        groups, stats = rollouts.training(1, 2)
+        assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
+        outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
+        assert outcomes == [[t.outcome for t in e.turns] for group in expected for e in group.trajectories]
+        (ahead,) = [pid for pid in children(os.getpid()) if b"paw.rollout.ahead" in command(pid)]
+        started = [pid for pid in children(ahead) if b"paw.rollout.env_process" in command(pid)]
+        assert len(started) == 2
+        os.kill(ahead, signal.SIGKILL)
+        until(lambda: not any(map(alive, started)))
+    finally:
+        rollouts.close()
