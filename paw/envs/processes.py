@@ -218,7 +218,7 @@ class Worker:
             return subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self._theirs.fileno()), str(os.getpid())],
                 cwd=self._start.folder,
-                env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self._theirs.fileno()],
                 start_new_session=True,  # signals of the terminal are the trainer's; what it starts is killed with it

@@ -65,9 +65,12 @@ def load(tmp_path, name, **env):
     return load_played(None, {f"env.{key}": value for key, value in (given | env).items()})
 
 
-@pytest.mark.parametrize(("name", "actions"), [("paw/Letter-v0", []), ("paw/Door-v0", ["push", "pull"])])
-def test_it_keeps_the_rules(tmp_path, name, actions):
-    config = load(tmp_path, name)
+@pytest.mark.parametrize(
+    ("name", "actions", "processes"),
+    [("paw/Letter-v0", [], 0), ("paw/Door-v0", ["push", "pull"], 0), ("paw/Door-v0", ["push", "pull"], 1)],
+)
+def test_it_keeps_the_rules(tmp_path, name, actions, processes):
+    config = load(tmp_path, name, processes=str(processes))
     findings = check(Subject(lambda: make_factory(config), config.env))
     assert len(findings) == 14 and not [finding for finding in findings if not finding.ok]
     environment = Guarded(make_factory(config).make(), config.env)
