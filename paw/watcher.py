@@ -103,8 +103,10 @@ def unanswered(name: str) -> str:
 
 def _speak_to(descriptor: int) -> None:
     global _words
-    _words = descriptor if descriptor >= 0 else None
-    os.register_at_fork(after_in_child=_be_silent)
+    if descriptor >= 0:
+        os.set_inheritable(descriptor, False)
+        _words = descriptor
+        os.register_at_fork(after_in_child=_be_silent)
 
 
 def _be_silent() -> None:

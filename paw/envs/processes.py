@@ -162,8 +162,9 @@ class Worker:
     def allow(self, at_once: int) -> None:
         """Have up to that many calls at once."""
         with self._lock:
-            more, self._at_once = at_once - self._at_once, max(at_once, self._at_once)
-        if more > 0:
+            more = max(0, at_once - self._at_once)
+            self._at_once += more
+        if more:
             self._places.release(more)
 
     def forget(self, environment: int) -> None:
@@ -200,7 +201,7 @@ class Worker:
             self._process = self._launch()
             reason = self._listen(self._process)
         except Exception as error:  # nobody must wait for ever
-            reason = f"the process of the environment was given up: {describe(error)}"
+            reason = f"its process was given up: {describe(error)}"
         if self._process:
             self._kill()
             self._process.wait()
@@ -228,15 +229,14 @@ class Worker:
         """Pass its answers on until it ends, is late or says nonsense; returns which."""
         received = bytearray()
         looked = time.monotonic()
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._socket], [], [], TICK_S)
-            if ready:
+            if readable.poll(TICK_S * 1000):
                 chunk = self._socket.recv(1 << 16)
                 if not chunk:
                     return _ending(process)
                 received += chunk
-                if len(received) > MAX_ANSWER_BYTES:
-                    return f"its process was ended: it answered more than {MAX_ANSWER_BYTES} bytes"
                 if b"\n" in chunk:
                     *lines, rest = bytes(received).split(b"\n")
                     received = bytearray(rest)
@@ -245,11 +245,14 @@ class Worker:
                             self._hear(checked(Answer, line, "it answered"))
                     except UserError as error:
                         return f"its process was ended: {error}"
+                if len(received) > MAX_ANSWER_BYTES:
+                    return f"its process was ended: it answered more than {MAX_ANSWER_BYTES} bytes"
             elif _has_ended(process):  # something that it has forked may hold the connection open
                 return _ending(process)
 
             now = time.monotonic()
-            asleep, looked = now - looked - TICK_S, now
+            asleep = now - looked - TICK_S
+            looked = now
             with self._lock:
                 if asleep > 1.0:  # this process was stopped, or busy: nobody was late meanwhile
                     for call in self._calls.values():

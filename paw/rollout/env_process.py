@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -134,6 +135,7 @@ def _encode(answer: Fields) -> bytes:
 
 def main(descriptor: int, trainer: int) -> NoReturn:
     die_with_parent(trainer)
+    os.set_inheritable(descriptor, False)
     # Of a terminal or a launcher: they are the trainer's, which saves first. What is started here has the usual ones.
     for number in STOPS:
         signal.signal(number, lambda *_: None)
@@ -147,25 +149,30 @@ def main(descriptor: int, trainer: int) -> NoReturn:
             while line:
                 line = line[os.write(descriptor, line) :]
 
-    try:
-        environments = None
-        try:
-            section: str = requests.recv()
-            name = json.loads(section)["name"]
-            environments = Environments(section_type(EnvConfig, name).model_validate_json(section), send)
-            send({"key": 0, "demonstrates": getattr(environments.factory, "demonstrates", True)})
-        except (EOFError, OSError):
-            raise
-        except BaseException as error:
-            send({"key": 0, **_failure(error)})
+    environments = None
+    with suppress(EOFError, OSError):  # the trainer has ended, or needs this no more
+        environments = _start(requests.recv(), send)
         while environments:
             environments.play(*requests.recv())
-    except (EOFError, OSError):  # the trainer has ended, or needs this no more
-        pass
     if environments:
         threading.Timer(CLOSE_S, os._exit, (1,)).start()
         environments.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(0)
+
+
+def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
+    """The environments of a section [env] as JSON; None if they cannot be had, which the trainer is told."""
+    try:
+        kind = section_type(EnvConfig, json.loads(section)["name"])
+        environments = Environments(kind.model_validate_json(section), send)
+    except BaseException as error:
+        send({"key": 0, **_failure(error)})
+        return None
+    send({"key": 0, "demonstrates": getattr(environments.factory, "demonstrates", True)})
+    return environments
 
 
 def _usual_signals() -> None:
