@@ -1,6 +1,6 @@
 """A worker process of env.processes: it makes environments and calls their methods, as the trainer tells it to.
 
-The trainer's side, and what the two say to each other, is `paw.envs.processes`. What an environment returns is checked
+The trainer's side, and what the two say to each other, is `paw.envs.process`. What an environment returns is checked
 here, as it is in the trainer without processes, and leaves as one JSON object a line.
 """
 
@@ -22,7 +22,7 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import load_factory
-from paw.envs.processes import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
+from paw.envs.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
 from paw.errors import LINE_CHARS, EnvironmentFailure, NoOracleError, UserError, clean, describe, quietly
 from paw.keys import section_type
 from paw.lifeline import die_with_parent

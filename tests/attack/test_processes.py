@@ -85,7 +85,7 @@ def command(pid):
 
 def workers():
     """Ids of the processes of environments that this process has started."""
-    return [pid for pid in children(os.getpid()) if b"paw.rollout.env_process" in command(pid)]
+    return [pid for pid in children(os.getpid()) if b"-m\0paw.rollout.env_process" in command(pid)]
 
 
 def alive(pid):
@@ -240,6 +240,14 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         trainer.communicate()
 
 
+def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEADLY", "exits")
+    monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
+    done = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1)
+    assert re.search(r"FAIL  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout)
+    assert re.search(r"^1 of \d+ rules failed", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
@@ -264,7 +272,7 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
         outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
         assert outcomes == [[t.outcome for t in e.turns] for group in expected for e in group.trajectories]
-        (ahead,) = [pid for pid in children(os.getpid()) if b"paw.rollout.ahead" in command(pid)]
+        (ahead,) = [pid for pid in children(os.getpid()) if b"-m\0paw.rollout.ahead" in command(pid)]
         started = [pid for pid in children(ahead) if b"paw.rollout.env_process" in command(pid)]
         assert len(started) == 2
         os.kill(ahead, signal.SIGKILL)

@@ -65,12 +65,9 @@ def load(tmp_path, name, **env):
     return load_played(None, {f"env.{key}": value for key, value in (given | env).items()})
 
 
-@pytest.mark.parametrize(
-    ("name", "actions", "processes"),
-    [("paw/Letter-v0", [], 0), ("paw/Door-v0", ["push", "pull"], 0), ("paw/Door-v0", ["push", "pull"], 1)],
-)
-def test_it_keeps_the_rules(tmp_path, name, actions, processes):
-    config = load(tmp_path, name, processes=str(processes))
+@pytest.mark.parametrize(("name", "actions"), [("paw/Letter-v0", []), ("paw/Door-v0", ["push", "pull"])])
+def test_it_keeps_the_rules(tmp_path, name, actions):
+    config = load(tmp_path, name)
     findings = check(Subject(lambda: make_factory(config), config.env))
     assert len(findings) == 14 and not [finding for finding in findings if not finding.ok]
     environment = Guarded(make_factory(config).make(), config.env)
@@ -95,6 +92,16 @@ def test_an_episode_is_a_conversation(tmp_path):
         assert outcome.done and outcome.won == (outcome.observation == "right") == (outcome.reward == 1.0)
         returns.add(outcome.reward)
     assert returns == {0.0, 1.0}
+
+
+def test_it_plays_in_a_process(tmp_path):
+    config = load(tmp_path, "paw/Door-v0", processes="1")
+    factory = make_factory(config)
+    environment = Guarded(factory.make(), config.env)
+    assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) and environment.admissible_actions() == ["push", "pull"]
+    assert not environment.step("5").valid and environment.step("pull").valid
+    with pytest.raises(UserError, match="it cannot be made: NameNotFound"):
+        make_factory(load(tmp_path, "paw/Lettre-v0", processes="1"))
 
 
 def test_one_that_hangs_costs_its_episode(tmp_path):
