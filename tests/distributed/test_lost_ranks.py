@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def test_a_killed_rank_is_named(running, tmp_path, lost):
 
 def test_a_rank_that_an_environment_ends_is_named(recipe, paw_start, tmp_path):
     (tmp_path / "mine.py").write_text(ENDS.format(folder=Path(__file__).parents[1] / "attack"))
-    launcher = paw_start("train", recipe, "--gpus", "2", "--env.name", f"{tmp_path}/mine.py:Ends")
+    tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Ends"}}
+    recipe.write_text(tomli_w.dumps(tree))
+    launcher = paw_start("train", recipe, "--gpus", "2")
     code, errors = launcher.wait(120), launcher.stderr.read()
     assert code == 1, errors
     vanished = "ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
