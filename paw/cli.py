@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paw import __version__
+from paw import __version__, watcher
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
 
 if TYPE_CHECKING:
@@ -97,11 +97,16 @@ def entry() -> NoReturn:
     """
     try:
         code = main()
-    except BaseException as error:
-        if "RANK" not in os.environ or isinstance(error, SystemExit):
+    except SystemExit as error:  # of the parser: --help, --version
+        watcher.say_ending(error.code if isinstance(error.code, int) else 0)
+        raise
+    except BaseException:
+        watcher.say_ending(1)
+        if "RANK" not in os.environ:
             raise
         traceback.print_exc()
         code = 1
+    watcher.say_ending(code)
     if code == 130 or "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

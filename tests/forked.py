@@ -42,6 +42,12 @@ class Child:
         assert self._process.pid
         self.pid = self._process.pid
 
+    @property
+    def trainer(self) -> int:
+        """Id of the process that runs the command; `pid` is its parent, which watches it."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(children[0]) if children else self.pid
+
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         self.returncode = self._process.exitcode

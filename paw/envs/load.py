@@ -34,7 +34,8 @@ class OwnFactory:
         self.invalid_penalty: float = getattr(self._made, "invalid_penalty", config.invalid_penalty)
         self.may_block: bool = getattr(self._made, "may_block", False)
         self.distinct_eval: bool = getattr(self._made, "distinct_eval", True)
-        self._demonstrates = True
+        self.demonstrates = True
+        """Whether its environments have an oracle, once one was made."""
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on")
@@ -55,14 +56,14 @@ class OwnFactory:
             raise UserError(f"{what} is empty")
         if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts")
-        if split == "warmup" and not self._demonstrates:
+        if split == "warmup" and not self.demonstrates:
             raise UserError(f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path")
         return found
 
     def make(self) -> Env:
         made = self._made.make() if self._lists else self._new()
         self._require(made, ENV)
-        self._demonstrates = hasattr(made, "oracle")
+        self.demonstrates = hasattr(made, "oracle")
         return made
 
     def fingerprint(self) -> str:
@@ -81,7 +82,10 @@ class OwnFactory:
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
-    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had."""
+    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had.
+
+    With env.processes no environment is made in this process.
+    """
     origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
         if given is None:
@@ -92,7 +96,8 @@ def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
         threads = Threads(1, config.step_timeout_s)
         try:
             factory: OwnFactory = threads.call(OwnFactory, given, config, origin)
-            threads.call(factory.make)
+            if not config.processes:
+                threads.call(factory.make)
         except OURS:
             raise
         except BaseException as error:

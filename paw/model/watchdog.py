@@ -10,6 +10,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from paw.watcher import say_ending
+
 TICK_S = 1.0
 PATIENCE_S = 3600.0
 """For a phase that no update has been through yet, as loading, and for "save": some begin a checkpoint, others wait for
@@ -95,4 +97,5 @@ class Watchdog:
             self._tick += 1
             if reason := self.verdict():
                 os.write(2, f"paw: {reason}; checkpoints are kept (--resume auto)\n".encode())
+                say_ending(3)
                 os._exit(3)

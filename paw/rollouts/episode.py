@@ -46,6 +46,8 @@ class RolloutStats:
     """Calls of environments given up after env.step_timeout_s, each with its thread."""
     context_full: int = 0
     """Episodes that ended because no further prompt fits."""
+    processes_lost: int = 0
+    """Processes of environments that died or hung (env.processes)."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     """As sampled or billed, what a stop string cut off included."""
@@ -71,7 +73,8 @@ class RolloutStats:
         counts = {f"health/{name}": getattr(self, name) for name in HEALTH}
         cached = {"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}
         refilled = {"health/groups_refilled": len(self.uniform)} if self.uniform else {}
-        return {"health/env_failures": len(self.failed)} | counts | cached | refilled
+        lost = {"health/processes_lost": self.processes_lost} if self.processes_lost else {}
+        return {"health/env_failures": len(self.failed)} | counts | cached | refilled | lost
 
 
 Played = tuple[list[Group], RolloutStats]

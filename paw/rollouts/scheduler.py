@@ -161,10 +161,12 @@ class Rollouts:
         ]
         episodes = [Episode(t, group.place, seed, stream, temperature) for group in groups for t in group.trajectories]
         given_up, finished = self.threads.given_up, itertools.count(1)
+        processes_lost = self._processes_lost
         report = progress or (lambda done, total: None)
         self.run(episodes, ended=lambda _: report(next(finished), len(episodes)))
         stats = RolloutStats.sum(episode.stats for episode in episodes)
         stats.threads_lost = self.threads.given_up - given_up
+        stats.processes_lost = self._processes_lost - processes_lost
         if stats.texts_cut and not self._cut_is_told:
             self._cut_is_told = True
             most = self.config.env.max_text
@@ -300,6 +302,10 @@ class Rollouts:
             episode.stats.texts_cut, guarded.texts_cut = guarded.texts_cut, 0
             if trajectory.failure is None:
                 self._idle.append(guarded)
+
+    @property
+    def _processes_lost(self) -> int:
+        return getattr(self.factory, "processes_lost", 0)
 
     async def _make(self) -> Guarded:
         self._unmade += 1

@@ -94,6 +94,16 @@ def test_an_episode_is_a_conversation(tmp_path):
     assert returns == {0.0, 1.0}
 
 
+def test_it_plays_in_a_process(tmp_path):
+    config = load(tmp_path, "paw/Door-v0", processes="1")
+    factory = make_factory(config)
+    environment = Guarded(factory.make(), config.env)
+    assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) and environment.admissible_actions() == ["push", "pull"]
+    assert not environment.step("5").valid and environment.step("pull").valid
+    with pytest.raises(UserError, match="it cannot be made: NameNotFound"):
+        make_factory(load(tmp_path, "paw/Lettre-v0", processes="1"))
+
+
 def test_one_that_hangs_costs_its_episode(tmp_path):
     config, chat = load(tmp_path, "paw/Stuck-v0", step_timeout_s="0.2"), make_chat()
     factory = make_factory(config)
