@@ -97,6 +97,8 @@ class PlayerHandle:
         self._channel.end()
         self._listener.join()
         self._channel.close()
+        if self._process.stdin:
+            self._process.stdin.close()
 
     def _listen(self) -> None:
         """Take its messages until it ends, or is ended because it does not go on; whoever waits for it hears that."""
@@ -147,8 +149,8 @@ class PlayerHandle:
                 case UpdateFailed(step=None):
                     self._end()
                     return message.error()
-                case UpdateFailed():
-                    self._updates.pop(message.step).set_exception(message.error())
+                case UpdateFailed(step=int(step)):
+                    self._updates.pop(step).set_exception(message.error())
 
     def _end(self) -> str:
         """How it has ended. It is killed if it does not end."""
@@ -157,9 +159,10 @@ class PlayerHandle:
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
-        if code > 128:  # of the supervisor, about the process
-            code = 128 - code
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        number = -code if code < 0 else code - 128  # of the supervisor itself, or what it says about the process
+        if number in signal.valid_signals():
+            return f"killed by {signal.Signals(number).name}"
+        return f"exit code {code}"
 
     def _kill(self) -> None:
         """Have the supervisor end it and all that it has started."""

@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic_core import to_json
 
 from paw.errors import LINE_CHARS, UserError, clean
 from paw.rollout.episode import Played
@@ -206,9 +207,10 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """From any thread. Raises OSError if the other end is closed."""
-        line = message.model_dump_json().encode() + b"\n"
+        line = to_json(message, bytes_mode="base64", inf_nan_mode="constants")
         with self._sending:
             self._socket.sendall(line)
+            self._socket.sendall(b"\n")
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message; None if no byte arrives for `timeout_s` seconds.

@@ -55,6 +55,7 @@ class PlayerRollouts(Rollouts):
         super().__init__(*parts)  # type: ignore[arg-type]
         self.environments: weakref.WeakSet[Guarded] = weakref.WeakSet()
         self.playing: threading.Thread | None = None
+        """The thread that plays an update."""
         self._asked = False
         """Whether the loop has been asked for a sign of life that it has not given."""
 
@@ -128,8 +129,8 @@ class Player:
         for rollouts in self._rollouts:
             rollouts.stop()
         for rollouts in self._rollouts:
-            if rollouts.playing:
-                rollouts.playing.join(max(0.0, deadline - time.monotonic()))
+            if playing := rollouts.playing:
+                playing.join(max(0.0, deadline - time.monotonic()))
         # Whatever they raise, and if they hang.
         Threads(THREADS, CLOSE_S - 2 * MARGIN_S).close(*(environment.close for environment in environments))
 
@@ -160,8 +161,13 @@ def as_user_error(error: BaseException) -> UserError:
     if isinstance(error, UserError):
         return error
     if not isinstance(error, ValidationError):
-        traceback.print_exception(error)
+        print_traceback(error)
     return UserError(f"the process that plays ahead: {describe(error)}")
+
+
+def print_traceback(error: BaseException) -> None:
+    with suppress(Exception):  # the terminal may be gone
+        traceback.print_exception(error)
 
 
 class PlayerProcess:
@@ -178,9 +184,15 @@ class PlayerProcess:
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self._socket.close)
         threading.Thread(target=self._show_life, daemon=True).start()
-        with suppress(EOFError, OSError):  # the trainer has ended
+        exit_code = 0
+        try:
             self._serve()
-        self._end()
+        except (EOFError, OSError):
+            pass  # the trainer has ended
+        except BaseException as error:
+            print_traceback(error)
+            exit_code = 1
+        self._end(exit_code)
 
     def _serve(self) -> None:
         try:
@@ -206,11 +218,12 @@ class PlayerProcess:
         if self._player:
             self._player.close()
 
-    def _end(self) -> NoReturn:
+    def _end(self, exit_code: int) -> NoReturn:
         self._close_environments()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # whatever its threads do
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exit_code)  # whatever its threads do
 
 
 if __name__ == "__main__":

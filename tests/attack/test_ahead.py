@@ -1,7 +1,9 @@
 """The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that it started stays."""
 
+import math
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import asdict
@@ -19,7 +21,10 @@ from paw.config import AgentConfig, Config, EngineConfig, EnvConfig, ModelConfig
 from paw.errors import UserError
 from paw.rollout import ahead
 from paw.rollout.ahead import AsyncRollouts
+from paw.rollout.episode import RolloutStats
+from paw.rollout.messages import Channel, FromPlayer, UpdatePlayed
 from paw.state.signals import StopSignal
+from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 GAMES = Path(__file__).with_name("ahead_games.py")
 AGAIN = "its episodes are played again"
@@ -92,6 +97,26 @@ def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
     assert [asdict(group) for group in groups] == [asdict(group) for group in expected]
     assert stats == expected_stats
     assert len(turns_of(groups)) == 12 and player() and AGAIN not in capfd.readouterr().err
+
+
+def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
+    odd = [0.1, -0.0, 5e-324, -1.7976931348623157e308, math.inf, math.nan]
+    ids = [0, 1, 2**31 - 1, 50_000, 128_000, 7]
+    outcome = Outcome("seen", reward=0.1 + 0.2, done=True, won=False, score=1 / 3)
+    task = Task("train/\ud800/1", payload=object())  # any text, and what JSON cannot hold
+    full = Turn(ids, ids, odd, odd, "asked", "said", outcome, "anchor", version=3, versions=ids, observation_ids=[])
+    bare = Turn([], ids, odd, None, "asked", "said", outcome, "anchor", version=3, spans=[(1, 2)], separator_ids=[4])
+    long = Turn(ids * 5000, ids, odd, None, "asked", "said", outcome, "anchor", version=3)
+    groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], place=0)]
+    stats = RolloutStats(texts_cut=2, failed=[Trajectory(task, 0, failure="it broke")])
+    expected = repr((groups, stats))
+
+    ours, theirs = socket.socketpair()
+    message = UpdatePlayed.pack(4, (groups, stats), [task])
+    threading.Thread(target=Channel(theirs, FromPlayer).send, args=(message,), daemon=True).start()
+    arrived = Channel(ours, FromPlayer).receive(10).unpack([task])
+    assert len(message.model_dump_json()) < 6 * len(ids) * 5000
+    assert repr(arrived) == expected and arrived[0][0].task is task
 
 
 def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(played_ahead, capfd):
