@@ -87,9 +87,9 @@ class Run(Parts):
         encode = self.encode_observation if self.config.wm.enabled else None
         now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode)
         if self.config.rollout.ahead:
-            from paw.rollouts.ahead import Ahead
+            from paw.rollouts.ahead import AsyncRollouts
 
-            now = Ahead(now, self.path)
+            now = AsyncRollouts(now, self.path)
         return now
 
     def call(self, hook: str, *given: Any) -> None:

@@ -21,7 +21,7 @@ def exchange(
     observations of the episodes it played.
     """
     ids, values = list[list[int]](), list[list[float]]()
-    for turn in _turns(own):
+    for turn in turns_of(own):
         observation = (turn.observation_ids or encode(turn.observation)) if encode else []
         ids += turn.prompt_ids, turn.response_ids, turn.versions or [], observation
         values += turn.sampled_logp, turn.entropy or []
@@ -31,7 +31,7 @@ def exchange(
     parts = ranks.gather(own, Played)
     all_ids, all_values = ranks.gather_rows(ids, int), ranks.gather_rows(values, float)
     for part, its_ids, its_values in zip(parts, map(iter, all_ids), map(iter, all_values), strict=True):
-        for turn in _turns(part):
+        for turn in turns_of(part):
             turn.prompt_ids, turn.response_ids, versions, observation = islice(its_ids, 4)
             turn.sampled_logp, entropy = islice(its_values, 2)
             turn.versions, turn.entropy = versions or None, entropy or None
@@ -45,7 +45,7 @@ def _trajectories(played: Played) -> list[Trajectory]:
     return [*chain(*(group.trajectories for group in groups)), *stats.failed]
 
 
-def _turns(played: Played) -> list[Turn]:
+def turns_of(played: Played) -> list[Turn]:
     return [turn for trajectory in _trajectories(played) for turn in trajectory.turns]
 
 

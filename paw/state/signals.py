@@ -30,7 +30,20 @@ def _in_child() -> None:
         _active.clear()
         signal.set_wakeup_fd(-1)
         _to_default()
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        _to_default()
     _after_fork()
+
+
+def ignore_stops() -> None:
+    """Have this process ignore them. By handlers, not by SIG_IGN, which the programs that it starts would inherit:
+    those have the default handlers, and what it forks too."""
+    for number in STOPS:
+        signal.signal(number, _ignore)
+
+
+def _ignore(*_: object) -> None:
+    return
 
 
 def _to_default() -> None:

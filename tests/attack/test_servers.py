@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Connection
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
-from forked import CONTEXT
+from forked import Supervisor
 from safetensors.torch import load_file
 from torch import nn
 from toyworld import ENV, make_factory
@@ -25,7 +25,7 @@ from paw.errors import UserError
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts import ahead
-from paw.rollouts.ahead import Ahead
+from paw.rollouts.ahead import AsyncRollouts
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.server import Fleet, ServerEngine
@@ -319,8 +319,8 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
     engine.positions, folder = 512, str(tiny_llm(tmp_path))
     plain = Rollouts(make_factory(), engine, Chat(load_tokenizer(folder)), config, Ranks())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts = Ahead(plain, folder)
-    rollouts._process.kill()
+    rollouts = AsyncRollouts(plain, folder)
+    rollouts._player._process.kill()
     for step in range(4):
         groups, stats = rollouts.training(step, 2)
         expected, _ = plain.training(step, 2)
@@ -329,26 +329,21 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         assert [(g.task, g.task.payload) for g in groups] == [(g.task, g.task.payload) for g in expected]
         assert all(step - K <= turn.version <= step and turn.server in urls for turn in turns)
         assert stats.response_tokens
-        assert sorted(rollouts._playing) == [u for u in range(step + 1, step + K + 1) if u < updates]
+        assert sorted(rollouts._updates) == [u for u in range(step + 1, step + K + 1) if u < updates]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     told = capfd.readouterr().err
     assert told.count("has ended (killed by SIGKILL): its episodes are played again") == 1 and "Traceback" not in told
     again, _ = rollouts.training(3, 2)
     assert [g.task.id for g in again] == [g.task.id for g in groups]
     assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
-    process = rollouts._process
+    process = rollouts._player._process
     rollouts.close()
     assert process.returncode == 0 and plain.loop.is_closed()
 
 
 @pytest.mark.slow
 def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypatch):
-    def forked(command, env, pass_fds):
-        process = CONTEXT.Process(target=ahead.main, args=(Connection(os.dup(pass_fds[0])),))
-        process.start()
-        return SimpleNamespace(wait=lambda timeout: process.join(timeout) or process.exitcode, kill=process.kill)
-
-    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=forked, TimeoutExpired=TimeoutError))
+    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=TimeoutExpired))
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, ahead=1),
@@ -356,7 +351,7 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
     )  # fmt: skip
     engine = connected(Peer())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts = Ahead(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
+    rollouts = AsyncRollouts(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
     with pytest.raises(UserError, match="was handed over by a program"):
         rollouts.training(0, 2)
     rollouts.close()
