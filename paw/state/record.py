@@ -105,6 +105,7 @@ def header_lines(run: "Run") -> list[str]:
     return [
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
+        f"{info['device']}, {info['dtype']}, engine {info['engine']}, head backend {info['backend']}, "
+        f"games {info['games']}",
         f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]

@@ -16,6 +16,7 @@ from paw.envs.base import EnvFactory
 from paw.errors import UserError, clean, progress, to_stderr
 from paw.files import writing
 from paw.model.check import longest_row
+from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollout.chat import Chat
@@ -96,7 +97,9 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
-    options: dict[str, Any] = {"device": pick_device(config.model.device)}
+    device = pick_device(config.model.device)
+    config = with_dtype(config, pick_dtype(device))
+    options: dict[str, Any] = {"device": device}
     if config.engine.type == "transformers":  # vLLM has its own way
         options["longest"] = longest_row(config, update=False)
     policy = load_policy(path, dtype=config.model.dtype, check=False, **options)

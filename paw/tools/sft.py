@@ -24,9 +24,10 @@ from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config, EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import OURS, NoOracleError, UserError, describe, quietly, to_stderr
+from paw.errors import OURS, NoOracleError, UserError, describe, quietly, shown, to_stderr
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
+from paw.model.dtype import training_dtype, with_dtype
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 from paw.model.policy import (
@@ -224,6 +225,7 @@ def fine_tune(
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed} {config.model.path}"
     )
     digest = hashlib.sha256(about.encode()).hexdigest()
+    dtype = str(policy.dtype).removeprefix("torch.")
     folder, done = out and out / "checkpoints", 0
     if folder and (found := newest(folder, partial(load, like={"model": named}))):
         path, (tensors, state) = found
@@ -233,11 +235,13 @@ def fine_tune(
         load_optimizer(optimizer, named.items(), tensors["optimizer"])
         done = state["step"]
         to_stderr(f"fine-tuning: going on from step {done} of {len(batches)}")
+        if state.get("dtype", dtype) != dtype:
+            to_stderr(f"fine-tuning: until here in {shown(state['dtype'])}, from here in {dtype} (--model.dtype)")
 
     def save(at: int) -> None:
         if folder:
             files = {"model": named, "optimizer": optimizer_tensors(optimizer, named.items())}
-            checkpoint.save(folder, at, files, {"sft": digest})
+            checkpoint.save(folder, at, files, {"sft": digest, "dtype": dtype})
             checkpoint.prune(folder, 1)
 
     options: dict[str, Any] = {"lm_weight": settings.lm_weight, "observations": settings.observations}
@@ -265,7 +269,9 @@ def fine_tune(
 
 def load_learner(config: Config, path: str) -> Policy:
     """The model of that path, to be trained as the configuration says."""
-    model, device = config.model, pick_device(config.model.device)
+    device = pick_device(config.model.device)
+    config = with_dtype(config, training_dtype(config, device))
+    model = config.model
     options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
     options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
     options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
@@ -297,7 +303,8 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         rows = [example(chat, config, t.prompt, t.response, t.observation, t.tools) for t in turns]
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
-    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs")
+    dtype = training_dtype(config, pick_device(config.model.device))
+    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}")
     policy = load_learner(config, path)
     steps = fine_tune(policy, rows, config, settings, out=out)
     export_tuned(policy, tokenizer, out, config, steps=steps, on=source)
