@@ -24,7 +24,7 @@ from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config, EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import OURS, NoOracleError, UserError, describe, quietly, shown, to_stderr
+from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly, shown, to_stderr
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
 from paw.model.dtype import training_dtype, with_dtype
@@ -125,15 +125,19 @@ def demonstrations(
 def example(
     chat: Chat, config: Config, prompt: Context, response: str, observation: str = "", tools: Sequence[Any] = ()
 ) -> Sample:
-    """A turn to learn from; one user message and the observation are cut to the limits of the configuration."""
-    if isinstance(prompt, str) and not tools:
-        prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
-    else:
-        prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
-    outcome = Outcome(observation, 0.0, done=False, won=False)
-    turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
-    if isinstance(response, Reply) and response.calls:
-        add_result(chat, turn, response, config.wm.max_tokens)
+    """A turn to learn from; one user message and the observation are cut to the limits of the configuration. Raises
+    UserError if the chat template does not take it."""
+    try:
+        if isinstance(prompt, str) and not tools:
+            prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
+        else:
+            prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
+        outcome = Outcome(observation, 0.0, done=False, won=False)
+        turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
+        if isinstance(response, Reply) and response.calls:
+            add_result(chat, turn, response, config.wm.max_tokens)
+    except EnvironmentFailure as error:
+        raise UserError(str(error)) from None
     separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
     observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
     return Sample(0, 0, 0, prompt_ids, turn.response_ids, separator, observation_ids)
