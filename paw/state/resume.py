@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.config import Config
-from paw.errors import UserError, shown
+from paw.errors import UserError, masked, shown
 from paw.files import json_object, text_of, update_of, write_file
 from paw.keys import flatten
 from paw.recipe import get
@@ -39,7 +39,7 @@ def changes(directory: Path, config: Config) -> list[str]:
         before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
-    now = flatten(config.model_dump(mode="json", exclude_none=True))
+    before, now = masked(before), masked(flatten(config.model_dump(mode="json", exclude_none=True)))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
     for key in sorted((before.keys() | now.keys()) - {"run.name", "run.dir"}):

@@ -19,9 +19,10 @@ from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, masked, to_stderr
 from paw.files import json_object, write_file
 from paw.keys import flatten
+from paw.recipe import check_passwords
 from paw.rollout.episode import Episode, find_agent
 from paw.rollout.scheduler import THREADS, Rollouts
 from paw.state.claim import lock
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
             raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
         if config.agent.type == "plain" and out is None:
             return evaluate_model(config, path, as_json=options.json)
+    check_passwords(config)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
             endpoint.check()
         factory = make_factory(config)
         tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
-        about = {"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
+        about = masked({"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)})
         _open(stack, folder, about)
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}
         lines = _of_this_draw(_read(folder / "episodes.jsonl"), tasks, folder)

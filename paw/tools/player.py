@@ -13,7 +13,7 @@ from typing import Any
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, clean, progress, to_stderr
+from paw.errors import UserError, clean, masked, progress, to_stderr
 from paw.files import writing
 from paw.model.check import longest_row
 from paw.model.dtype import pick_dtype, with_dtype
@@ -41,7 +41,7 @@ def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
         metrics, table = success_metrics(groups, stats.failed), kind_rows(kinds(groups, stats.failed))
         source = rollouts.factory.fingerprint()
     if as_json:
-        about = {"model": path, "source": source, "temperature": config.eval.temperature}
+        about = {"model": path, "source": masked(source), "temperature": config.eval.temperature}
         print(json.dumps({**about, **metrics, "kinds": table}))
         return 1 if stats.failed else 0
     print(f"{path} on {clean(source)}, temperature {config.eval.temperature:g}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from paw.config import EndpointConfig
 from paw.envs.search.data import SETS
-from paw.errors import clean, to_stderr
+from paw.errors import clean, masked, to_stderr
 from paw.rollout.episode import Episode
 from paw.rollout.success import wilson
 
@@ -41,7 +41,7 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
         "cost": (stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price) / 1e6,
         "seconds": round(episode.seconds, 3),
         "context_full": episode.context_full,
-        "failure": trajectory.failure,
+        "failure": masked(trajectory.failure),
     }
 
 
