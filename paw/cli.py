@@ -162,7 +162,7 @@ def _train_epilog() -> str:
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.recipe import load_named, warnings
+    from paw.recipe import check_passwords, load_named, warnings
     from paw.state.claim import run_names
 
     resume, numbered = options.resume, "run.name" not in overrides
@@ -175,6 +175,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         for line in warnings(config):
             to_stderr(line)
         return 0
+    check_passwords(config)
     if config.endpoint.url:
         why = "an endpoint plays in `paw eval`, it cannot be trained"
         raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")

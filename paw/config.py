@@ -61,8 +61,9 @@ class ModelConfig(Section):
     """Variables of the chat template, such as {enable_thinking = false}."""
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     """What reads calls of tools: a parser of vLLM ("hermes", "llama3_json"), "transformers", or auto, which tries."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the forward pass. Gradients are accumulated in what the optimizer stores."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it, else float32. Gradients
+    are accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU where there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -341,7 +342,7 @@ class Config(Section):
             raise ValueError("env.name = 'next_state' learns the world model by RL: set wm.enabled = false")
         if flash and self.lora.rank:
             raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
-        if flash and self.model.dtype != "bfloat16":
+        if flash and self.model.dtype == "float32":
             raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
         return self
 

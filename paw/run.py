@@ -16,11 +16,12 @@ import torch
 
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
-from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
+from paw.build import Parts, build, check_environment, check_extras, check_memory, choose_dtype, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, describe, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
+from paw.model.dtype import with_dtype
 from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
@@ -343,8 +344,12 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
         places = claim_places(directory, ranks, stack, resume=resume)
 
+    dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
+    notes = [*notes, *kept]
+    in_dtype = with_dtype(config, dtype)  # config.toml keeps "auto": another machine may choose another
+
     def check() -> EnvFactory:
-        check_memory(config, device, ranks)
+        check_memory(in_dtype, device, ranks)
         return check_environment(config)
 
     factory = ranks.everywhere(check)
@@ -352,7 +357,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         other = "rank {} has other games than rank 0: its machine needs the same files for env.name = "
         ranks.agree(factory.fingerprint(), f"{other}'{config.env.name}'")
     parts = build(
-        config, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
+        in_dtype, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
     )
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}

@@ -10,18 +10,22 @@ place of texts.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from paw.errors import EnvironmentFailure, UserError, clean
+from paw.errors import EnvironmentFailure, UserError, clean, describe
 from paw.rollouts.marks import PROBE, TOOLS, Marks
+from paw.rollouts.template import TURN_S, TemplateLimitError, try_template, within
 from paw.types import THINKING, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
 """How Llama 3 ends an answer that calls a tool, where it does not end its turn; in its generation config, too."""
+LONGEST = 1_000_000
+"""Characters that a template may write."""
 MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
 SPACED = f" \n{MARK}\n "
 Context = str | list[dict[str, Any]]
@@ -79,7 +83,14 @@ class Chat:
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
             return self.render(messages, ask=ask)
 
-        turns = render(MARK, REPLY, AGAIN, ask=False)
+        try:
+            try_template(self._trials())
+            turns = render(MARK, REPLY, AGAIN, ask=False)
+            rendered, spaced = render(MARK), render(SPACED)
+        except Exception as error:  # a template raises what it likes
+            fix = "fix chat_template.jinja in the model's folder, or take another model"
+            why = clean(error, 300) if isinstance(error, TemplateLimitError) else clean(describe(error), 300)
+            raise UserError(f"the chat template of '{self.name}' cannot be rendered: {why}; {fix}") from None
         between = turns.partition(REPLY)[2].partition(AGAIN)[0]
         unsaid = self._control_ids(tokenizer, re.sub(f"{MARK}|{REPLY}|{AGAIN}", "", turns))
         thinking = {self._backend.token_to_id(word) for word in THINKING}
@@ -87,7 +98,6 @@ class Chat:
         words = {self._backend.id_to_token(i) or "" for i in self._control} - {""}
         control, self._forged, self._markers = _any(words), _forged(words), _any([])
         self._words = control
-        rendered, spaced = render(MARK), render(SPACED)
         if (count := rendered.count(MARK)) != 1:
             raise UserError(f"the chat template of '{self.name}' shows a user message {count} times; expected once")
         self._whole = prefix, suffix = rendered.split(MARK)
@@ -148,9 +158,27 @@ class Chat:
         return head + content[-room:] + self._tail, max(0, len(content) - room)
 
     def render(self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True) -> str:
-        """The template's text, with the model's turn begun if `ask`. Raises whatever the template raises."""
+        """The template's text, with the model's turn begun if `ask`. Raises whatever the template raises, and
+        TemplateLimitError if it does not end or writes too much."""
         variables = {"tokenize": False, "add_generation_prompt": ask, **self._options}
-        return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **variables))
+        template = partial(self._tokenizer.apply_chat_template, messages, tools=tools or None, **variables)
+        text = str(within(TURN_S, template))
+        if len(text) > LONGEST:
+            raise TemplateLimitError(f"it writes more than {LONGEST:,} characters")
+        return text
+
+    def _trials(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Conversations without tools and with them, for `try_template`."""
+        user = {"role": "user", "content": MARK}
+        turns = [user, {"role": "assistant", "content": REPLY}] * 8
+        called = [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]
+        trials = []
+        for tools, conversations in ((None, ([user], [*turns, user])), (TOOLS, ([user], called * 4))):
+            common = {**self._tokenizer.special_tokens_map, **self._options, "tools": tools, "documents": None}
+            template = str(self._tokenizer.get_chat_template(tools=tools))
+            asked = [common | {"messages": messages, "add_generation_prompt": True} for messages in conversations]
+            trials.append((template, asked))
+        return trials
 
     def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
         """Ids of a whole conversation as the template renders it, ready for a response.
@@ -220,12 +248,15 @@ class Chat:
 
     def response_ids(self, text: str) -> list[int]:
         """Ids of a demonstrated response after `opened`, the turn's end token included (what a warm-up imitates); of a
-        Reply with calls as the template writes them."""
+        Reply with calls as the template writes them. Raises EnvironmentFailure for calls that it does not take."""
         if isinstance(text, Reply) and text.calls:
             marks, user = Marks(self._is_harmless), {"role": "user", "content": MARK}
-            told, asked = self.render([user, marks.message(text.message())], ask=False), self.render([user])
-            ids = self._each(*marks.split(told.removeprefix(asked), lambda text: text)[:2])
-            return ids[: next(place for place, i in enumerate(ids) if i in self.end_ids) + 1]
+            try:
+                told, asked = self.render([user, marks.message(text.message())], ask=False), self.render([user])
+                ids = self._each(*marks.split(told.removeprefix(asked), lambda text: text)[:2])
+            except Exception as error:
+                raise self._refused([user, text.message()], error) from None
+            return ids[: next((place for place, i in enumerate(ids) if i in self.end_ids), len(ids)) + 1]
         sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
         return self._plain(_encodable(sampled)) + self._turn_end
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paw import __version__
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import json_object, text_of, write_file, writing
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RunRecord:
         """Raises UserError where it cannot be written."""
         wall_s = round(self._before_s + time.monotonic() - self._began, 1)
         with writing(self._path):
-            write_file(self._path, json.dumps(self.about | {"wall_s": wall_s}, indent=1))
+            write_file(self._path, json.dumps(masked(self.about | {"wall_s": wall_s}), indent=1))
 
     def end(self, how: str, why: str = "") -> None:
         """`how`: finished, stopped or failed."""
@@ -105,6 +105,7 @@ def header_lines(run: "Run") -> list[str]:
     return [
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
+        f"{info['device']}, {info['dtype']}, engine {info['engine']}, head backend {info['backend']}, "
+        f"games {info['games']}",
         f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from paw.envs import make_factory
 from paw.envs.base import Tasks, admissible_responses, eval_tasks, means_all_kinds, size, train_tasks, warmup_tasks
-from paw.errors import OURS, NoOracleError, UserError, clean, describe, place, shown
+from paw.errors import OURS, NoOracleError, UserError, clean, describe, masked, place, shown
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     findings = check(subject)
     failed, speed = sum(not finding.ok for finding in findings), subject.steps / max(subject.seconds, 1e-9)
     if args.json:
-        rules = [finding._asdict() for finding in findings]
+        rules = masked([finding._asdict() for finding in findings])
         print(json.dumps({"env": args.env, "ok": not failed, "steps_per_second": round(speed), "rules": rules}))
         return min(failed, 1)
     for finding in findings:

@@ -19,9 +19,10 @@ from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import check_kind, eval_tasks
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, masked, to_stderr
 from paw.files import json_object, write_file
 from paw.keys import flatten
+from paw.recipe import check_passwords
 from paw.rollouts.episode import Episode, find_agent
 from paw.rollouts.scheduler import THREADS, Rollouts
 from paw.rollouts.success import more_context
@@ -125,6 +126,7 @@ def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluatio
 
 def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tuple[dict[str, Any], Path]:
     """Play the tasks that are not in the folder of the evaluation yet; returns (results, folder)."""
+    check_passwords(config)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
@@ -138,7 +140,7 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
         tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
         for task in tasks:
             check_kind(task, factory)
-        about = {"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
+        about = masked({"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)})
         _open(stack, folder, about)
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}
         lines = _of_this_draw(_read(folder / "episodes.jsonl"), tasks, folder)

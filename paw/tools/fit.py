@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from paw.config import Config
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import write_file, writing
 from paw.keys import flatten
 from paw.recipe import known_keys, layered, load, validate
@@ -431,4 +431,4 @@ def _write(path: Path, found: Plan) -> None:
         f" {found.host_total:.1f} GiB of host memory, {found.step_s:.0f} s an update.\n"
     )
     with writing(path):
-        write_file(path, heading + tomli_w.dumps(_tree(found.config)))
+        write_file(path, heading + tomli_w.dumps(masked(_tree(found.config))))

@@ -13,9 +13,10 @@ from typing import Any, TextIO
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, clean, progress, to_stderr
+from paw.errors import UserError, clean, masked, progress, to_stderr
 from paw.files import writing
 from paw.model.check import longest_row
+from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
 from paw.rollouts.chat import Chat
@@ -42,7 +43,7 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     metrics = success_metrics(groups, stats.failed)
     if stats.context_full:
         metrics["context_full"] = stats.context_full
-    about = {"model": path, "source": source, "temperature": config.eval.temperature}
+    about = {"model": path, "source": masked(source), "temperature": config.eval.temperature}
     return {**about, **metrics, "kinds": kind_rows(kinds(groups, stats.failed))}
 
 
@@ -142,7 +143,9 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
-    options: dict[str, Any] = {"device": pick_device(config.model.device)}
+    device = pick_device(config.model.device)
+    config = with_dtype(config, pick_dtype(device))
+    options: dict[str, Any] = {"device": device}
     if config.engine.type == "transformers":  # vLLM has its own way
         options["longest"] = longest_row(config, update=False)
     policy = load_policy(path, dtype=config.model.dtype, check=False, **options)

@@ -7,7 +7,7 @@ from typing import Any
 from paw.config import EndpointConfig
 from paw.envs.base import kind_name
 from paw.envs.search.data import SETS
-from paw.errors import clean, to_stderr
+from paw.errors import clean, masked, to_stderr
 from paw.rollouts.episode import Episode
 from paw.rollouts.success import wilson
 
@@ -42,7 +42,7 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
         "cost": (stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price) / 1e6,
         "seconds": round(episode.seconds, 3),
         "context_full": episode.context_full,
-        "failure": trajectory.failure,
+        "failure": masked(trajectory.failure),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import json_object, text_of, update_of
 from paw.keys import flatten
 from paw.state.record import read_info
@@ -77,7 +77,7 @@ def load_run(run_dir: Path) -> Run:
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text, config = text_of(run_dir / "config.toml"), {}
+    config_text, config = masked(text_of(run_dir / "config.toml")), {}  # an older version wrote passwords
     with suppress(ValueError, RecursionError):
         config = flatten(tomllib.loads(config_text))
     unreadable += unreadable_samples

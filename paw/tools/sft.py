@@ -24,9 +24,10 @@ from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config, EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import OURS, NoOracleError, UserError, describe, quietly, to_stderr
+from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly, shown, to_stderr
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
+from paw.model.dtype import training_dtype, with_dtype
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 from paw.model.policy import (
@@ -124,15 +125,19 @@ def demonstrations(
 def example(
     chat: Chat, config: Config, prompt: Context, response: str, observation: str = "", tools: Sequence[Any] = ()
 ) -> Sample:
-    """A turn to learn from; one user message and the observation are cut to the limits of the configuration."""
-    if isinstance(prompt, str) and not tools:
-        prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
-    else:
-        prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
-    outcome = Outcome(observation, 0.0, done=False, won=False)
-    turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
-    if isinstance(response, Reply) and response.calls:
-        add_result(chat, turn, response, config.wm.max_tokens)
+    """A turn to learn from; one user message and the observation are cut to the limits of the configuration. Raises
+    UserError if the chat template does not take it."""
+    try:
+        if isinstance(prompt, str) and not tools:
+            prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
+        else:
+            prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
+        outcome = Outcome(observation, 0.0, done=False, won=False)
+        turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
+        if isinstance(response, Reply) and response.calls:
+            add_result(chat, turn, response, config.wm.max_tokens)
+    except EnvironmentFailure as error:
+        raise UserError(str(error)) from None
     separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
     observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
     return Sample(0, 0, 0, prompt_ids, turn.response_ids, separator, observation_ids)
@@ -224,6 +229,7 @@ def fine_tune(
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed} {config.model.path}"
     )
     digest = hashlib.sha256(about.encode()).hexdigest()
+    dtype = str(policy.dtype).removeprefix("torch.")
     folder, done = out and out / "checkpoints", 0
     if folder and (found := newest(folder, partial(load, like={"model": named}))):
         path, (tensors, state) = found
@@ -233,11 +239,13 @@ def fine_tune(
         load_optimizer(optimizer, named.items(), tensors["optimizer"])
         done = state["step"]
         to_stderr(f"fine-tuning: going on from step {done} of {len(batches)}")
+        if state.get("dtype", dtype) != dtype:
+            to_stderr(f"fine-tuning: until here in {shown(state['dtype'])}, from here in {dtype} (--model.dtype)")
 
     def save(at: int) -> None:
         if folder:
             files = {"model": named, "optimizer": optimizer_tensors(optimizer, named.items())}
-            checkpoint.save(folder, at, files, {"sft": digest})
+            checkpoint.save(folder, at, files, {"sft": digest, "dtype": dtype})
             checkpoint.prune(folder, 1)
 
     options: dict[str, Any] = {"lm_weight": settings.lm_weight, "observations": settings.observations}
@@ -265,7 +273,9 @@ def fine_tune(
 
 def load_learner(config: Config, path: str) -> Policy:
     """The model of that path, to be trained as the configuration says."""
-    model, device = config.model, pick_device(config.model.device)
+    device = pick_device(config.model.device)
+    config = with_dtype(config, training_dtype(config, device))
+    model = config.model
     options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
     options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
     options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
@@ -315,7 +325,8 @@ def sft(
         rows = [example(chat, config, t.prompt, t.response, t.observation, t.tools) for t in turns]
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
-    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs")
+    dtype = training_dtype(config, pick_device(config.model.device))
+    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}")
     policy = load_learner(config, path)
     steps = fine_tune(policy, rows, config, settings, out=folder)
     written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)

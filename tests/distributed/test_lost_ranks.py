@@ -42,7 +42,7 @@ def recipe(start, tmp_path):  # noqa: F811
     """Of a long run."""
     tree = {
         "run": {"dir": str(tmp_path), "name": "run", "updates": 5000, "save_every": 1, "peer_timeout_s": 5.0},
-        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "model": {"path": str(start), "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
         "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
         "eval": {"every": 0, "games": 2},

@@ -21,7 +21,7 @@ from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
 from paw.config import Config, LoraConfig
 from paw.envs.checked import problem
 from paw.envs.http import KEEP_S, Loop, bounded, import_httpx
-from paw.errors import UserError, clean, describe, to_stderr
+from paw.errors import UserError, clean, describe, masked, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
 from paw.rollouts.engines.base import Completion, Engine, Request
@@ -73,6 +73,8 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.name = masked(url)
+        """By which files and lines call it."""
         self.fault = "it has no weights yet"
         """Why it is given nothing; "" where it is well."""
         self.calls: set[asyncio.Future[Completion]] = set()
@@ -245,7 +247,7 @@ class Fleet:
             if entropy is not None and len(entropy) != len(ids):
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
-        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.url)
+        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.name)
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
         """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
@@ -330,7 +332,7 @@ class ServerEngine(Engine):
         self.fleet.sync(parameters, version)
 
     def leave_out(self, servers: Collection[str]) -> bool:
-        others = [server for server in self.fleet.servers if server.url not in servers]
+        others = [server for server in self.fleet.servers if server.name not in servers]
         self.fleet.servers = others or self.fleet.servers
         return bool(others)
 
