@@ -26,6 +26,7 @@ from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
+from paw.rollout.engines.weight_folders import remove_abandoned
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
 from paw.rollout.sync import StaleWeightsError
@@ -340,6 +341,10 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         from paw.state.places import claim_places
 
         places = claim_places(directory, ranks, stack, resume=resume)
+
+    if ranks.first:
+        for line in remove_abandoned([None, config.engine.weights_dir]):
+            to_stderr(line)
 
     def check() -> EnvFactory:
         check_memory(config, device, ranks)

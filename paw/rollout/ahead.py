@@ -96,6 +96,7 @@ class Ahead:
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
         ranks, urls = now.ranks or Ranks(), [server.url for server in fleet.servers]
         own = {"end_ids": fleet.end_ids, "entropy": fleet.entropy, "model": fleet.model}
+        own["vocabulary"] = fleet.vocabulary
         given = own | {"timeout_s": now.config.engine.timeout_s}
         parts = now.config.model_dump_json(), self._model, now.engine.positions
         self._send(*parts, urls, (ranks.rank, ranks.world_size), given)
