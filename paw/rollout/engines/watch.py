@@ -22,7 +22,7 @@ GOODBYE = b"."
 """What the trainer writes into the pipe before it closes it: it lives, and removes what is its own."""
 WEIGHTS_DIR = "--weights-dir="
 """An option before the command: where the trainer leaves weights, if not in memory."""
-LAST_S = 5.0
+LAST_S = 2.0
 """Seconds for the trainer to be gone after its end of the pipe is."""
 
 
