@@ -27,6 +27,7 @@ from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.plugins import load
 from paw.recipe import dump, warnings
+from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
@@ -347,6 +348,9 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
     notes = [*notes, *kept]
     in_dtype = with_dtype(config, dtype)  # config.toml keeps "auto": another machine may choose another
+    if ranks.first:
+        for line in remove_abandoned([None, config.engine.weights_dir]):
+            to_stderr(line)
 
     def check() -> EnvFactory:
         check_memory(in_dtype, device, ranks)

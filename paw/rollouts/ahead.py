@@ -276,6 +276,7 @@ class AsyncRollouts:
                 urls=[server.url for server in fleet.servers],
                 served_model=fleet.model,
                 end_ids=fleet.end_ids,
+                vocabulary=fleet.vocabulary,
                 entropy=fleet.entropy,
                 timeout_s=now.config.engine.timeout_s,
             )

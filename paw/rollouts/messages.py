@@ -77,6 +77,8 @@ class Start(Message):
     served_model: str
     """Name by which the servers have the adapters; "" without LoRA."""
     end_ids: list[int]
+    vocabulary: int
+    """Tokens of the model: ids that servers send are below it."""
     entropy: bool
     timeout_s: float
 

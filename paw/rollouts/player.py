@@ -98,6 +98,7 @@ class Player:
             start.urls,
             None,
             end_ids=start.end_ids,
+            vocabulary=start.vocabulary,
             timeout_s=start.timeout_s,
             ranks=self._ranks,
             entropy=start.entropy,

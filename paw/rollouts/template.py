@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from paw.rollout import trial
+from paw.rollouts import trial
 
 T = TypeVar("T")
 RENDER_S = 5

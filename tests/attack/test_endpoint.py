@@ -107,6 +107,21 @@ def test_usage_that_is_none_is_not_counted(server, ask):
     assert [(r.prompt_tokens, r.completion_tokens) for r in replies] == [(11, 5), (0, 0), (0, 0), (0, 0)]
 
 
+def test_usage_beyond_what_was_asked_makes_no_request_wait(server, ask):
+    """A limit of 6,000 tokens a minute would hold the next request for a day."""
+    config = EndpointConfig(url=server.url, model="m", tokens_per_minute=6000)
+    waits = []
+    for counts in ((9_000_000, 5), (11, 10**9)):
+        endpoint = Endpoint(config)
+        server.script = [(200, completion(prompt=counts[0], answer=counts[1]), {})]
+        reply = ask[0](endpoint=endpoint)
+        assert reply.prompt_tokens * reply.completion_tokens == 0
+        endpoint._client = None  # made on the loop that has ended
+        ask[0](endpoint=endpoint)
+        waits.append(sum(ask[1]))
+    assert max(waits) < 60
+
+
 def test_a_slow_answer_is_given_up(server, ask):
     asked_again = threading.Event()
 

@@ -2,16 +2,23 @@
 
 import asyncio
 import gzip
+import json
+import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from paw.config import EndpointConfig
+from paw.envs import serving as serving_module
 from paw.envs.search.retrieval import Hit, remote
 from paw.envs.search.retrieval import server as retriever_server
 from paw.envs.search.retrieval.remote import RemoteRetriever
@@ -131,9 +138,10 @@ def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
 
     def start(timeout_s: float = 5.0, **limits) -> tuple[str, int]:
         for name, value in limits.items():
-            monkeypatch.setattr(retriever_server, name, value)
+            monkeypatch.setattr(serving_module, name, value)
         config = SearchConfig(timeout_s=timeout_s)
-        made = retriever_server.make_server(retriever_server.make_app(One(), config, documents=1), config)
+        app = retriever_server.make_app(One(), config, documents=1)
+        made = serving_module.make_server(app, timeout_s=timeout_s)
         listener = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -239,3 +247,81 @@ def test_every_head_has_a_clock(serving):
         time.sleep(0.75)  # kept open while nothing is asked
     connection.sendall(b"GET /health HTTP/1.1\r\n")
     assert is_closed(connection, b"")
+
+
+# --- and `paw serve env`, which is the same server -------------------------------------------------------------------
+
+PACKAGE = Path(sys.prefix) / "openenv"
+GAME = Path(__file__).parents[2] / "docs" / "example_environment.py"
+IMPATIENT = """
+import sys
+from paw import cli
+from paw.envs import serving
+
+serving.HEAD_S = serving.BODY_S = 0.5
+serving.MAX_CONNECTIONS = 20
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(paw_env) -> Iterator[tuple[str, int]]:
+    """`paw serve env` of a guessing game, in a process that can import openenv, with little patience: (host, port)."""
+    env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
+    words = [sys.executable, "-c", IMPATIENT, "serve", "env", f"{GAME}:Guess", "--port", "0"]
+    child = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    url = next(line for line in child.stderr if line.startswith("http")).split(": ")[0]
+    threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop the server
+    yield "127.0.0.1", int(url.rpartition(":")[2])
+    child.kill()
+    child.wait()
+
+
+needs_openenv = pytest.mark.skipif(not PACKAGE.is_dir(), reason=f"openenv is not at {PACKAGE}")
+
+
+def answer_to(address: tuple[str, int], path: str, length: int, body: Iterable[bytes]) -> bytes:
+    """The first line of the answer to a POST, whose body may come in parts or be longer than is read of it."""
+    with socket.create_connection(address) as connection:
+        connection.settimeout(10)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        connection.sendall(head.encode())
+        with suppress(ConnectionError):  # it reads no more
+            for part in body:
+                connection.sendall(part)
+        return connection.recv(1 << 16).partition(b"\r\n")[0]
+
+
+@needs_openenv
+def test_an_environment_served_has_a_clock_for_heads_and_bodies_and_a_limit_for_bodies(environment):
+    for head, drop in ((b"", b""), (b"GET /health HTTP/1.1\r\n", b"X"), (b"GET /health HTTP/1.1\r\nX: ", b"y" * 4096)):
+        connection = socket.create_connection(environment)
+        connection.sendall(head)
+        assert is_closed(connection, drop)
+    assert answer_to(environment, "/step", 1000, [b"{"]) == b"HTTP/1.1 408 Request Timeout"
+    megabytes = iter([b" " * (1 << 20)] * 30)
+    assert answer_to(environment, "/step", 30 << 20, megabytes) == b"HTTP/1.1 413 Request Entity Too Large"
+    with httpx.Client(base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10) as client:
+        assert client.get("/health").status_code == 200
+
+
+@needs_openenv
+def test_half_open_connections_shut_nobody_out_of_an_environment(environment):
+    """Nor do they end a session, which has no clock: its model may think for long."""
+    websockets = pytest.importorskip("websockets.sync.client")
+    with websockets.connect(f"ws://127.0.0.1:{environment[1]}/ws") as session:
+        session.send(json.dumps({"type": "reset", "data": {"index": 4}}))
+        assert "I think of a number" in session.recv(10)
+        held = [socket.create_connection(environment) for _ in range(60)]
+        with httpx.Client(base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10) as client:
+            assert client.get("/health").status_code == 200
+        for connection in held:
+            connection.settimeout(10)
+            with suppress(ConnectionError):
+                assert connection.recv(1) == b""  # closed
+            connection.close()
+        session.send(json.dumps({"type": "step", "data": {"text": "5"}}))
+        assert "That is it." in session.recv(10)
+        session.send(json.dumps({"type": "step", "data": {"text": "5" * (5 << 20)}}))
+        with pytest.raises(Exception, match=r"1009|too big"):
+            session.recv(10)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout import template
+from paw.rollouts import template
 from paw.rollouts.chat import Chat
 from paw.rollouts.template import TemplateLimitError, within
 from paw.types import Reply, ToolCall

@@ -78,6 +78,10 @@ def make_model(folder, seed=0):
     return model
 
 
+def vocabulary(folder):
+    return json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
     """The model of all servers: random, its vocabulary that of `test_tools_are_called_and_answered`."""
@@ -219,7 +223,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
-    fleet = Fleet(servers.urls, files, end_ids=ends, timeout_s=60, ranks=Ranks(), entropy=True)
+    words = vocabulary(folder)
+    fleet = Fleet(servers.urls, files, end_ids=ends, vocabulary=words, timeout_s=60, ranks=Ranks(), entropy=True)
     over_http = ServerEngine(fleet, LIMIT)
     here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
     for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
@@ -257,7 +262,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, 
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
     models.append(adapted(models[0], seed=1))
-    options = {"end_ids": [257], "timeout_s": 60, "ranks": Ranks()}
+    options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 60, "ranks": Ranks()}
     merging = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options)
     whole = ServerEngine(merging, LIMIT)
     push_weights(models[0], whole, version=0)
@@ -313,7 +318,14 @@ def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
     large = LoraConfig(rank=9)
     transfers = FileTransfer(torch.float32, 60), AdapterTransfer(torch.float32, 60, None, large)
     fleet = Fleet(
-        servers.urls, transfers[0], end_ids=[], timeout_s=60, ranks=Ranks(), adapters=transfers[1], have_base=True
+        servers.urls,
+        transfers[0],
+        end_ids=[],
+        vocabulary=vocabulary(folder),
+        timeout_s=60,
+        ranks=Ranks(),
+        adapters=transfers[1],
+        have_base=True,
     )
     model = make_model(folder)
     add_adapters(model, large, seed=0)
@@ -381,7 +393,8 @@ def test_weights_reach_a_server_by_nccl(folder):
     try:
         started.wait()
         transfer = NcclTransfer(torch.bfloat16, 120, "127.0.0.1")
-        fleet = Fleet(started.urls, transfer, end_ids=[257], timeout_s=120, ranks=Ranks(), entropy=True)
+        options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 120, "ranks": Ranks()}
+        fleet = Fleet(started.urls, transfer, **options, entropy=True)
         engine, model = ServerEngine(fleet, LIMIT), make_model(folder, seed=1).to("cuda", torch.bfloat16)
         for version in range(2):
             push_weights(model, engine, version=version)

@@ -45,8 +45,16 @@ def make_engine(
         from paw.model.ranks import Ranks
         from paw.rollouts.engines.server import ServerEngine, open_fleet
 
-        own = {"entropy": wants_entropy(config), "lora": lora}
-        fleet = open_fleet(config, end_ids, policy.device, ranks or Ranks(), servers, **own)
+        fleet = open_fleet(
+            config,
+            end_ids,
+            policy.device,
+            ranks or Ranks(),
+            servers,
+            vocabulary=len(policy.head_weight),
+            entropy=wants_entropy(config),
+            lora=lora,
+        )
         return ServerEngine(fleet, context)
     if config.engine.type == "vllm":
         from paw.rollouts.engines.vllm import VllmEngine

@@ -3,25 +3,28 @@
 Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1: token ids and a seed in; token ids,
 log-probs and the version of the weights of each token out. A server is trusted with little: one that does not answer in
 time, or answers wrongly, is given nothing more until it has taken the next weights, and the requests it held go to
-another one with the same seeds. Where none is left, requests come back as failed.
+another one with the same seeds. Where none is left, requests come back as failed. What it sends is bounded before it is
+read, and each number is held against what was asked before it is used.
 """
 
 import asyncio
+import math
 import queue
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
-from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AliasPath, Field, FiniteFloat, ValidationError
 
 from paw.config import Config, LoraConfig
-from paw.envs.checked import problem
-from paw.envs.http import KEEP_S, Loop, bounded, import_httpx
-from paw.errors import UserError, clean, describe, masked, to_stderr
+from paw.envs.checked import Strict, problem
+from paw.envs.http import CLOSE_S, HttpClient, Loop
+from paw.errors import UserError, clean, describe, masked, shown, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
 from paw.rollouts.engines.base import Completion, Engine, Request
@@ -31,41 +34,56 @@ from paw.rollouts.engines.vllm import sampling_options
 
 LOOK_S = 0.02
 """How long `step` waits for an answer, before agents and environments have their turn."""
-MAX_LINE = 1 << 20
-"""Characters of a line of a stream: of one token, or of a few."""
+BASE_BYTES, TOKEN_BYTES, LINE_BYTES = 1 << 16, 1 << 10, 1 << 12
+"""Of an answer at most: whatever its tokens, for each token of it, and for each token that comes in a line of its own.
+vLLM takes some 150 and 400."""
 ROUNDING = 1e-3
-"""A log-probability is at most this."""
+"""A log-probability is at most this; an entropy may be as much, relatively, above that of equal probabilities."""
+LOWEST = -1000.0
+"""A log-probability is at least this: float32 draws nothing below -104. vLLM has -9999 for one that it does not know,
+or that is no number."""
+SPANS = 4
+"""Of versions that are named in a fault's line."""
+VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class WrongAnswer(Exception):
     """Not what was asked for. One line says what is wrong."""
 
 
-class Spot(BaseModel):
+class Spot(Strict):
     token_id: int
     logprob: FiniteFloat
 
 
-class Span(BaseModel):
+class Span(Strict):
     version: str
     start: int
     end: int
 
 
-class Choice(BaseModel):
-    token_ids: list[int]
-    spots: list[Spot] = Field([], validation_alias=AliasPath("logprobs", "content"))
+FIRST_ERROR = Field(fail_fast=True)
+"""For a list: a million wrong items are one error, not a million."""
+
+
+class Choice(Strict):
+    token_ids: Annotated[list[int], FIRST_ERROR]
+    spots: Annotated[list[Spot], FIRST_ERROR] = Field([], validation_alias=AliasPath("logprobs", "content"))
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: Annotated[list[Span], FIRST_ERROR] | None = None
 
 
-class Answer(BaseModel):
-    choices: list[Choice]
+class Answer(Strict):
+    choices: Annotated[list[Choice], FIRST_ERROR] = Field(min_length=1)
     cached: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens"))
 
 
-class Entropies(BaseModel):
-    results: list[list[list[FiniteFloat] | None]]
+EntropiesOfResponse = Annotated[list[FiniteFloat], FIRST_ERROR]
+EntropiesOfWorker = Annotated[list[EntropiesOfResponse | None], FIRST_ERROR]
+
+
+class Entropies(Strict):
+    results: Annotated[list[EntropiesOfWorker], FIRST_ERROR] = Field(min_length=1)
 
 
 class Server:
@@ -87,10 +105,11 @@ class Server:
 class Fleet:
     """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
 
-    `timeout_s` is for a whole answer. `started`: those of them that the run has started. `entropy`: completions have
-    it; the servers need this package for that, see `vllm_command`. `adapters`: how LoRA's are sent, alone but for the
-    first time, when `transfer` sends the base weights, where the servers do not `have_base`. Without `transfer` another
-    fleet sends the weights, LoRA's by the name `model`, and `expect` and `arrive` say how far they are.
+    `vocabulary` is how many tokens the model has. `timeout_s` is for a whole answer. `started`: those of them that the
+    run has started. `entropy`: completions have it; the servers need this package for that, see `vllm_command`.
+    `adapters`: how LoRA's are sent, alone but for the first time, when `transfer` sends the base weights, where the
+    servers do not `have_base`. Without `transfer` another fleet sends the weights, LoRA's by the name `model`, and
+    `expect` and `arrive` say how far they are.
     """
 
     def __init__(
@@ -99,6 +118,7 @@ class Fleet:
         transfer: Transfer | None,
         *,
         end_ids: Collection[int],
+        vocabulary: int,
         timeout_s: float,
         ranks: Ranks,
         started: Servers | None = None,
@@ -107,22 +127,19 @@ class Fleet:
         have_base: bool = False,
         model: str = "",
     ) -> None:
-        httpx = import_httpx("engine.type = 'server'")
         first = ranks.rank % len(urls)
         self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
         self.version = self.coming = -1
         """Of the weights that all servers have, and of those on their way."""
         self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
         self.end_ids, self.entropy = sorted(end_ids), entropy
+        self.vocabulary = vocabulary
         self._adapters, self._have_base = adapters, have_base
         self.model = ranks.broadcast_from_rank0(lambda: adapters.model) if adapters else model
         self.tell: Callable[..., None] = lambda *_: None
         """Hears of calls of `expect` and `arrive`."""
+        self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
         self._loop = Loop()
-        # As many connections as requests, and no proxy: an address of the cluster is not to be asked of one.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
-        options: Any = {"timeout": timeout_s, "limits": limits, "trust_env": False}
-        self._client, self._streams = bounded(httpx.AsyncClient)(**options), httpx.AsyncClient(**options)
 
     @property
     def faults(self) -> dict[str, str]:
@@ -173,14 +190,10 @@ class Fleet:
 
     def close(self) -> None:
         with suppress(Exception):
-            self._loop.run(self._hang_up(), timeout_s=5)
+            self._loop.run(self._client.close(), CLOSE_S)
         self._loop.close()
         for transfer in filter(None, (self._transfer, self._adapters)):
             transfer.close()
-
-    async def _hang_up(self) -> None:
-        await self._client.aclose()
-        await self._streams.aclose()
 
     async def _serve(self, request: Request, answer: Callable[[Completion], None]) -> None:
         """Have one server after the other try, until one answers."""
@@ -222,24 +235,30 @@ class Fleet:
         if self.model:
             body["model"] = self.model
         url = f"{server.url}/inference/v1/generate"
+        cached = 0
         if request.stopped:
-            choice, cached = await self._stream(url, body, request), 0
+            choice = await self._stream(url, body, request)
         else:
-            reply = await self._client.post(url, json=body)
-            if reply.status_code != 200:
-                raise WrongAnswer(f"status {reply.status_code}: {clean(reply.text, 200)}")
-            answer = Answer.model_validate_json(reply.content)
-            choice, cached = answer.choices[0], answer.cached or 0
-        ids, spots, spans = choice.token_ids, choice.spots, choice.weight_versions or []
-        versions = [
-            int(span.version) for span in spans if span.version.isdecimal() for _ in range(span.start, span.end)
-        ]
+            most = BASE_BYTES + TOKEN_BYTES * request.max_tokens
+            reply = await self._client.ask("POST", url, body, max_bytes=most)
+            if reply.status != 200:
+                raise WrongAnswer(f"status {reply.status}: {clean(reply.text, 200)}")
+            answer = Answer.model_validate_json(reply.body)
+            choice = answer.choices[0]
+            cached = answer.cached or 0
+        ids = choice.token_ids
+        spots = choice.spots
+        self._check_tokens(ids, spots)
         if ids != [spot.token_id for spot in spots] or not 1 <= len(ids) <= request.max_tokens:
             raise WrongAnswer(f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}")
-        if any(spot.logprob > ROUNDING for spot in spots):
-            raise WrongAnswer("a log-probability above 0: the server needs --logprobs-mode processed_logprobs")
-        if len(versions) != len(ids) or not all(since <= version <= self.coming for version in versions):
-            named = ", ".join(span.version for span in spans) or "without a version"
+        if not 0 <= cached <= len(request.prompt_ids):
+            raise WrongAnswer(f"{shown(cached)} cached tokens of {len(request.prompt_ids)} in the prompt")
+        spans = choice.weight_versions or []
+        versions = token_versions(spans, len(ids))
+        if versions is None:
+            raise WrongAnswer(f"no version of the weights for each of {len(ids)} tokens: {described(spans)}")
+        if not all(since <= version <= self.coming for version in versions):
+            named = ", ".join(span.version for span in spans[:SPANS])
             raise WrongAnswer(f"weights {named} in place of {self.version}")
         entropy = None
         if self.entropy:
@@ -248,6 +267,17 @@ class Fleet:
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
         return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.name)
+
+    def _check_tokens(self, ids: list[int], spots: list[Spot]) -> None:
+        """Raises WrongAnswer for tokens that the model does not have, and for what is no log-probability."""
+        for token in ids:
+            if not 0 <= token < self.vocabulary:
+                raise WrongAnswer(f"token {shown(token)} of a vocabulary of {self.vocabulary}")
+        for spot in spots:
+            if spot.logprob > ROUNDING:
+                raise WrongAnswer("a log-probability above 0: the server needs --logprobs-mode processed_logprobs")
+            if spot.logprob < LOWEST:
+                raise WrongAnswer(f"a log-probability of {spot.logprob:g}, with which no token is drawn")
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
         """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
@@ -264,33 +294,70 @@ class Fleet:
         async with server.asking:
             server.asked = None
             call = {"method": "paw_entropy", "args": [asked]}
-            reply = await self._client.post(f"{server.url}/collective_rpc", json=call)
-        if reply.status_code != 200:
+            most = BASE_BYTES + TOKEN_BYTES * sum(count for _, count in asked)
+            reply = await self._client.ask("POST", f"{server.url}/collective_rpc", call, max_bytes=most)
+        if reply.status != 200:
             raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
-        found = Entropies.model_validate_json(reply.content).results[0]
-        if len(found) != len(asked):
-            raise WrongAnswer(f"entropies of {len(found)} responses in place of {len(asked)}")
-        return found
+        responses = Entropies.model_validate_json(reply.body).results[0]
+        if len(responses) != len(asked):
+            raise WrongAnswer(f"entropies of {len(responses)} responses in place of {len(asked)}")
+        highest = math.log(self.vocabulary)
+        slack = ROUNDING * max(1.0, highest)
+        for response in responses:
+            for entropy in response or ():
+                if not -slack <= entropy <= highest + slack:
+                    raise WrongAnswer(f"an entropy of {entropy:g}: it is between 0 and {highest:.3g}")
+        return responses
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
         """The response up to where `request.stopped` says that it is complete; the server hears it from the connection,
         which is closed."""
-        ids, spots, stopped, since = list[int](), list[Spot](), request.stopped, self.version
-        async with self._streams.stream("POST", url, json=body | {"stream": True}) as reply:
-            if reply.status_code != 200:
-                raise WrongAnswer(f"status {reply.status_code}")
-            async for line in reply.aiter_lines():
-                if len(line) > MAX_LINE or len(ids) > request.max_tokens:
-                    raise WrongAnswer("a stream without end")
+        ids: list[int] = []
+        spots: list[Spot] = []
+        stopped = request.stopped
+        since = self.version
+        max_line = BASE_BYTES + TOKEN_BYTES * request.max_tokens
+        max_bytes = BASE_BYTES + LINE_BYTES * request.max_tokens
+        asked = self._client.lines(url, body | {"stream": True}, max_line=max_line, max_bytes=max_bytes)
+        async with asked as lines:
+            async for line in lines:
+                if len(ids) > request.max_tokens:
+                    raise WrongAnswer("a stream without end: it has more tokens than were asked for")
                 if not line.startswith("data: {"):
                     continue
                 choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
+                self._check_tokens(choice.token_ids, choice.spots)
                 ids += choice.token_ids
                 spots += choice.spots
                 if choice.finish_reason or (stopped and stopped(ids)):
                     break
         spans = [Span(version=str(since), start=0, end=len(ids))]  # told at the end of whole ones alone
         return Choice.model_construct(token_ids=ids, spots=spots, weight_versions=spans)
+
+
+def token_versions(spans: Sequence[Span], count: int) -> list[int] | None:
+    """The version of the weights of each of `count` tokens. None if the spans do not give one for each, in order.
+
+    >>> token_versions([Span(version="1", start=0, end=2), Span(version="2", start=2, end=3)], 3)
+    [1, 1, 2]
+    """
+    end = 0
+    for span in spans:
+        if span.start != end or not span.start <= span.end <= count or not VERSION.fullmatch(span.version):
+            return None
+        end = span.end
+    if end != count:
+        return None
+    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
+
+
+def described(spans: Sequence[Span]) -> str:
+    """The first few spans in a fault's line."""
+    if not spans:
+        return "without a version"
+    return ", ".join(
+        f"{clean(span.version, 20)} of tokens {shown(span.start)} to {shown(span.end)}" for span in spans[:SPANS]
+    )
 
 
 class ServerEngine(Engine):
@@ -351,6 +418,7 @@ def open_fleet(
     ranks: Ranks,
     servers: Servers | None,
     *,
+    vocabulary: int,
     entropy: bool,
     lora: LoraConfig | None,
 ) -> Fleet:
@@ -375,4 +443,13 @@ def open_fleet(
         transfer = FileTransfer(dtype, options.timeout_s, options.weights_dir)
     adapters = lora and AdapterTransfer(dtype, options.timeout_s, options.weights_dir, lora)
     own: Any = {"entropy": entropy, "adapters": adapters, "have_base": options.servers > 0}
-    return Fleet(found, transfer, end_ids=end_ids, timeout_s=options.timeout_s, ranks=ranks, started=servers, **own)
+    return Fleet(
+        found,
+        transfer,
+        end_ids=end_ids,
+        vocabulary=vocabulary,
+        timeout_s=options.timeout_s,
+        ranks=ranks,
+        started=servers,
+        **own,
+    )

@@ -17,13 +17,15 @@ from pathlib import Path
 import torch
 
 from paw.config import Config, LoraConfig
-from paw.envs.http import import_httpx
+from paw.envs.http import BlockingHttpClient
 from paw.errors import UserError, clean
 from paw.files import text_of
 from paw.model.ranks import Ranks
 from paw.rollouts.engines.vllm import DEFAULTS, engine_options
-from paw.rollouts.engines.watch import GRACE_S
+from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
+HEALTH_S = 2.0
+"""Seconds for a server to say that it is there."""
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
 LAST_LINES = 4
@@ -103,17 +105,26 @@ def start_servers(
         entropy=entropy,
         lora=lora,
     )
-    return Servers(command, gpus, folder)
+    return Servers(command, gpus, folder, weights_dir=options.weights_dir)
 
 
 class Servers:
     """A server on each of `gpus`, the devices of one; `command` is what starts it, but for the port.
 
-    `urls` are known at once; `wait` until they answer. `folder` is for what they write.
+    `urls` are known at once; `wait` until they answer. `folder` is for what they write; `weights_dir` is where this
+    process leaves weights for them (None: in memory).
     """
 
-    def __init__(self, command: Sequence[str], gpus: Sequence[Sequence[str]], folder: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        gpus: Sequence[Sequence[str]],
+        folder: Path,
+        *,
+        weights_dir: Path | None = None,
+    ) -> None:
         self._command, self._gpus, self._folder = list(command), gpus, folder
+        self._weights_dir = weights_dir
         folder.mkdir(parents=True, exist_ok=True)
         self._ports = [_free_port() for _ in gpus]
         self._restarted: set[int] = set()
@@ -125,15 +136,21 @@ class Servers:
 
     def wait(self) -> None:
         """Until every server answers. Raises UserError for one that ends, with its last words, or takes too long."""
-        httpx = import_httpx("engine.servers")
+        client = BlockingHttpClient("engine.servers", timeout_s=HEALTH_S)
+        try:
+            self._wait(client)
+        finally:
+            client.close()
+
+    def _wait(self, client: BlockingHttpClient) -> None:
         began, left = time.monotonic(), set(range(len(self._running)))
         while left:
             for index in sorted(left):
                 if self._running[index].poll() is not None:
                     raise UserError(f"vLLM server {index} ended while it started: {self._last_words(index)}")
-                with suppress(httpx.HTTPError):
-                    answer = httpx.get(f"{self.urls[index]}/health", timeout=2, trust_env=False)
-                    left -= {index} if answer.status_code == 200 else set()
+                with suppress(Exception):  # nobody listens yet, or something else does
+                    answer = client.ask("GET", f"{self.urls[index]}/health")
+                    left -= {index} if answer.status == 200 else set()
             if left and time.monotonic() - began > START_S:
                 raise UserError(f"vLLM server {min(left)} does not answer after {START_S:g} s: {self._log(min(left))}")
             time.sleep(0.5 if left else 0)
@@ -152,7 +169,11 @@ class Servers:
     def close(self) -> None:
         for process in self._running:
             if process.stdin:
-                process.stdin.close()  # which ends it
+                with suppress(OSError):  # it has ended already
+                    process.stdin.write(GOODBYE)
+                    process.stdin.flush()
+                with suppress(OSError):
+                    process.stdin.close()  # which ends it
         for process in self._running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=GRACE_S + 5)
@@ -164,14 +185,10 @@ class Servers:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
         else:  # the model lies in the engine's process, as on one GPU: a process less that imports vLLM
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        command = [
-            sys.executable,
-            "-m",
-            "paw.rollouts.engines.watch",
-            *self._command,
-            "--port",
-            str(self._ports[index]),
-        ]
+        watch = [sys.executable, "-m", "paw.rollouts.engines.watch"]
+        if self._weights_dir:
+            watch.append(f"{WEIGHTS_DIR}{self._weights_dir.absolute()}")
+        command = [*watch, *self._command, "--port", str(self._ports[index])]
         with self._log(index).open("ab") as log:
             return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
 

@@ -1,44 +1,77 @@
 """Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
 
 Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or `reload_weights`. `send` goes
-on when a server fails, and tells which.
+on when a server fails, and tells which. What a server answers is bounded in time and size, and checked.
 """
 
 import importlib
+import json
 import shutil
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from paw.config import LoraConfig
-from paw.envs.http import import_httpx
+from paw.envs.checked import Strict, problem
+from paw.envs.http import BlockingHttpClient, HttpAnswer
 from paw.errors import clean, describe
 from paw.files import writing
 from paw.model.host import in_parts
 from paw.rollouts.engines.vllm import import_vllm, lora_options, write_adapters
+from paw.rollouts.engines.weight_folders import make_weight_folder
 
 if TYPE_CHECKING:
     from paw.rollouts.sync import Weights
 
 SHARD_BYTES = 2 << 30
 """Of a file: what rank 0 holds in memory at once."""
+QUICK_S = 60.0
+"""Seconds for calls that give a server no work: the other servers are paused while one of them is waited for."""
+ANSWER_BYTES = 1 << 20
+"""Of an answer, which says little more than that it is done."""
+MAX_GPUS = 4096
+"""Of a server, which has a worker on each."""
+MAX_ADAPTERS = 64
+"""Of a worker: servers are started for one."""
+
+
+class Done(Strict):
+    success: bool
+
+
+class WorldSize(Strict):
+    world_size: int = Field(ge=1, le=MAX_GPUS)
+
+
+AdapterNumber = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class AdapterNumbers(Strict):
+    """Of the adapters that each worker holds."""
+
+    results: list[Annotated[list[AdapterNumber], Field(max_length=MAX_ADAPTERS)]] = Field(
+        min_length=1, max_length=MAX_GPUS
+    )
+
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Transfer(ABC):
-    """How rank 0 sends weights; the other ranks take part in gathering alone. `timeout_s` is for each answer."""
+    """How rank 0 sends weights; the other ranks take part in gathering alone. `timeout_s` is for each whole answer."""
 
     def __init__(self, dtype: torch.dtype, timeout_s: float) -> None:
-        httpx = import_httpx("engine.type = 'server'")
         self.dtype = dtype
-        self._client = httpx.Client(timeout=timeout_s, trust_env=False)
+        self._client = BlockingHttpClient("engine.type = 'server'", timeout_s=timeout_s)
+        self._quick_s = min(timeout_s, QUICK_S)
         self._threads = ThreadPoolExecutor(max_workers=64)
 
     def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
@@ -48,35 +81,44 @@ class Transfer(ABC):
         computed before is computed again, so that each token's log-prob is that of one version.
         """
         self._prepare(weights, version)
-        faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep"))
-        faults |= self._load(weights, [url for url in urls if url not in faults], version)
-
-        def use(url: str) -> None:
-            if not self.post(url, "reset_prefix_cache?reset_running_requests=true")["success"]:
-                raise RuntimeError("it keeps its prefix cache, which is of other weights")
-            self.post(url, "update_weight_version", {"new_version": str(version)})
-            self.post(url, "resume")
-
-        return faults | self.each([url for url in urls if url not in faults], use)
+        faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep", quick=True))
+        return faults | self._load(weights, [url for url in urls if url not in faults], version)
 
     def _prepare(self, weights: "Weights", version: int) -> None:  # noqa: B027
         """What can be done while the servers are sampling."""
 
     @abstractmethod
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
-        """Load the weights into servers that are paused; what went wrong, by URL."""
+        """Load the weights into servers that are paused, and have each go on with them, see `_resume`; what went wrong,
+        by URL."""
+
+    def _resume(self, url: str, version: int) -> None:
+        """Have a server that has loaded the weights go on, under their version."""
+        reset = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
+        if not _read(Done, reset, "reset_prefix_cache").success:
+            raise RuntimeError("it keeps its prefix cache, which is of other weights")
+        self.post(url, "update_weight_version", {"new_version": str(version)}, quick=True)
+        self.post(url, "resume", quick=True)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
-    def post(self, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers. Raises RuntimeError for anything but 200."""
-        answer = self._client.post(f"{url}/{path}", json=body)
-        if answer.status_code == 404:
+    def ask(
+        self, method: str, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
+    ) -> HttpAnswer:
+        """What the server answers, whatever the status; `quick`: to a call that gives it no work."""
+        limit_s = self._quick_s if quick else None
+        return self._client.ask(method, f"{url}/{path}", body, timeout_s=limit_s, max_bytes=ANSWER_BYTES)
+
+    def post(self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False) -> Any:
+        """The JSON that the server answers. Raises RuntimeError for anything but 200."""
+        answer = self.ask("POST", url, path, body, quick=quick)
+        if answer.status == 404:
             raise RuntimeError(f"it has no /{path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
-        if answer.status_code != 200:
-            raise RuntimeError(f"/{path}: status {answer.status_code}: {clean(answer.text, 200)}")
-        return answer.json() if answer.content else None
+        if answer.status != 200:
+            raise RuntimeError(f"/{path}: status {answer.status}: {clean(answer.text, 200)}")
+        return json.loads(answer.body) if answer.body else None
 
     def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
         """Call `call(url)` for all servers at once; what it raised, by URL."""
@@ -89,8 +131,7 @@ class FileTransfer(Transfer):
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None = None) -> None:
         super().__init__(dtype, timeout_s)
-        memory = Path("/dev/shm")
-        self._folder = Path(tempfile.mkdtemp(prefix="paw-", dir=folder or (memory if memory.is_dir() else None)))
+        self._folder = make_weight_folder(folder)
 
     def _prepare(self, weights: "Weights", version: int) -> None:
         from safetensors.torch import save_file
@@ -107,7 +148,12 @@ class FileTransfer(Transfer):
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         path = str(self._folder / str(version))
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        faults = self.each(urls, lambda url: self.post(url, "collective_rpc", body))
+
+        def load(url: str) -> None:
+            self.post(url, "collective_rpc", body)
+            self._resume(url, version)
+
+        faults = self.each(urls, load)
         shutil.rmtree(path, ignore_errors=True)
         return faults
 
@@ -132,22 +178,28 @@ class AdapterTransfer(FileTransfer):
 
     def _load(self, weights: Any, urls: list[str], version: int) -> dict[str, str]:
         (self._folder / "new").replace(self._folder / "adapter_model.safetensors")  # while nobody samples
-        return self.each(urls, self._take)
+
+        def load(url: str) -> None:
+            self._take(url)
+            self._resume(url, version)
+
+        return self.each(urls, load)
 
     def _take(self, url: str) -> None:
         body = {"lora_name": self.model, "lora_path": str(self._folder)}
-        answer = self._client.post(f"{url}/v1/load_lora_adapter", json=body)
-        if answer.status_code == 200:
+        answer = self.ask("POST", url, "v1/load_lora_adapter", body)
+        if answer.status == 200:
             return
         if "already been loaded" not in answer.text:
             needs = f"--enable-lora --max-lora-rank {lora_options(self._lora)['max_lora_rank']}"
             raise RuntimeError(
                 f"it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needs}, or use"
-                f" --lora.send merged (status {answer.status_code}: {clean(answer.text, 200)})"
+                f" --lora.send merged (status {answer.status}: {clean(answer.text, 200)})"
             )
         # Not by load_inplace, with which vLLM reads the files again at every step, nor under another name, which
         # requests that run do not have: dropped by its number, it is read again from the same place.
-        for number in self.post(url, "collective_rpc", {"method": "list_loras"})["results"][0]:
+        held = self.post(url, "collective_rpc", {"method": "list_loras"})
+        for number in _read(AdapterNumbers, held, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
 
 
@@ -168,7 +220,10 @@ class NcclTransfer(Transfer):
         source = _Source(weights, self.dtype)
 
         def meet(url: str) -> None:
-            sizes[url] = int(self._client.get(f"{url}/get_world_size").raise_for_status().json()["world_size"])
+            answer = self.ask("GET", url, "get_world_size", quick=True)
+            if answer.status != 200:
+                raise RuntimeError(f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}")
+            sizes[url] = _read(WorldSize, json.loads(answer.body), "get_world_size").world_size
 
         faults = self.each(urls, meet)
         members = [url for url in urls if url in sizes]
@@ -183,7 +238,7 @@ class NcclTransfer(Transfer):
             self._members, reason = [], describe(error)
             faults |= dict.fromkeys(members, reason)
         source.finish()
-        return faults
+        return faults | self.each([url for url in urls if url not in faults], lambda url: self._resume(url, version))
 
     def _join(self, sizes: dict[str, int]) -> None:
         import_vllm("engine.transfer = 'nccl'")
@@ -203,6 +258,14 @@ class NcclTransfer(Transfer):
         super().close()
         if self._engine:
             self._engine.shutdown()
+
+
+def _read(kind: type[M], answer: Any, path: str) -> M:
+    """An answer's JSON as a `kind`. Raises RuntimeError if it is none."""
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        raise RuntimeError(f"/{path}: not vLLM's answer: {problem(error)}") from None
 
 
 class _Servers:
