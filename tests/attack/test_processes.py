@@ -251,7 +251,7 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
 @pytest.mark.slow
 def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
-    from paw.rollouts.ahead import Ahead
+    from paw.rollouts.ahead import AsyncRollouts
 
     engine, folder = connected(Peer(), Peer()), str(tiny_llm(tmp_path))
     push_weights(nn.Linear(2, 3), engine, version=0)
@@ -264,7 +264,7 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         }
     )
     plain = Rollouts(make_factory(config), engine, Chat(load_tokenizer(folder)), config, Ranks())
-    rollouts = Ahead(plain, folder)
+    rollouts = AsyncRollouts(plain, folder)
     try:
         expected, _ = plain.training(1, 2)
         rollouts.training(0, 2)
@@ -272,10 +272,11 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
         outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
         assert outcomes == [[t.outcome for t in e.turns] for group in expected for e in group.trajectories]
-        (ahead,) = [pid for pid in children(os.getpid()) if b"-m\0paw.rollouts.ahead" in command(pid)]
-        started = [pid for pid in children(ahead) if b"paw.rollouts.env_process" in command(pid)]
+        (supervisor,) = [pid for pid in children(os.getpid()) if b"paw.rollouts.supervisor" in command(pid)]
+        (player,) = [pid for pid in children(supervisor) if b"paw.rollouts.player" in command(pid)]
+        started = [pid for pid in children(player) if b"paw.rollouts.env_process" in command(pid)]
         assert len(started) == 2
-        os.kill(ahead, signal.SIGKILL)
+        os.kill(player, signal.SIGKILL)
         until(lambda: not any(map(alive, started)))
     finally:
         rollouts.close()
