@@ -9,7 +9,7 @@ from paw.types import ToolCall
 TRIES = 40
 """Arguments that are made for a call, until some fit."""
 DEPTH = 6
-PARTS = 2000
+PARTS = 500
 """Of arguments within arguments, and how many at most; a schema may refer to itself."""
 TEXTS = {
     "date": "2024-05-17",
