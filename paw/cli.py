@@ -163,6 +163,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         die_with_launcher()
     else:
         _check(config, name, resume)
+        if config.model.path == "quickstart" and not resume:  # before torch is loaded, in as many processes as ranks
+            to_stdout("warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it")
     if options.gpus != 1:
         from paw.model.launcher import launch
 
