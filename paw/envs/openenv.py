@@ -132,16 +132,19 @@ class OpenenvFactory(EnvFactory):
         if not self._splits:
             return seeds(split, seed)
 
-        def task(i: int) -> Task:
-            return Task(f"{split}/{seed}/{i}", payload={"split": split, "index": i, "seed": seed})
-
         count = self._splits[split]
-        if count is None:
+
+        def task(i: int) -> Task:
+            name = f"{split}/{seed}/{i}"
+            index = random.Random(name).randrange(count) if count and count > MOST_TASKS else i
+            return Task(name, payload={"split": split, "index": index, "seed": seed})
+
+        if count is None or count > MOST_TASKS:
             return Endless(task)
         if count < 1:
             says = f"says that its split '{split}' has {clean(count, 40)} tasks"
             raise UserError(f"env.url: {self._where} {says}; name another (env.train_split, env.eval_split)")
-        return Made(task, count) if count <= MOST_TASKS else _draws(split, seed, count)
+        return Made(task, count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))
@@ -149,16 +152,6 @@ class OpenenvFactory(EnvFactory):
     def fingerprint(self) -> str:
         told = json.dumps([self._known, self.config.options], sort_keys=True)
         return f"openenv {hashlib.sha256(told.encode()).hexdigest()[:16]}"
-
-
-def _draws(split: str, seed: int, count: int) -> Endless:
-    """Tasks of a split drawn at random, without end."""
-
-    def task(i: int) -> Task:
-        name = f"{split}/{seed}/{i}"
-        return Task(name, payload={"split": split, "index": random.Random(name).randrange(count), "seed": seed})
-
-    return Endless(task)
 
 
 class OpenenvEnv(Conversation):

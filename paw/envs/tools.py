@@ -53,7 +53,7 @@ def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
         schema = function["inputSchema"]
         if written and written != schema:
             raise ValueError(f"tool '{name}' has 'parameters' and another 'inputSchema'; give one of them")
-        kept = {key: value for key, value in function.items() if key not in MCP}
+        kept = {key: value for key, value in function.items() if key not in MCP | {"parameters"}}
         return {"name": name, "description": function.get("description") or "", "parameters": schema, **kept}
     others = {*function} - OPENAI - MCP
     if function is not tool:

@@ -212,8 +212,13 @@ VITAL = RULES[:3]
 """Where one of them fails, those after it cannot be checked."""
 
 
-def check(subject: Subject, start: Callable[[str], object] = lambda rule: None) -> Iterator[Finding]:
-    """What is found, rule by rule; `start` is told the name of each before it is checked.
+def check(subject: Subject) -> list[Finding]:
+    """What is found, rule by rule. UserError: what the environment itself tells its user to fix."""
+    return list(findings_of(subject, lambda rule: None))
+
+
+def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Finding]:
+    """`check`, each finding as soon as it is there; `start` is told the name of a rule before it is checked.
 
     UserError: what the environment itself tells its user to fix.
     """
@@ -273,7 +278,7 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     stopped = False
     with Progress(subject) as progress:
         try:
-            for finding in check(subject, progress.start):
+            for finding in findings_of(subject, progress.start):
                 findings.append(finding)
                 if not args.json:
                     print(_line(finding), flush=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from paw import cli
 from paw.config import EnvConfig
@@ -19,6 +22,7 @@ from paw.envs import limited, make_factory
 from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
+from paw.rollout import calls
 from paw.rollout.guard import Guarded
 from paw.types import Outcome, Reply, Task, ToolCall
 
@@ -239,3 +243,17 @@ def test_a_schema_in_another_place_is_refused(tool, problem):
     with pytest.raises(ValueError, match=r"^tool 'put'") as error:
         checked_tools([tool])
     assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
+    """Of transformers' `response_template`, whose patterns come with the tokenizer: this one takes some seconds."""
+    monkeypatch.setattr(calls, "PARSE_S", 0.2)
+    fields = {"tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"}, "content": {"close": "</s>"}}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    read = calls._reader(calls._by_transformers(tokenizer, {"start_anchor": "<a>", "fields": fields}), "")
+    hello = read("hello", [], 0)
+    assert hello.content == "hello" and not hello.problem
+    with pytest.raises(
+        UserError, match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come"
+    ):
+        read("<c>" + "a" * 30 + "b", [], 0)

@@ -16,6 +16,7 @@ from paw.envs.base import ENDLESS_EVAL, eval_tasks, train_tasks
 from paw.errors import EnvironmentFailure, UserError
 from paw.rollout.guard import Guarded
 from paw.tools.played import load_played
+from paw.types import Reply, ToolCall
 
 TEXT = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}}
 SCHEMA = {"action": TEXT, "observation": TEXT}
@@ -155,6 +156,23 @@ def test_what_cannot_be_played_is_one_line(server, schema, env, said):
     with pytest.raises(UserError, match=said):
         environment, task = begin(server.url, **env)
         environment.reset(task)
+
+
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema", "schema"])
+def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
+    server.schema = {"action": {"properties": {}}, "observation": TEXT}
+    put = {"name": "put", "description": "", key: {"properties": {}, "required": ["thing"]}}
+    listed = json.dumps({"type": "observation", "data": {"observation": {"tools": [put]}}})
+    server.scripts = [[seen("begin"), listed, seen("put")]]
+    environment, task = begin(server.url)
+    if key == "schema":
+        with pytest.raises(EnvironmentFailure, match="tool 'put' has 'schema'; the schema of its arguments must be"):
+            environment.reset(task)
+        return
+    environment.reset(task)
+    outcome = environment.step(Reply.of("", ToolCall("put", {})))
+    assert not outcome.valid and "'thing' is a required property" in outcome.observation
+    assert environment.step(Reply.of("", ToolCall("put", {"thing": "cup"}))).valid
 
 
 @pytest.fixture
