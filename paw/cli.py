@@ -185,6 +185,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         die_with_launcher()
     else:
         _check(config, name, resume)
+        _announce_warmup(config, resume)
     if options.gpus != 1:
         from paw.model.launcher import launch
 
@@ -217,6 +218,19 @@ def _check(config: "Config", name: str, resume: str) -> None:
         from paw.hub import check_hub
 
         check_hub(config.model.path)
+
+
+def _announce_warmup(config: "Config", resume: str) -> None:
+    """Say what comes before torch is loaded, which takes long on a busy machine, in as many processes as ranks.
+
+    Only of environments that generate their tasks, which are made in a moment: their mistakes come without this line.
+    """
+    generates = getattr(config.env, "data", "") is None
+    if config.model.path == "quickstart" and generates and not resume:
+        from paw.envs import make_factory
+
+        make_factory(config)
+        to_stdout("warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it")
 
 
 def _unknown(word: str, overrides: bool) -> str:

@@ -56,7 +56,8 @@ class QuestionsConfig(EnvConfig):
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
     """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal. regex: the right
-    answer is a regular expression. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
+    answer is a regular expression; one that takes more than a second of CPU time costs its episode. Or your own,
+    "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
     max_turns: Count = 1
     """Tries. A wrong answer is said to be wrong, or what your own score says to it."""
     reward: Positive = 1.0

@@ -8,10 +8,12 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from paw.envs.threads import Daemons
 from paw.errors import UserError, clean, nearest
 from paw.rollouts.marks import PROBE, TOOLS
 from paw.types import THINKING, Reply, ToolCall
@@ -24,6 +26,8 @@ Reader = Callable[[str, list[Any], int], Reply]
 Found = tuple[str, list[tuple[str, Any]]]
 """(text without calls, (name, arguments) of each call)."""
 Read = Callable[[str, list[Any]], Found]
+PARSE_S = 60.0
+"""Seconds for an answer to be read, which takes less than a millisecond."""
 KNOWN = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
 """Tried first, those of a form that is all their own before those that take any JSON."""
 
@@ -105,6 +109,8 @@ def _reader(read: Read, written: str) -> Reader:
             return Reply(text, "")
         try:
             content, found = read(body, tools)
+        except UserError:
+            raise
         except Exception as error:
             return Reply(text, body.strip(), (), f"the call cannot be read: {clean(error, 200)}")
         begun = bool(opening) and (opening in body if len(opening) > 1 else body.lstrip().startswith(opening))
@@ -132,7 +138,16 @@ def _json_problem(parts: tuple[str, str, str]) -> str:
 
 def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Read:
     def read(text: str, tools: list[Any]) -> Found:
-        message = tokenizer.parse_response(text, template, prefix="", tools=tools)
+        # In a thread: the patterns are the model's own, and `regex` frees the interpreter's lock while it matches.
+        parse = Daemons().submit(tokenizer.parse_response, text, template, prefix="", tools=tools)
+        try:
+            message = parse.result(PARSE_S)
+        except FutureTimeoutError:
+            slow = (
+                f"the tokenizer's response_template has not read an answer of {len(text)} characters in {PARSE_S:g} s"
+            )
+            fix = "its patterns do not come to an end; name another parser with --model.tool_parser"
+            raise UserError(f"{slow}: {fix}") from None
         functions = [call.get("function", call) for call in message.get("tool_calls") or []]
         calls = [(one.get("name"), _arguments(one.get("arguments"))) for one in functions]
         return message.get("content") or "", calls

@@ -65,6 +65,7 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str
 def _warm_up(config: Config, factory: EnvFactory, report: Callable[[str], None], folder: Path) -> None:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
+    report(f"warm-up: {CORPUS_TURNS:,} turns of expert play, whose words are the vocabulary")
     shares: dict[str, Any] = {"random_actions": settings.random_actions, "stray_actions": CORPUS_STRAYS}
     turns = demonstrations(factory, config.env, seed=settings.seed, **shares)
     corpus = list(islice(turns, CORPUS_TURNS))

@@ -235,4 +235,4 @@ def test_it_keeps_the_rules(capsys):
     words = ["env", "check", "verifiers", "--env.id", "guess", "--env.tasks", "40", "--env.max_turns", "3"]
     assert cli.main(words) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "'train': 36, 'eval': 4\n" in out and "all 14 rules hold" in out
+    assert "'train': 36, 'eval': 4\n" in out and "all 15 rules hold" in out
