@@ -22,7 +22,7 @@ from paw.envs import limited, make_factory
 from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
-from paw.rollout import calls
+from paw.rollouts import calls
 from paw.rollouts.guard import Guarded
 from paw.types import Outcome, Reply, Task, ToolCall
 
