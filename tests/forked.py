@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,14 @@ def player(**constants: float) -> type[subprocess.Popen]:
     return Supervisor
 
 
+def enter_with_player(entry: Callable[[], NoReturn]) -> NoReturn:
+    """The command, in the process that runs it: a supervisor has to be its child."""
+    from paw.rollouts import ahead
+
+    ahead.subprocess = SimpleNamespace(Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    entry()
+
+
 def serve_as_supervisor(socket_end: Connection, stdin: Connection, env: dict[str, str], **constants: float) -> None:
     os.setsid()
     os.environ.update(env)
@@ -234,18 +243,16 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         os.chdir(cwd)
         random.seed()
         sys.argv = ["paw", *words]
+        from paw import cli
         from paw.model import launcher
         from paw.plugins import CALLBACKS
-        from paw.rollouts import ahead
         from paw.tools.experiment import runs
 
         CALLBACKS["report"] = "builtins:object"  # takes seconds
         for module in (launcher, runs):
             module.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
         if "--rollout.ahead" in words:
-            ahead.subprocess = SimpleNamespace(
-                Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-            )
+            cli.entry = partial(enter_with_player, cli.entry)
         if patch := os.environ.get("FORKED_PATCH"):  # a file of a test's own, run before the command
             runpy.run_path(patch)
         from paw.__main__ import run as command
