@@ -42,7 +42,7 @@ def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
 @lru_cache(64)
 def _fault(limits: str) -> str:
     """What the trial exceeded, or ""."""
-    command = [sys.executable, trial.__file__]
+    command = [sys.executable, "-P", trial.__file__]
     try:
         done = subprocess.run(command, input=limits, capture_output=True, text=True, timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:

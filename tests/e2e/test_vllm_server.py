@@ -185,12 +185,14 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
 
 def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
     """An update in which vLLM writes calls, its parser of the template's format reads them, and the results come back
-    through the template, to ids that stay; its log-probs are the trainer's."""
+    through the template, to ids that stay; its log-probs are the trainer's. The URLs have a password, which no file of
+    the run has."""
     (tmp_path / "adder.py").write_text(ADDER)
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
+    urls = [url.replace("://", "://me:p4ssw0rd@") for url in servers.urls]
     keys = {
-        "model.path": model, "engine.type": "server", "engine.urls": json.dumps(servers.urls), "wm.alpha": 1.0,
+        "model.path": model, "engine.type": "server", "engine.urls": json.dumps(urls), "wm.alpha": 1.0,
         "env.name": f"{tmp_path / 'adder.py'}:Adder", "env.max_turns": 4, "model.tool_parser": "hermes",
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
         "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "auto",
@@ -219,6 +221,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
     assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
     assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
+    files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
+    assert files and not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
