@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any
 
-from paw.errors import UserError, to_stderr
+from paw.errors import UserError, needed, to_stderr
 
 MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
 """Of a request: bytes of its body, or of a WebSocket's message, and of its head."""
@@ -64,12 +64,12 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     """The uvicorn server of an application with LimitedBodies; every connection has a clock and can be closed for a
     new one. `timeout_s` is what the application takes for a request at most. A WebSocket has no clock: its session
     lasts as long as the client answers pings."""
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+    uvicorn = needed("uvicorn", "serving", "search")
+    H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
 
     most = _connections()
     request_s = 3 * timeout_s + HEAD_S  # body, work, answer
-    idle: dict[H11Protocol, None] = {}  # without a whole head, the longest first
+    idle: dict[Any, None] = {}  # without a whole head, the longest first
 
     class Protocol(H11Protocol):
         clock: asyncio.TimerHandle | None = None

@@ -37,6 +37,16 @@ servers = Servers(command, [[]], Path(sys.argv[2]), weights_dir=Path(sys.argv[1]
 """
 
 
+EMPTY = """
+class Env:
+    tasks = []
+
+    def reset(self, task): ...
+    def context(self): ...
+    def step(self, response): ...
+"""
+
+
 @pytest.fixture
 def start(paw_env):
     """`start(program, *words)` runs a trainer up to its sync: (process, its folder)."""
@@ -111,7 +121,8 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
     monkeypatch.setattr(weight_folders, "MEMORY", tmp_path)
     child, left = start(TRAINER, tmp_path)
     kill(child)
-    words = ["train", "quickstart", "--run.dir", str(tmp_path / "runs"), "--env.name", f"{tmp_path / 'none.py'}:Env"]
+    (tmp_path / "empty.py").write_text(EMPTY)  # a run that starts, and then has nothing to play
+    words = ["train", "quickstart", "--run.dir", str(tmp_path / "runs"), "--env.name", f"{tmp_path / 'empty.py'}:Env"]
     assert cli.main(words) == 2
     assert not left.exists()
     assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().err

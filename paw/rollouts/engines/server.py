@@ -8,25 +8,36 @@ read, and each number is held against what was asked before it is used.
 """
 
 import asyncio
-import math
 import queue
-import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
-from pydantic import AliasPath, Field, FiniteFloat, ValidationError
+from pydantic import ValidationError
 
 from paw.config import Config, LoraConfig
-from paw.envs.checked import Strict, problem
+from paw.envs.checked import problem
 from paw.envs.http import CLOSE_S, HttpClient, Loop
 from paw.errors import UserError, clean, describe, masked, shown, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
+from paw.rollouts.engines.answers import (
+    SPANS,
+    Answer,
+    Choice,
+    Entropies,
+    Span,
+    Spot,
+    WrongAnswer,
+    check_entropies,
+    check_tokens,
+    most_bytes,
+    token_versions,
+)
 from paw.rollouts.engines.base import Completion, Engine, Request
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
@@ -34,56 +45,6 @@ from paw.rollouts.engines.vllm import sampling_options
 
 LOOK_S = 0.02
 """How long `step` waits for an answer, before agents and environments have their turn."""
-BASE_BYTES, TOKEN_BYTES, LINE_BYTES = 1 << 16, 1 << 10, 1 << 12
-"""Of an answer at most: whatever its tokens, for each token of it, and for each token that comes in a line of its own.
-vLLM takes some 150 and 400."""
-ROUNDING = 1e-3
-"""A log-probability is at most this; an entropy may be as much, relatively, above that of equal probabilities."""
-LOWEST = -1000.0
-"""A log-probability is at least this: float32 draws nothing below -104. vLLM has -9999 for one that it does not know,
-or that is no number."""
-SPANS = 4
-"""Of versions that are named in a fault's line."""
-VERSION = re.compile(r"[0-9]{1,18}")
-
-
-class WrongAnswer(Exception):
-    """Not what was asked for. One line says what is wrong."""
-
-
-class Spot(Strict):
-    token_id: int
-    logprob: FiniteFloat
-
-
-class Span(Strict):
-    version: str
-    start: int
-    end: int
-
-
-FIRST_ERROR = Field(fail_fast=True)
-"""For a list: a million wrong items are one error, not a million."""
-
-
-class Choice(Strict):
-    token_ids: Annotated[list[int], FIRST_ERROR]
-    spots: Annotated[list[Spot], FIRST_ERROR] = Field([], validation_alias=AliasPath("logprobs", "content"))
-    finish_reason: str | None = None
-    weight_versions: Annotated[list[Span], FIRST_ERROR] | None = None
-
-
-class Answer(Strict):
-    choices: Annotated[list[Choice], FIRST_ERROR] = Field(min_length=1)
-    cached: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens"))
-
-
-EntropiesOfResponse = Annotated[list[FiniteFloat], FIRST_ERROR]
-EntropiesOfWorker = Annotated[list[EntropiesOfResponse | None], FIRST_ERROR]
-
-
-class Entropies(Strict):
-    results: Annotated[list[EntropiesOfWorker], FIRST_ERROR] = Field(min_length=1)
 
 
 class Server:
@@ -239,7 +200,7 @@ class Fleet:
         if request.stopped:
             choice = await self._stream(url, body, request)
         else:
-            most = BASE_BYTES + TOKEN_BYTES * request.max_tokens
+            most = most_bytes(request.max_tokens)
             reply = await self._client.ask("POST", url, body, max_bytes=most)
             if reply.status != 200:
                 raise WrongAnswer(f"status {reply.status}: {clean(reply.text, 200)}")
@@ -248,15 +209,13 @@ class Fleet:
             cached = answer.cached or 0
         ids = choice.token_ids
         spots = choice.spots
-        self._check_tokens(ids, spots)
+        check_tokens(choice, self.vocabulary)
         if ids != [spot.token_id for spot in spots] or not 1 <= len(ids) <= request.max_tokens:
             raise WrongAnswer(f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}")
         if not 0 <= cached <= len(request.prompt_ids):
             raise WrongAnswer(f"{shown(cached)} cached tokens of {len(request.prompt_ids)} in the prompt")
         spans = choice.weight_versions or []
         versions = token_versions(spans, len(ids))
-        if versions is None:
-            raise WrongAnswer(f"no version of the weights for each of {len(ids)} tokens: {described(spans)}")
         if not all(since <= version <= self.coming for version in versions):
             named = ", ".join(span.version for span in spans[:SPANS])
             raise WrongAnswer(f"weights {named} in place of {self.version}")
@@ -267,17 +226,6 @@ class Fleet:
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
         return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.name)
-
-    def _check_tokens(self, ids: list[int], spots: list[Spot]) -> None:
-        """Raises WrongAnswer for tokens that the model does not have, and for what is no log-probability."""
-        for token in ids:
-            if not 0 <= token < self.vocabulary:
-                raise WrongAnswer(f"token {shown(token)} of a vocabulary of {self.vocabulary}")
-        for spot in spots:
-            if spot.logprob > ROUNDING:
-                raise WrongAnswer("a log-probability above 0: the server needs --logprobs-mode processed_logprobs")
-            if spot.logprob < LOWEST:
-                raise WrongAnswer(f"a log-probability of {spot.logprob:g}, with which no token is drawn")
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
         """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
@@ -294,19 +242,15 @@ class Fleet:
         async with server.asking:
             server.asked = None
             call = {"method": "paw_entropy", "args": [asked]}
-            most = BASE_BYTES + TOKEN_BYTES * sum(count for _, count in asked)
+            most = most_bytes(sum(count for _, count in asked))
             reply = await self._client.ask("POST", f"{server.url}/collective_rpc", call, max_bytes=most)
         if reply.status != 200:
             raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
         responses = Entropies.model_validate_json(reply.body).results[0]
         if len(responses) != len(asked):
             raise WrongAnswer(f"entropies of {len(responses)} responses in place of {len(asked)}")
-        highest = math.log(self.vocabulary)
-        slack = ROUNDING * max(1.0, highest)
         for response in responses:
-            for entropy in response or ():
-                if not -slack <= entropy <= highest + slack:
-                    raise WrongAnswer(f"an entropy of {entropy:g}: it is between 0 and {highest:.3g}")
+            check_entropies(response or (), self.vocabulary)
         return responses
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
@@ -316,8 +260,8 @@ class Fleet:
         spots: list[Spot] = []
         stopped = request.stopped
         since = self.version
-        max_line = BASE_BYTES + TOKEN_BYTES * request.max_tokens
-        max_bytes = BASE_BYTES + LINE_BYTES * request.max_tokens
+        max_line = most_bytes(request.max_tokens)
+        max_bytes = most_bytes(request.max_tokens, lines=True)
         asked = self._client.lines(url, body | {"stream": True}, max_line=max_line, max_bytes=max_bytes)
         async with asked as lines:
             async for line in lines:
@@ -326,38 +270,13 @@ class Fleet:
                 if not line.startswith("data: {"):
                     continue
                 choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
-                self._check_tokens(choice.token_ids, choice.spots)
+                check_tokens(choice, self.vocabulary)
                 ids += choice.token_ids
                 spots += choice.spots
                 if choice.finish_reason or (stopped and stopped(ids)):
                     break
         spans = [Span(version=str(since), start=0, end=len(ids))]  # told at the end of whole ones alone
         return Choice.model_construct(token_ids=ids, spots=spots, weight_versions=spans)
-
-
-def token_versions(spans: Sequence[Span], count: int) -> list[int] | None:
-    """The version of the weights of each of `count` tokens. None if the spans do not give one for each, in order.
-
-    >>> token_versions([Span(version="1", start=0, end=2), Span(version="2", start=2, end=3)], 3)
-    [1, 1, 2]
-    """
-    end = 0
-    for span in spans:
-        if span.start != end or not span.start <= span.end <= count or not VERSION.fullmatch(span.version):
-            return None
-        end = span.end
-    if end != count:
-        return None
-    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
-
-
-def described(spans: Sequence[Span]) -> str:
-    """The first few spans in a fault's line."""
-    if not spans:
-        return "without a version"
-    return ", ".join(
-        f"{clean(span.version, 20)} of tokens {shown(span.start)} to {shown(span.end)}" for span in spans[:SPANS]
-    )
 
 
 class ServerEngine(Engine):

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
-from paw.envs.checked import problem
+from paw.envs.checked import FIRST_ERROR, problem
 from paw.envs.http import BadAnswer, BlockingHttpClient
 from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
@@ -32,8 +32,11 @@ class Item(BaseModel):
         return {**inner, "score": item.get("score", 0.0)} if isinstance(inner, dict) else item
 
 
+Items = Annotated[list[Item], FIRST_ERROR]
+
+
 class Answer(BaseModel):
-    result: list[list[Item]]
+    result: Annotated[list[Items], FIRST_ERROR]
 
 
 class RemoteRetriever:
