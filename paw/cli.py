@@ -102,6 +102,8 @@ def entry() -> NoReturn:
         traceback.print_exc()
         code = 1
     if code == 130 or "RANK" in os.environ:
+        if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
+            runtimes.cleanup_at_exit()  # its tool servers have sessions of their own, which Ctrl-C does not reach
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
