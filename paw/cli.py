@@ -108,6 +108,8 @@ def entry() -> NoReturn:
         code = 1
     watcher.say_ending(code)
     if code == 130 or "RANK" in os.environ:
+        if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
+            runtimes.cleanup_at_exit()  # its tool servers have sessions of their own, which Ctrl-C does not reach
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -9,8 +9,9 @@ from paw.types import ToolCall
 TRIES = 40
 """Arguments that are made for a call, until some fit."""
 DEPTH = 6
+"""Of arguments within arguments; a schema may refer to itself."""
 PARTS = 500
-"""Of arguments within arguments, and how many at most; a schema may refer to itself."""
+"""Of the arguments of a call at most."""
 TEXTS = {
     "date": "2024-05-17",
     "date-time": "2024-05-17T12:30:00Z",
@@ -28,17 +29,19 @@ WORDS = ("a", "A1", "word", "two words", "7", "2024-05-17", "12:30", "ada@exampl
 def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
     """Call `number` of an episode, whose arguments fit the tool's schema and follow from `number`; None if none that
     fit are found."""
-    name, schema = tool["function"]["name"], tool["function"]["parameters"]
+    name = tool["function"]["name"]
+    schema = tool["function"]["parameters"]
     for attempt in range(TRIES):
         rng = random.Random(f"{name} {number} {attempt}")
         maker = _Maker(schema, rng)
-        arguments = maker.value({"type": "object", **schema}, DEPTH)
-        if maker.parts > PARTS:
-            return None
         try:
-            if isinstance(arguments, dict) and not arguments_problem(schema, arguments):
-                return ToolCall(name, arguments, f"call{number:05}")
-        except CannotApply:
+            arguments = maker.value({"type": "object", **schema}, DEPTH)
+            fits = isinstance(arguments, dict) and maker.parts <= PARTS and not arguments_problem(schema, arguments)
+        except (CannotApply, ArithmeticError, TypeError, ValueError):  # of bounds such as 1e308, or of an older draft
+            return None
+        if fits:
+            return ToolCall(name, arguments, f"call{number:05}")
+        if maker.parts > PARTS:
             return None
     return None
 
@@ -104,9 +107,9 @@ class _Maker:
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         places = schema.get("prefixItems", [])
         count = max(schema.get("minItems", 1), len(places))
-        count = min(count, schema.get("maxItems", count), PARTS)
-        schemas = [*places, *[schema.get("items", {})] * (count - len(places))]
-        return [self.value(one, depth - 1) for one in schemas[: int(count)]]
+        count = int(min(count, schema.get("maxItems", count), PARTS))
+        schemas = [*places, *[schema.get("items", {})] * count]
+        return [self.value(one, depth - 1) for one in schemas[:count]]
 
     def _number(self, schema: dict[str, Any]) -> int | float:
         """A multiple of what it must be one of, near the smaller bound if there is one."""

@@ -174,7 +174,9 @@ def well_formed_answers(s: Subject) -> str:
 
 
 def tools(s: Subject) -> str:
-    called, answered, uncalled = 0, 0, []
+    called = 0
+    valid = 0
+    uncalled = []
     with s.made() as environment:
         environment.reset(s.tasks[0])
         if not environment.tools:
@@ -191,10 +193,10 @@ def tools(s: Subject) -> str:
             except BaseException as error:
                 raise Broken(f"the call {clean(call, 200)} raised {describe(error)}{place(error)}") from error
             called += 1
-            answered += outcome.valid
+            valid += outcome.valid
             if outcome.done:
                 environment.reset(s.tasks[0])
-    remark = f"{called} of {len(environment.tools)} called, {answered} of the calls valid"
+    remark = f"{called} of {len(environment.tools)} called, {valid} of the calls valid"
     if uncalled:
         remark += f"; not called: {', '.join(uncalled)} (no arguments were found that fit the schema)"
     return remark
@@ -230,12 +232,16 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
         name = rule.__name__.replace("_", " ")
         start(name)
         began = time.monotonic()
+        ok = False
         try:
-            ok, seen = True, rule(subject)
+            seen = rule(subject)
+            ok = True
         except OURS:
             raise
+        except Broken as error:
+            seen = str(error)
         except BaseException as error:
-            ok, seen = False, str(error) if isinstance(error, Broken) else f"raised {describe(error)}{place(error)}"
+            seen = f"raised {describe(error)}{place(error)}"
         yield Finding(name, ok, seen, time.monotonic() - began)
         if not ok and rule in VITAL:
             return

@@ -74,7 +74,8 @@ class Subject:
     def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
         self.make_factory, self.env = make_factory, env
         self.steps, self.seconds = 0, 0.0
-        self.resets, self.turns_played = 0, 0
+        self.resets = 0
+        self.turns_played = 0
 
     @cached_property
     def factory(self) -> EnvFactory:

@@ -212,15 +212,18 @@ SCHEMAS = {
         },
         "$ref": "#/$defs/x",
     },
+    "huge": {"properties": {"n": {"type": "number", "minimum": 1e308, "multipleOf": 1e-300}}, "required": ["n"]},
     "secret": {"properties": {"key": {"pattern": "^sesame-[0-9]{9}$"}}, "required": ["key"]},
 }
+
+NONE = ("wide", "huge", "secret")
 
 
 def tool_named(name):
     return {"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}}
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMAS if name not in ("wide", "secret")])
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name not in NONE])
 def test_calls_are_made_from_schemas(name):
     made = [valid_call(tool_named(name), number) for number in range(10)]
     assert all(call is not None and call.name == name for call in made)
@@ -230,8 +233,8 @@ def test_calls_are_made_from_schemas(name):
 
 
 def test_no_call_is_made_where_no_arguments_are_found():
-    """Of one no text fits, the other has no end."""
-    assert valid_call(tool_named("secret"), 0) is None and valid_call(tool_named("wide"), 0) is None
+    """One has no end, of the others no text and no number fits."""
+    assert [valid_call(tool_named(name), 0) for name in NONE] == [None] * 3
 
 
 class Shelf(Conversation):
