@@ -10,7 +10,7 @@ import reprlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,25 @@ def quietly() -> Iterator[None]:
         raise
     except BaseException:
         return
+
+
+@contextmanager
+def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    """A failure of code that is not ours, SystemExit included, is one line: a UserError that begins with `what`, the
+    key that names the code, and says where it failed.
+
+    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback; so does one
+    to `spare`.
+    """
+    try:
+        yield
+    except OURS:
+        raise
+    except BaseException as error:
+        is_theirs = not isinstance(error, Exception) or (place(error) and not spare(error))
+        if not is_theirs:
+            raise
+        raise UserError(f"{what}: {describe(error)}{place(error)}") from error
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:

@@ -6,7 +6,7 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, describe, progress, to_stderr, to_stdout
+from paw.errors import UserError, describe, others_code, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
 from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
@@ -32,7 +32,7 @@ from paw.rollout.sync import StaleWeightsError
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
-from paw.state.log import MetricsLog
+from paw.state.log import MetricsLog, metrics_problem
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
 from paw.state.train_state import RandomStates, Saving, rng_tensors
@@ -93,12 +93,28 @@ class Run(Parts):
         return now
 
     def call(self, hook: str, *given: Any) -> None:
+        """Call a hook of all callbacks. Raises UserError for what one of their own raises, SystemExit included, and for
+        a metric that it added and no log can hold."""
+        for callback in self.callbacks:
+            what = f"run.callbacks: {type(callback).__name__}.{hook}"
+            metrics_before = dict(self.metrics)
+            try:
+                with users_code(what):
+                    getattr(callback, hook, lambda *_: None)(self, *given)
+                if problem := metrics_problem(self.metrics):
+                    raise UserError(f"{what}: {problem}")
+            except BaseException:
+                self.metrics = metrics_before  # which the line of an update that is over can hold
+                raise
+
+    def call_on_end(self) -> None:
+        """Call `on_end` of all callbacks. One that fails is reported: the others are still to hear of the end."""
         for callback in self.callbacks:
             try:
-                getattr(callback, hook, lambda *_: None)(self, *given)
-            except Exception as error:
-                if hook != "on_end":  # which the other callbacks are still to hear of
-                    raise
+                getattr(callback, "on_end", lambda _: None)(self)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit as well
                 self.say(f"run.callbacks: {type(callback).__name__}.on_end: {describe(error)}")
 
     def say(self, text: str) -> None:
@@ -253,7 +269,7 @@ class Run(Parts):
         if self.record:
             self.record.write()
 
-    def save_whole(self, error: Exception) -> None:
+    def save_whole(self, error: BaseException) -> None:
         """Save an update that is over, when something fails before the next has begun to change anything."""
         if self.logged < self.step and self.phase in ("sync", "eval"):  # its evaluation is for the resumed run
             self.random = rng_tensors() if self.phase == "sync" else self.random
@@ -293,7 +309,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
             run = _start(config, stack, resume=resume, numbered=numbered)
             try:
                 yield run
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
                     with suppress(UserError):
                         run.settle()
@@ -318,8 +334,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
     began = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
     names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
-    plugins = [load("callbacks", name) for name in names]
-    callbacks = [plugin() if isinstance(plugin, type) else plugin for plugin in plugins]
+    callbacks = [make_callback(name) for name in names]
     device = pick_device(config.model.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -371,9 +386,22 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
         for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
             run.say(line)
-    stack.callback(run.call, "on_end")
+    stack.callback(run.call_on_end)
     run.call("on_start")
     return run
+
+
+def make_callback(name: str) -> Any:
+    plugin = load("callbacks", name)
+    if not isinstance(plugin, type):
+        return plugin
+    with users_code(f"run.callbacks = '{name}'"):
+        return plugin()
+
+
+def users_code(what: str) -> AbstractContextManager[None]:
+    """`others_code` that runs inside training, where memory may run out and another rank may end."""
+    return others_code(what, spare=lambda error: out_of_memory(error) or lost_peer(error))
 
 
 def say(text: str, ranks: Ranks) -> None:

@@ -49,7 +49,7 @@ class OwnFactory:
             first = found[0] if size(found) != 0 else None
         except OURS:
             raise
-        except Exception as error:
+        except BaseException as error:  # SystemExit as well
             raise UserError(f"{what}: {describe(error)}{place(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
@@ -66,7 +66,19 @@ class OwnFactory:
         return made
 
     def fingerprint(self) -> str:
-        return self._made.fingerprint() if hasattr(self._made, "fingerprint") else self.name
+        """Raises UserError if it fails, or takes longer than env.step_timeout_s."""
+        if not hasattr(self._made, "fingerprint"):
+            return self.name
+        threads = Threads(1, self.config.step_timeout_s)
+        try:
+            return threads.call(self._made.fingerprint)
+        except OURS:
+            raise
+        except BaseException as error:
+            what = f"{self._origin}: {type(self._made).__name__}.fingerprint()"
+            raise UserError(f"{what}: {describe(error)}{place(error)}") from error
+        finally:
+            threads.close()
 
     def _new(self) -> Any:
         given = self._given

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
-from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
 from paw.rollout.chat import Context, shown
 from paw.rollout.guard import Guarded
 from paw.types import Group, Outcome, Reply, Trajectory, Turn
@@ -368,7 +368,9 @@ def find_agent(config: Config) -> Agent:
     name, env = config.agent.type, config.env.name
     if PLAYS.get(name, env) != env:
         raise UserError(f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env}'")
-    return bind(plugins.load("agents", name), config.agent)
+    agent = plugins.load("agents", name)
+    with others_code(f"agent.type = '{name}'"):
+        return bind(agent, config.agent)
 
 
 def bind(plugin: Any, section: Any) -> Any:

@@ -17,7 +17,7 @@ from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Daemons, Threads
-from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
 from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
@@ -62,8 +62,7 @@ class Rollouts:
         self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
         self.loop.set_default_executor(Daemons())
         self._judges = Threads(THREADS, config.env.step_timeout_s)
-        name = config.reward.type
-        self._reward: Any = None if name == "env" else bind(plugins.load("rewards", name), config.reward)
+        self._reward = load_reward(config)
         self._idle: list[Guarded] = []
         self._cut_is_told = False
 
@@ -317,6 +316,16 @@ class Rollouts:
         value = number(f"reward.type = '{self.config.reward.type}'", value, -MAX_REWARD, MAX_REWARD)
         for turn in trajectory.turns:
             turn.outcome = replace(turn.outcome, reward=value if turn is trajectory.turns[-1] else 0.0)
+
+
+def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
+    """The reward function that reward.type names, with its settings; None for the environment's own rewards."""
+    name = config.reward.type
+    if name == "env":
+        return None
+    reward = plugins.load("rewards", name)
+    with others_code(f"reward.type = '{name}'"):
+        return bind(reward, config.reward)
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
