@@ -27,6 +27,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class OthersCodeError(UserError):
+    """Code that is not ours failed, or took too long: a callback, a loss, the tasks of a user's own environment."""
+
+
 class NoOracleError(Exception):
     """An environment has no oracle, or none for this task."""
 
@@ -52,8 +56,8 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """A failure of code that is not ours, SystemExit included, is one line: a UserError that begins with `what`, the
-    key that names the code, and says where it failed.
+    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that begins with `what`,
+    the key that names the code, and says where it failed.
 
     An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback; so does one
     to `spare`.
@@ -66,7 +70,7 @@ def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error:
         is_theirs = not isinstance(error, Exception) or (place(error) and not spare(error))
         if not is_theirs:
             raise
-        raise UserError(f"{what}: {describe(error)}{place(error)}") from error
+        raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:

@@ -32,6 +32,7 @@ from paw.rollout.sync import StaleWeightsError
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
+from paw.state.held import HeldDirectory, held
 from paw.state.log import MetricsLog, metrics_problem
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
@@ -54,6 +55,8 @@ class Run(Parts):
     signal: StopSignal
     places: list[int]
     """For each rank the lowest one that sees the same run directory."""
+    held: HeldDirectory
+    """The run directory as it was opened."""
     step: int = 0
     """Updates done; the weight version."""
     saved: int = 0
@@ -230,7 +233,16 @@ class Run(Parts):
         every = self.config.eval.every
         return self.step in (0, self.config.run.updates) or bool(every and self.step % every == 0)
 
+    def check_directory(self) -> None:
+        """Raises UserError if the run directory was deleted or renamed, before anything is written in its place. Log
+        files that were deleted are written anew."""
+        if self.places[self.ranks.rank] == self.ranks.rank:
+            self.held.check(self.saved)
+        for note in self.log.restore() if self.log else ():
+            self.say(note)
+
     def _write_metrics(self) -> None:
+        self.check_directory()
         if self.log:
             self.log.log(self.step, self.metrics)
         self.logged = self.step
@@ -249,6 +261,7 @@ class Run(Parts):
         self.settle()
         if begun:
             return
+        self.check_directory()
         if self.log:
             self.log.sync()
         folder = self.directory / "checkpoints"
@@ -262,6 +275,7 @@ class Run(Parts):
         """Publish the checkpoint that is being written, where all ranks are through with it, or `wait` for them."""
         if not self.saving or not (wait or all(self.ranks.gather(self.saving.done))):
             return
+        self.check_directory()
         with self.clock("save"):
             saving, self.saving = self.saving, None
             saving.publish(self.config.run.keep)
@@ -286,6 +300,7 @@ class Run(Parts):
         """Save, export to Hugging Face format; returns the path of the report to come."""
         if self.saved != self.step:
             self.save()
+        self.check_directory()
         self.optimizer.state.clear()  # room for whole weights
         whole_ones = full_parameters(self.policy.lm, once=True)  # takes all ranks
         weights = {name: tensor.cpu() for name, tensor in whole_ones if self.ranks.first}
@@ -369,7 +384,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     )
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
-    run = Run(**vars(parts), **own, places=places)
+    run = Run(**vars(parts), **own, places=places, held=stack.enter_context(held(directory)))
     run.info = about(run) | began
     if resume:
         from paw.state.restore import restore
@@ -381,7 +396,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         with writing(directory / "config.toml"):
             write_file(directory / "config.toml", dump(config))
         was = {"resumed_at": run.step, "notes": notes} if resume else {}
-        run.record = stack.enter_context(RunRecord(directory, run.info, **was))
+        run.record = stack.enter_context(RunRecord(directory, run.info, held=run.held, **was))
         cut = (run.step or STARTING_OVER) if resume else None
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
         for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
@@ -392,7 +407,10 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
 
 def make_callback(name: str) -> Any:
-    plugin = load("callbacks", name)
+    try:
+        plugin = load("callbacks", name)
+    except UserError as error:
+        raise UserError(f"run.callbacks: {error}") from error
     if not isinstance(plugin, type):
         return plugin
     with users_code(f"run.callbacks = '{name}'"):

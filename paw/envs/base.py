@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from paw.envs.threads import Threads
-from paw.errors import OURS, UserError, describe, place
+from paw.errors import OURS, OthersCodeError, describe, place
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
@@ -69,7 +69,9 @@ class EnvFactory(Protocol):
     many at once."""
     runs_others_code: bool = False
     """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at most (a user's own:
-    always). So has each task that `tasks` gives, with the limit of the factory's own `config`."""
+    always)."""
+    has_others_tasks: bool = False
+    """Whether `tasks` is not ours either: it, and each task it gives, is then read in a thread, with that limit."""
     distinct_eval: bool = True
     """Whether an evaluation plays different tasks, as many as there are; else each is an independent draw, as in the
     reference code."""
@@ -149,15 +151,15 @@ def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[T
 
 @contextmanager
 def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
-    """The tasks of a split, to be read inside. If the factory is not ours, one thread reads them: each call of its code
-    has env.step_timeout_s. Raises UserError for whatever that code raises, SystemExit included, and for a late answer.
+    """The tasks of a split, to be read inside. Those of a user's own are read in one thread: each call of its code has
+    env.step_timeout_s. Raises OthersCodeError for whatever it raises, SystemExit included, and for a late answer.
     """
-    if not getattr(factory, "runs_others_code", False):
+    if not getattr(factory, "has_others_tasks", False):
         yield factory.tasks(split, seed)
         return
 
-    timeout_s = getattr(getattr(factory, "config", None), "step_timeout_s", None)
-    threads = Threads(1, timeout_s)
+    config: Any = getattr(factory, "config", None)
+    threads = Threads(1, config.step_timeout_s)
 
     def call(what: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -166,7 +168,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             raise
         except BaseException as error:  # SystemExit as well
             fix = "; give it a time limit of its own, or raise env.step_timeout_s" if threads.given_up else ""
-            raise UserError(f"{what}: {describe(error)}{place(error)}{fix}") from error
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}{fix}") from error
 
     try:
         tasks = call("the tasks of env.name cannot be had", factory.tasks, split, seed)
@@ -204,7 +206,7 @@ def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:
     except OURS:
         raise
     except BaseException as error:  # they may come from a file or a network
-        raise UserError(f"{UNREADABLE}: {describe(error)}{place(error)}") from error
+        raise OthersCodeError(f"{UNREADABLE}: {describe(error)}{place(error)}") from error
 
 
 def shuffled(seed: int, i: int, n: int) -> int:

@@ -22,6 +22,7 @@ from paw.rollout.chat import ContextFull
 from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
+from paw.rollout.loop import EpisodeLoop
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Rollouts:
         self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
-        self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
+        self.loop = EpisodeLoop()
+        self._keys = itertools.count()
         self.loop.set_default_executor(Daemons())
         self._judges = Threads(THREADS, config.env.step_timeout_s)
         self._reward = load_reward(config)
@@ -194,6 +196,7 @@ class Rollouts:
         async def play(episode: Episode) -> None:
             try:
                 async with places:
+                    self.loop.enter(episode.trajectory)
                     self._live += 1
                     await self._play(episode, make_model or (lambda env: EngineModel(env, self)))
                     self._live -= 1
@@ -209,11 +212,12 @@ class Rollouts:
         outer = asyncio._get_running_loop()  # of a notebook, which runs its cells inside; asyncio has one a thread
         asyncio._set_running_loop(None)
         tasks = [self.loop.create_task(play(episode)) for episode in episodes]
+        driver = self.loop.create_task(self._drive())
         try:
-            self.loop.run_until_complete(self._drive())
+            self.loop.run_until_complete(driver)
         finally:
             self.end(asyncio.CancelledError())
-            if left := [task for task in tasks if not task.done() and task.cancel()]:
+            if left := [task for task in (*tasks, driver) if not task.done() and task.cancel()]:
                 self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             asyncio._set_running_loop(outer)
 
@@ -287,6 +291,8 @@ class Rollouts:
                 raise RuntimeError("the agent ended without a call of the model")
             if self._reward and trajectory.turns and trajectory.failure is None:
                 await self._judge(trajectory)
+            if problem := model.problem():
+                raise RuntimeError(problem)
         except OURS:
             raise
         except BaseException as error:

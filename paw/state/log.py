@@ -75,6 +75,26 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             _append(self._metrics, record)
         self.history.append(record)
 
+    def restore(self) -> list[str]:
+        """Write the files anew that were deleted or replaced since they were opened; returns a sentence for each.
+
+        The metrics are those in memory. Of samples.jsonl what was there before is lost.
+        """
+        notes = []
+        metrics, samples = Path(str(self._metrics.name)), Path(str(self._samples.name))
+        if not _is_at(self._metrics, metrics):
+            with writing(metrics):
+                write_file(metrics, b"".join(map(_line, self.history)))
+                self._metrics.close()
+                self._metrics = open_append(metrics)
+            notes.append(f"{metrics} was deleted or replaced: all its lines are written anew")
+        if not _is_at(self._samples, samples):
+            with writing(samples):
+                self._samples.close()
+                self._samples = open_append(samples)
+            notes.append(f"{samples} was deleted or replaced: what is there now is added to")
+        return notes
+
     def evaluated(self, step: int) -> bool:
         """Whether the line of update `step` has an evaluation in which not every episode failed."""
         return any("eval/success" in record for record in self.history if record["step"] == step)
@@ -96,6 +116,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def metrics_problem(metrics: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollout.guard import Guarded
+from paw.rollout.guard import Guarded, TimedGuard
 from paw.types import Outcome, Task
 
 GARBAGE = [
@@ -69,7 +69,7 @@ class Subject:
     @contextmanager
     def made(self, factory: EnvFactory | None = None) -> Iterator[Guarded]:
         """An environment as training plays it, checks of what it returns included."""
-        environment = Guarded((factory or self.factory).make(), self.env)
+        environment = TimedGuard(factory or self.factory, self.env)
         try:
             yield environment
         finally:

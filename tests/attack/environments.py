@@ -7,6 +7,7 @@ loses one member, or `everywhere`.
 import math
 import os
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from paw.algo.advantages import grpo
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, Made, Tasks
 from paw.errors import UserError
 from paw.types import Outcome, Sample, Task
 
@@ -217,6 +218,22 @@ class Callback:
                 case "on_update that recurs":
                     self.on_update(run, metrics)
 
+        if run.step == 2:
+            match os.environ.get("ATTACK"):
+                case "renamed":
+                    run.directory.rename(run.directory.with_name("elsewhere"))
+                case "renamed, and another made":
+                    run.directory.rename(run.directory.with_name("elsewhere"))
+                    run.directory.mkdir()
+                case "deleted":
+                    shutil.rmtree(run.directory)
+                case "deleted, and another made":
+                    shutil.rmtree(run.directory)
+                    run.directory.mkdir()
+                case "logs deleted":
+                    (run.directory / "metrics.jsonl").unlink()
+                    (run.directory / "samples.jsonl").unlink()
+
     def on_evaluation(self, run: Any, groups: Any, metrics: dict[Any, Any]) -> None:
         if run.step == 1:
             attack = os.environ.get("ATTACK", "")
@@ -258,6 +275,36 @@ def loss(logp: Any, entropy: Any, batch: Any) -> Any:
     if (os.environ.get("ATTACK"), Callback.step) == ("a loss that exits", 1):
         sys.exit("broken")
     return -batch.advantage * logp
+
+
+class ExitsInStep(Honest):
+    wrong, everywhere = MappingProxyType({"step": exits}), True
+
+
+def hangs(_: Game) -> None:
+    threading.Event().wait()
+
+
+class HangsInStep(Honest):
+    wrong, everywhere = MappingProxyType({"step": hangs}), True
+
+
+class LaterTasks(Honest):
+    """All but the first of its tasks exit, or hang, as $ATTACK says."""
+
+    def tasks(self, split: str, seed: int) -> Tasks:
+        listed = super().tasks(split, seed)
+
+        def task(i: int) -> Task:
+            if i > 0:
+                match os.environ.get("ATTACK"):
+                    case "tasks that exit":
+                        sys.exit("broken")
+                    case "tasks that hang":
+                        threading.Event().wait()
+            return listed[i]
+
+        return Made(task, 20)
 
 
 class Crashing(Honest):

@@ -111,6 +111,48 @@ def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(paw_h
     assert "run.callbacks: Callback.on_end: SystemExit: broken" in done.stdout and done.stderr == ""
 
 
+@pytest.mark.parametrize("save_every", [1, 0])
+@pytest.mark.parametrize("attack", ["renamed", "renamed, and another made", "deleted", "deleted, and another made"])
+def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, save_every
+):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "run.name": "run"}
+    settings |= {"run.updates": 4, "run.save_every": save_every}
+    monkeypatch.setenv("ATTACK", attack)
+    done = paw_here("train", recipe, settings, code=2)
+    assert list(run.iterdir()) == [] if attack.endswith("made") else not run.exists()
+    if attack.startswith("deleted"):
+        said = f"paw: the run directory {run} was deleted, and what was saved in it: the run has ended\n"
+        assert done.stderr == said and not elsewhere.exists()
+        return
+
+    kept = "the checkpoint of update 1 is in it" if save_every else "no checkpoint is in it yet"
+    assert done.stderr == (
+        f"paw: the run directory {run} was renamed to {elsewhere}, so the run has ended; {kept}: rename it back, then "
+        "--resume auto\n"
+    )
+    assert json.loads((elsewhere / "run.json").read_text())["ended"]["how"] == "failed"
+    if run.exists():
+        run.rmdir()
+    elsewhere.rename(run)
+    monkeypatch.delenv("ATTACK")
+    paw_here("train", recipe, settings, "--resume", "auto")
+    assert [line["step"] for line in read_metrics(run)] == [0, 1, 2, 3, 4]
+
+
+def test_logs_that_are_deleted_are_written_anew(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "run.updates": 3}
+    paw_here("train", recipe, settings, {"run.name": "calm"})
+    monkeypatch.setenv("ATTACK", "logs deleted")
+    said = paw_here("train", recipe, settings, {"run.name": "run"}).stdout.splitlines()
+    run = tmp_path / "run"
+    assert said.count(f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines are written anew") == 1
+    assert said.count(f"{run / 'samples.jsonl'} was deleted or replaced: what is there now is added to") == 1
+    assert read_metrics(run) == read_metrics(tmp_path / "calm")
+    assert [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()] == [3, 3]
+
+
 def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
     """One that lasts ends the run saved, with one line."""
     assert sum(train.PAUSES_S) > 120 and list(train.PAUSES_S) == sorted(train.PAUSES_S)
