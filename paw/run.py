@@ -6,7 +6,7 @@ runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/st
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
 from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, describe, others_code, progress, to_stderr, to_stdout
+from paw.errors import UserError, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
 from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
-from paw.plugins import load
 from paw.recipe import dump, warnings
 from paw.rollout.scheduler import Rollouts
 from paw.rollout.success import success_metrics, success_text
@@ -33,7 +33,7 @@ from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.held import HeldDirectory, held
-from paw.state.log import MetricsLog, metrics_problem
+from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
 from paw.state.train_state import RandomStates, Saving, rng_tensors
@@ -94,31 +94,6 @@ class Run(Parts):
 
             now = Ahead(now, self.path)
         return now
-
-    def call(self, hook: str, *given: Any) -> None:
-        """Call a hook of all callbacks. Raises UserError for what one of their own raises, SystemExit included, and for
-        a metric that it added and no log can hold."""
-        for callback in self.callbacks:
-            what = f"run.callbacks: {type(callback).__name__}.{hook}"
-            metrics_before = dict(self.metrics)
-            try:
-                with users_code(what):
-                    getattr(callback, hook, lambda *_: None)(self, *given)
-                if problem := metrics_problem(self.metrics):
-                    raise UserError(f"{what}: {problem}")
-            except BaseException:
-                self.metrics = metrics_before  # which the line of an update that is over can hold
-                raise
-
-    def call_on_end(self) -> None:
-        """Call `on_end` of all callbacks. One that fails is reported: the others are still to hear of the end."""
-        for callback in self.callbacks:
-            try:
-                getattr(callback, "on_end", lambda _: None)(self)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # SystemExit as well
-                self.say(f"run.callbacks: {type(callback).__name__}.on_end: {describe(error)}")
 
     def say(self, text: str) -> None:
         say(text, self.ranks)
@@ -219,7 +194,7 @@ class Run(Parts):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
             found = success_metrics(groups, stats.failed)
             self.metrics |= {f"eval/{name}": value for name, value in found.items()}
-            self.call("on_evaluation", groups, self.metrics)
+            hooks.call(self, "on_evaluation", groups, self.metrics)
         if stats.failed and not groups:
             self._write_metrics()
             if self.saved != self.step:
@@ -247,7 +222,7 @@ class Run(Parts):
             self.log.log(self.step, self.metrics)
         self.logged = self.step
         try:
-            self.call("on_update", self.metrics)
+            hooks.call(self, "on_update", self.metrics)
         finally:
             self.random = rng_tensors()
         self.metrics.clear()
@@ -349,7 +324,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
     began = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
     names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
-    callbacks = [make_callback(name) for name in names]
+    callbacks = hooks.make_callbacks(names)
     device = pick_device(config.model.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -401,25 +376,9 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
         for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
             run.say(line)
-    stack.callback(run.call_on_end)
-    run.call("on_start")
+    stack.callback(hooks.call_on_end, run)
+    hooks.call(run, "on_start")
     return run
-
-
-def make_callback(name: str) -> Any:
-    try:
-        plugin = load("callbacks", name)
-    except UserError as error:
-        raise UserError(f"run.callbacks: {error}") from error
-    if not isinstance(plugin, type):
-        return plugin
-    with users_code(f"run.callbacks = '{name}'"):
-        return plugin()
-
-
-def users_code(what: str) -> AbstractContextManager[None]:
-    """`others_code` that runs inside training, where memory may run out and another rank may end."""
-    return others_code(what, spare=lambda error: out_of_memory(error) or lost_peer(error))
 
 
 def say(text: str, ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
-from paw import plugins
+from paw import hooks, plugins
 from paw.algo import loss as losses
 from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.loss import TokenLossFunction
@@ -33,7 +33,7 @@ from paw.rollout.episode import bind
 from paw.rollout.scheduler import Rollouts, RolloutStats
 from paw.rollout.success import success_metrics
 from paw.rollout.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
-from paw.run import Run, open_run, users_code
+from paw.run import Run, open_run
 from paw.state.guards import TrainingStopped, alarms, what_is_saved
 from paw.types import Group, Sample
 from paw_kernels import TokenLoss
@@ -67,12 +67,12 @@ def update(run: Run, rollouts: Rollouts) -> None:
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
     try:
-        with run.clock("score"):
+        with run.clock("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
     except StaleWeightsError as error:
         run.play_again(error)
         return update(run, rollouts)
-    with run.clock("update"):
+    with run.clock("update"), hooks.users_losses(run.config):
         log.update(optimize(run, samples))
     run.step += 1
     with run.clock("sync"):
@@ -138,10 +138,7 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         run.metrics.update(run.critic.compute_values(samples))
         return
     settings = run.config.advantage
-    estimator = plugins.load("advantages", settings.type)
-    with users_code(f"advantage.type = '{settings.type}'"):
-        estimated = estimator(samples, **settings.settings())
-    found = checked(estimated, samples, settings.type)
+    found = checked(plugins.load("advantages", settings.type)(samples, **settings.settings()), samples, settings.type)
     found = drop_penalty_only(samples, found) if settings.penalty_only == "drop" else found
     for sample, advantage in zip(samples, found, strict=True):
         sample.advantage = advantage
@@ -197,13 +194,7 @@ def token_losses(config: Config) -> tuple[TokenLossFunction, TokenLossFunction]:
     """The losses of response and of observation tokens, with their settings."""
     engine_ratio = config.policy.old_logp == "engine" and config.policy.tis_cap is not None
     policy = losses.tis if engine_ratio and config.policy.loss == "ppo" else plugins.load("losses", config.policy.loss)
-    world_model = plugins.load("losses", config.wm.loss)
-    with users_code(loss_keys(config)):
-        return bind(policy, config.policy), bind(world_model, config.wm)
-
-
-def loss_keys(config: Config) -> str:
-    return f"policy.loss = '{config.policy.loss}', wm.loss = '{config.wm.loss}'"
+    return bind(policy, config.policy), bind(plugins.load("losses", config.wm.loss), config.wm)
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
@@ -242,16 +233,14 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
             tokens = losses.token_batch(batch, minibatch, **of_update)
             scaled = replace(tokens, weight=ranks.world_size * tokens.weight)  # gradients are averaged over ranks
-            with users_code(loss_keys(config)):
-                out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
-                out.loss.backward()
+            out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
+            out.loss.backward()
             if unscored:
                 of_batch = [minibatch[i] for i in batch.indices]
                 unscored, found = False, found | compare_sampler(run, out, tokens, of_batch)
             total += float(out.loss.detach()) / ranks.world_size
             out = out._replace(token_loss=out.token_loss / ranks.world_size)
-            with users_code(loss_keys(config)):
-                sums = [a + b for a, b in zip(sums, tally(out, tokens), strict=True)]
+            sums = [a + b for a, b in zip(sums, tally(out, tokens), strict=True)]
         steps += 1
         ranks.average_gradients(policy)
         norm = float(full_tensor(clip_grad_norm_(policy.parameters(), config.optim.grad_clip)))

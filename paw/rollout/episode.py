@@ -7,7 +7,6 @@ so each agent can be trained.
 import asyncio
 import hashlib
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,9 +18,9 @@ from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
-from paw.errors import shown as shown_value
 from paw.rollout.chat import Context, shown
 from paw.rollout.guard import Guarded
+from paw.rollout.turns import checked_stop
 from paw.types import Group, Outcome, Reply, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -299,16 +298,6 @@ class Model(ABC):
         """The episode is over."""
         return
 
-    def problem(self) -> str:
-        """What is wrong with the turns, which the agent and a reward function may have changed; "" if nothing is."""
-        turns = self.episode.trajectory.turns
-        if not turns and not self.episode.context_full:
-            return "its turns were taken away"
-        for number, turn in enumerate(turns):
-            if not isinstance(turn.outcome, Outcome) or not math.isfinite(turn.outcome.reward):
-                return f"turn {number} has the outcome {shown_value(turn.outcome)}"
-        return ""
-
     @abstractmethod
     async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
         """Put what the model writes into `turn`, the stop string that ended it included; returns that, or "". With
@@ -357,9 +346,6 @@ class EngineModel(Model):
         self.said = [] if isinstance(context, str) else context
         return found
 
-    def problem(self) -> str:
-        return super().problem() or tokens_problem(self.episode.trajectory.turns)
-
     def ended(self) -> None:
         if self.reply is not None and (self.reply.calls or self.reply.problem):
             from paw.rollout.further import add_result
@@ -401,28 +387,6 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from the coordinates of a draw; stable across platforms and Python versions."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def checked_stop(stop: Iterable[Any]) -> list[str]:
-    """The stop strings of a call. Raises ValueError for what is no text: in the agent, not later in the engine."""
-    words = list(stop)
-    for word in words:
-        if not isinstance(word, str) or not word:
-            raise ValueError(f"stop has {shown_value(word)}; it must be texts, none of them empty")
-    return words
-
-
-def tokens_problem(turns: Sequence[Turn]) -> str:
-    """What is wrong with the tokens of an episode; "" if nothing is: training needs each with its log-prob."""
-    for number, turn in enumerate(turns):
-        count = len(turn.response_ids)
-        if not turn.prompt_ids or not count:
-            return f"turn {number} has no {'response_ids' if turn.prompt_ids else 'prompt_ids'}"
-        for name in ("sampled_logp", "entropy", "versions"):
-            values = getattr(turn, name)
-            if values is not None and len(values) != count:
-                return f"turn {number} has {count} response_ids and {len(values)} of {name}"
-    return ""
 
 
 def asked(context: Context, continues: Earlier) -> tuple[Context, str]:

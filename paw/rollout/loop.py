@@ -21,7 +21,8 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._main: asyncio.Future[Any] | None = None
         self._refused: list[Trajectory] = []
-        self.set_task_factory(_make_task)
+        factory: Any = _make_task
+        self.set_task_factory(factory)
 
     def enter(self, trajectory: Trajectory) -> None:
         """From now on the current task is that episode's."""
@@ -36,8 +37,8 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         return trajectory if loop is self else None
 
     def run_until_complete(self, future: Any) -> Any:
-        self._main = asyncio.ensure_future(future, loop=self)
-        return super().run_until_complete(self._main)
+        main = self._main = asyncio.ensure_future(future, loop=self)
+        return super().run_until_complete(main)
 
     def stop(self) -> None:
         """asyncio's own call, once what the loop runs for is done; an earlier one is an agent's, and is refused."""

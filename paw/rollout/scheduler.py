@@ -23,6 +23,7 @@ from paw.rollout.engines.base import Completion, Request
 from paw.rollout.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
 from paw.rollout.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.rollout.loop import EpisodeLoop
+from paw.rollout.turns import turns_problem
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Rollouts:
         self._keys = itertools.count()
         self.loop.set_default_executor(Daemons())
         self._judges = Threads(THREADS, config.env.step_timeout_s)
-        self._reward = load_reward(config)
+        self._reward: Any = load_reward(config)
         self._idle: list[Guarded] = []
         self._cut_is_told = False
 
@@ -291,7 +292,9 @@ class Rollouts:
                 raise RuntimeError("the agent ended without a call of the model")
             if self._reward and trajectory.turns and trajectory.failure is None:
                 await self._judge(trajectory)
-            if problem := model.problem():
+            if not (trajectory.turns or trajectory.failure or episode.context_full):
+                raise RuntimeError("its turns were taken away")
+            if problem := turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel)):
                 raise RuntimeError(problem)
         except OURS:
             raise
