@@ -10,7 +10,7 @@ import reprlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ class UserError(Exception):
     """A user-facing error. The message names the value, where it came from and the fix, in one line."""
 
     exit_code = 2
+
+
+class OthersCodeError(UserError):
+    """Code that is not ours failed, or took too long: a callback, a loss, the tasks of a user's own environment."""
 
 
 class NoOracleError(Exception):
@@ -68,6 +72,25 @@ def masked(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [masked(part) for part in value]
     return value
+
+
+@contextmanager
+def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that begins with `what`,
+    the key that names the code, and says where it failed.
+
+    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback; so does one
+    to `spare`.
+    """
+    try:
+        yield
+    except OURS:
+        raise
+    except BaseException as error:
+        is_theirs = not isinstance(error, Exception) or (place(error) and not spare(error))
+        if not is_theirs:
+            raise
+        raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic.errors import PydanticUserError
 
-from paw.errors import UserError, clean, describe, nearest
+from paw.errors import OURS, UserError, clean, describe, nearest
 from paw.values import Section
 
 ENVS = {
@@ -193,9 +193,9 @@ def import_file(file: str, origin: str) -> ModuleType:
     try:
         with chdir(Path.cwd()):  # relative paths still have to be read, whatever the file does
             spec.loader.exec_module(module)
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit as well
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise UserError(f"{origin}: {where}: {describe(error)}") from error
@@ -206,9 +206,9 @@ def import_file(file: str, origin: str) -> ModuleType:
 def _import_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit as well
         raise UserError(f"'{clean(name)}': the module cannot be imported: {describe(error)}") from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
-from paw import plugins
+from paw import hooks, plugins
 from paw.algo import loss as losses
 from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.loss import TokenLossFunction
@@ -65,12 +65,12 @@ def update(run: Run, rollouts: Rollouts) -> None:
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
     try:
-        with run.clock("score"):
+        with run.clock("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
     except StaleWeightsError as error:
         run.play_again(error)
         return update(run, rollouts)
-    with run.clock("update"):
+    with run.clock("update"), hooks.users_losses(run.config):
         log.update(optimize(run, samples))
     run.step += 1
     with run.clock("sync"):

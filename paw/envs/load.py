@@ -10,7 +10,7 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
 from paw.envs.threads import Threads
-from paw.errors import OURS, UserError, describe, place, shown
+from paw.errors import OURS, OthersCodeError, UserError, describe, place, shown
 from paw.types import Task
 
 FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
@@ -22,7 +22,7 @@ class OwnFactory:
     Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every tenth is held out.
     """
 
-    runs_others_code = True
+    runs_others_code = has_others_tasks = True
 
     def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
         self._given, self.config, self._origin = given, config, origin
@@ -50,8 +50,8 @@ class OwnFactory:
             first = found[0] if size(found) != 0 else None
         except OURS:
             raise
-        except Exception as error:
-            raise UserError(f"{what}: {describe(error)}{place(error)}") from error
+        except BaseException as error:  # SystemExit as well
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
         if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
@@ -67,7 +67,19 @@ class OwnFactory:
         return made
 
     def fingerprint(self) -> str:
-        return self._made.fingerprint() if hasattr(self._made, "fingerprint") else self.name
+        """Raises UserError if it fails, or takes longer than env.step_timeout_s."""
+        if not hasattr(self._made, "fingerprint"):
+            return self.name
+        threads = Threads(1, self.config.step_timeout_s)
+        try:
+            return threads.call(self._made.fingerprint)
+        except OURS:
+            raise
+        except BaseException as error:
+            what = f"{self._origin}: {type(self._made).__name__}.fingerprint()"
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
+        finally:
+            threads.close()
 
     def _new(self) -> Any:
         given = self._given

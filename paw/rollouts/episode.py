@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
-from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
 from paw.rollouts.chat import Context, shown
 from paw.rollouts.guard import Guarded
+from paw.rollouts.turns import checked_stop
 from paw.types import Group, Outcome, Reply, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -285,6 +286,7 @@ class Model(ABC):
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
         seed = derive_seed(episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns))
+        stop = checked_stop(stop)
         message, begun = asked(context, continues)
         unasked = 0.0 if turns else sum((step.reward for _, _, step in episode.steps), 0.0)  # the first turn has them
         outcome = Outcome("", unasked, done=False, won=False)
@@ -375,7 +377,9 @@ def find_agent(config: Config) -> Agent:
     name, env = config.agent.type, config.env.name
     if PLAYS.get(name, env) != env:
         raise UserError(f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env}'")
-    return bind(plugins.load("agents", name), config.agent)
+    agent = plugins.load("agents", name)
+    with others_code(f"agent.type = '{name}'"):
+        return bind(agent, config.agent)
 
 
 def bind(plugin: Any, section: Any) -> Any:

@@ -9,6 +9,7 @@ import json
 import numbers
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from paw.config import EnvConfig
@@ -179,6 +180,25 @@ class Guarded:
 
     def _refuse(self, what: str, value: object, wanted: str) -> NoReturn:
         raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
+
+
+class TimedGuard(Guarded):
+    """An environment of a factory, whose calls have a thread, and env.step_timeout_s each, if it is not ours."""
+
+    def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
+        self._threads = make_threads(factory, config)
+        super().__init__(self._threads.call(factory.make), config)
+
+    def close(self) -> None:
+        """One that hangs is not waited for again."""
+        try:
+            if not self._threads.given_up:
+                super().close()
+        finally:
+            self._threads.close()
+
+    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+        return self._threads.call(partial(super()._call, name, *args, default=default))
 
 
 def number(what: str, value: Any, least: float, most: float) -> float:

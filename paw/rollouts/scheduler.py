@@ -17,11 +17,13 @@ from paw import plugins
 from paw.config import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Daemons, Threads
-from paw.errors import OURS, EnvironmentFailure, UserError, describe, shown, to_stderr
+from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
 from paw.rollouts.chat import ContextFull
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
 from paw.rollouts.guard import MAX_REWARD, Guarded, make_threads, number
+from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.turns import turns_problem
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -59,11 +61,11 @@ class Rollouts:
         self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
-        self.loop, self._keys = asyncio.new_event_loop(), itertools.count()
+        self.loop = EpisodeLoop()
+        self._keys = itertools.count()
         self.loop.set_default_executor(Daemons())
         self._judges = Threads(THREADS, config.env.step_timeout_s)
-        name = config.reward.type
-        self._reward: Any = None if name == "env" else bind(plugins.load("rewards", name), config.reward)
+        self._reward: Any = load_reward(config)
         self._idle: list[Guarded] = []
         self._cut_is_told = False
 
@@ -198,6 +200,7 @@ class Rollouts:
         async def play(episode: Episode) -> None:
             try:
                 async with places:
+                    self.loop.enter(episode.trajectory)
                     self._live += 1
                     await self._play(episode, make_model or (lambda env: EngineModel(env, self)))
                     self._live -= 1
@@ -213,11 +216,12 @@ class Rollouts:
         outer = asyncio._get_running_loop()  # of a notebook, which runs its cells inside; asyncio has one a thread
         asyncio._set_running_loop(None)
         tasks = [self.loop.create_task(play(episode)) for episode in episodes]
+        driver = self.loop.create_task(self._drive())
         try:
-            self.loop.run_until_complete(self._drive())
+            self.loop.run_until_complete(driver)
         finally:
             self.end(asyncio.CancelledError())
-            if left := [task for task in tasks if not task.done() and task.cancel()]:
+            if left := [task for task in (*tasks, driver) if not task.done() and task.cancel()]:
                 self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             asyncio._set_running_loop(outer)
 
@@ -292,6 +296,10 @@ class Rollouts:
                 raise RuntimeError("the agent ended without a call of the model")
             if self._reward and trajectory.turns and trajectory.failure is None:
                 await self._judge(trajectory)
+            if not (trajectory.turns or trajectory.failure or episode.context_full):
+                raise RuntimeError("its turns were taken away")
+            if problem := turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel)):
+                raise RuntimeError(problem)
         except OURS:
             raise
         except BaseException as error:
@@ -325,6 +333,16 @@ class Rollouts:
         value = number(f"reward.type = '{self.config.reward.type}'", value, -MAX_REWARD, MAX_REWARD)
         for turn in trajectory.turns:
             turn.outcome = replace(turn.outcome, reward=value if turn is trajectory.turns[-1] else 0.0)
+
+
+def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
+    """The reward function that reward.type names, with its settings; None for the environment's own rewards."""
+    name = config.reward.type
+    if name == "env":
+        return None
+    reward = plugins.load("rewards", name)
+    with others_code(f"reward.type = '{name}'"):
+        return bind(reward, config.reward)
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:

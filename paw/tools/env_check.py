@@ -13,8 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from paw.envs import make_factory
-from paw.envs.base import Tasks, admissible_responses, eval_tasks, means_all_kinds, size, train_tasks, warmup_tasks
-from paw.errors import OURS, NoOracleError, UserError, clean, describe, masked, place, shown, to_stderr
+from paw.envs.base import (
+    EnvFactory,
+    admissible_responses,
+    eval_tasks,
+    means_all_kinds,
+    read_tasks,
+    size,
+    train_tasks,
+    warmup_tasks,
+)
+from paw.errors import OURS, NoOracleError, OthersCodeError, UserError, clean, describe, masked, place, shown, to_stderr
 from paw.tools.env_calls import valid_call
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
@@ -53,14 +62,16 @@ def members(s: Subject) -> str:
 
 
 def tasks(s: Subject) -> str:
-    splits = {split: s.factory.tasks(split, 0) for split in (s.env.train_split, s.env.eval_split)}
-    for split, listed in splits.items():
-        expected = _keys(listed)
+    sizes = []
+    for split in dict.fromkeys((s.env.train_split, s.env.eval_split)):
+        expected, count = _keys(s.factory, split)
+        sizes.append(f"'{split}': {count or 'endless'}")
         for factory, when in ((s.factory, "asked again"), (s.make_factory(), "in a resumed run")):
-            if (found := _keys(factory.tasks(split, 0))) != expected:
+            found, _ = _keys(factory, split)
+            if found != expected:
                 fix = "derive them from the arguments alone"
                 raise Broken(f"tasks('{split}', 0), {when}: {differ(expected, found)}; {fix}")
-    return ", ".join(f"'{split}': {size(listed) or 'endless'}" for split, listed in splits.items())
+    return ", ".join(sizes)
 
 
 def outcomes(s: Subject) -> str:
@@ -236,6 +247,8 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
         try:
             seen = rule(subject)
             ok = True
+        except OthersCodeError as error:
+            seen = str(error)
         except OURS:
             raise
         except Broken as error:
@@ -318,14 +331,15 @@ def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
     return (f"{failed} of {checked} rules failed" if failed else f"all {checked} rules hold") + left
 
 
-def _keys(tasks: Tasks) -> list[tuple[str, str]]:
-    """(id, kind) of the first ones; Broken if these are no tasks."""
-    n = size(tasks)
-    first = [tasks[i] for i in range(64 if n is None else min(64, n))]
+def _keys(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int | None]:
+    """((id, kind) of the first ones, number of tasks); Broken if these are no tasks."""
+    with read_tasks(factory, split, 0) as tasks:
+        n = size(tasks)
+        first = [tasks[i] for i in range(64 if n is None else min(64, n))]
     for task in first:
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str) and task.kind):
             raise Broken(f"{shown(task)} among the tasks; each must be a Task with texts as id and kind")
-    return [(task.id, task.kind) for task in first]
+    return [(task.id, task.kind) for task in first], n
 
 
 def _outcomes(s: Subject) -> list[Outcome]:

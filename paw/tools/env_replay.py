@@ -11,7 +11,7 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import Guarded, TimedGuard
 from paw.tools.env_calls import valid_call
 from paw.types import Outcome, Reply, Task, ToolCall
 
@@ -48,11 +48,11 @@ class Episode:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-class Counted(Guarded):
+class Counted(TimedGuard):
     """Counts episodes and turns of its subject, for those who wait."""
 
-    def __init__(self, environment: Any, subject: "Subject") -> None:
-        super().__init__(environment, subject.env)
+    def __init__(self, factory: EnvFactory, subject: "Subject") -> None:
+        super().__init__(factory, subject.env)
         self._subject = subject
 
     def reset(self, task: Task) -> str:
@@ -96,7 +96,7 @@ class Subject:
     @contextmanager
     def made(self, factory: EnvFactory | None = None) -> Iterator[Guarded]:
         """An environment as training plays it, checks of what it returns included."""
-        environment = Counted((factory or self.factory).make(), self)
+        environment = Counted(factory or self.factory, self)
         try:
             yield environment
         finally:
