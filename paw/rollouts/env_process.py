@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from paw import plugins
 from paw.config import EnvConfig
@@ -167,7 +167,8 @@ def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
     """The environments of a section [env] as JSON; None if they cannot be had, which the trainer is told."""
     try:
         kind = section_type(EnvConfig, json.loads(section)["name"])
-        environments = Environments(kind.model_validate_json(section), send)
+        config = cast(EnvConfig, kind.model_validate_json(section))
+        environments = Environments(config, send)
     except BaseException as error:
         send({"key": 0, **_failure(error)})
         return None
