@@ -168,7 +168,8 @@ class QuestionSet:
         """ValueError for a row whose kind has the name of all kinds together."""
         column = self._config.kind
         if column and means_all_kinds(kind := str(value(row, column))):
-            raise ValueError(f"'{column}' is {shown(kind)}, which reports call all kinds together; rename it there")
+            fix = "rename it there, or name another column with env.kind"
+            raise ValueError(f"'{column}' is {shown(kind)}, which reports call all kinds together; {fix}")
 
 
 def value(row: Row, key: str) -> Any:

@@ -266,7 +266,8 @@ class Chat:
         It stands before what follows the response, in the next prompt and in training, and is no part of the response.
         Empty if the response has ended, or the model has no end token.
         """
-        return [] if response_ids[-1] in self.end_ids else self._turn_end
+        ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
+        return [] if ended else self._turn_end
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
         """Text of sampled tokens, without the end token and any other control token (with `calls` those stay: the call
