@@ -60,6 +60,8 @@ def watch(arguments: list[str]) -> None:
     os.close(words_end)
     try:
         _Watch(child, signals, words, arguments[0]).run(before)
+    except BaseException:  # a bug, which must not look like a second command that goes on
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
