@@ -37,7 +37,7 @@ _words: int | None = None
 
 def watch(arguments: list[str]) -> None:
     """Fork, and return in the child. The parent passes signals on, waits for it, and ends as it should have ended."""
-    if arguments[:1] == [] or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
+    if not arguments or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
         return
     if "RANK" in os.environ:  # the launcher is the parent, or torchrun
         _speak_to(int(os.environ.pop(PIPE, "-1")))
