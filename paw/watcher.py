@@ -37,7 +37,7 @@ _words: int | None = None
 
 def watch(arguments: list[str]) -> None:
     """Fork, and return in the child. The parent passes signals on, waits for it, and ends as it should have ended."""
-    if arguments[:1] == [] or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
+    if not arguments or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
         return
     if "RANK" in os.environ:  # the launcher is the parent, or torchrun
         _speak_to(int(os.environ.pop(PIPE, "-1")))
@@ -60,6 +60,8 @@ def watch(arguments: list[str]) -> None:
     os.close(words_end)
     try:
         _Watch(child, signals, words, arguments[0]).run(before)
+    except BaseException:  # a bug, which must not look like a second command that goes on
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 

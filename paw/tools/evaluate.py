@@ -36,7 +36,7 @@ GIVE_UP = 32
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
 SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
 """Keys that decide the outcome, by how they begin, and of env.simulator. Where and how fast an endpoint answers does
-not."""
+not, nor where environments run."""
 GROWS = "eval.games"
 """May be another when an evaluation goes on."""
 
@@ -197,6 +197,7 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
 
 def _settings(config: Config) -> dict[str, Any]:
     flat = {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(SETTINGS)}
+    del flat["env.processes"]
     return {key: value for key, value in flat.items() if key in SIMULATOR or not key.startswith("env.simulator.")}
 
 

@@ -51,7 +51,7 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (__file__, *MADE_BY)],
         "warmup": config.warmup.model_dump(mode="json"),
-        "env": config.env.model_dump(mode="json"),
+        "env": config.env.model_dump(mode="json", exclude={"processes"}),
         "temperature": config.rollout.temperature,
         "games": factory.fingerprint(),
     }
