@@ -10,9 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forked import CONTEXT
 
 from paw import cli
 from paw.rollouts.engines import weight_folders
+from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.weight_folders import make_weight_folder, remove_abandoned
 
 WAIT_S = 30.0
@@ -27,16 +29,6 @@ folder = make_weight_folder(Path(sys.argv[1]))
 print(folder, flush=True)
 time.sleep(600)
 """
-TRAINER_WITH_SERVER = """
-import sys
-from pathlib import Path
-from paw.rollouts.engines.servers import Servers
-
-command = [sys.executable, "-c", "import time; time.sleep(600)"]
-servers = Servers(command, [[]], Path(sys.argv[2]), weights_dir=Path(sys.argv[1]))
-"""
-
-
 EMPTY = """
 class Env:
     tasks = []
@@ -128,15 +120,29 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
     assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_watcher_of_a_server_removes_what_its_trainer_leaves(start, tmp_path):
-    child, left = start(TRAINER_WITH_SERVER + TRAINER, tmp_path, tmp_path / "servers")
-    assert left.is_dir()
-    kill(child)
+def sync_with_a_server(folder):
+    """A trainer that has started a server and is killed during a sync."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    servers = Servers(command, [[]], folder / "servers", weights_dir=folder)
+    (make_weight_folder(folder) / "model-00000.safetensors").write_bytes(bytes(1000))
+    time.sleep(600)
+    servers.close()
+
+
+def wait_until(done):
     deadline = time.monotonic() + WAIT_S
-    while left.exists() and time.monotonic() < deadline:
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left.exists()
+    assert done()
+
+
+def test_the_watcher_of_a_server_removes_what_its_trainer_leaves(tmp_path):
+    trainer = CONTEXT.Process(target=sync_with_a_server, args=(tmp_path,))
+    trainer.start()
+    wait_until(lambda: [*tmp_path.glob("paw-weights-*/model-*")])
+    trainer.kill()
+    trainer.join()
+    wait_until(lambda: not [*tmp_path.glob("paw-weights-*")])
 
 
 def test_where_processes_cannot_be_told_apart_nothing_is_removed(tmp_path, monkeypatch):
