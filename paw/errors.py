@@ -27,9 +27,13 @@ HIDDEN = "***"
 
 
 class UserError(Exception):
-    """A user-facing error. The message names the value, where it came from and the fix, in one line."""
+    """A user-facing error. The message names the value, where it came from and the fix, in one line; passwords of URLs
+    in it become ***."""
 
     exit_code = 2
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(masked(arg) for arg in args))
 
 
 class OthersCodeError(UserError):

@@ -85,8 +85,9 @@ class Policy(nn.Module):
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             self._checkpointed = layers
             for layer in layers:  # which are in training mode, see `hidden`: some apply dropout themselves (OPT)
-                for name in [name for name in vars(layer) if "dropout" in name]:
-                    setattr(layer, name, 0.0)
+                for name, value in list(vars(layer).items()):
+                    if "dropout" in name and isinstance(value, float):
+                        setattr(layer, name, 0.0)
 
     @property
     def head_weight(self) -> Tensor:
