@@ -192,6 +192,7 @@ class Run(Parts):
 
         Raises TrainingStopped where every episode failed, after the update has been written down and saved.
         """
+        self.check_directory()
         with self.clock("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
             found = success_metrics(groups, stats.failed)
