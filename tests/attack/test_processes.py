@@ -244,7 +244,9 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
     monkeypatch.setenv("DEADLY", "exits")
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
     done = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1)
-    assert re.search(r"FAIL  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout)
+    assert re.search(
+        r"FAIL +[\d.]+ s  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout
+    )
     assert re.search(r"^1 of \d+ rules failed", done.stdout, re.MULTILINE)
 
 
