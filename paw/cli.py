@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paw import __version__, watcher
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
+from paw.lifeline import end_tool_servers
 
 if TYPE_CHECKING:
     from paw.config import Config
@@ -108,8 +109,7 @@ def entry() -> NoReturn:
         code = 1
     watcher.say_ending(code)
     if code == 130 or "RANK" in os.environ:
-        if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
-            runtimes.cleanup_at_exit()  # its tool servers have sessions of their own, which Ctrl-C does not reach
+        end_tool_servers()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

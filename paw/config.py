@@ -115,8 +115,9 @@ class EnvConfig(PluginSection):
     """Seconds before a turn of an environment that blocks counts as hung, which costs its episode; also how long an
     agent may wait for anything but model and environment."""
     processes: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Processes (of each rank) in which environments that are not PaW's own run: one that dies, or hangs for
-    env.step_timeout_s, costs its episodes and is replaced. 0 runs them in threads of the trainer."""
+    """Processes of each rank in which environments of your own run, those of gymnasium and verifiers, and questions
+    with a score of your own: one that dies, or hangs for env.step_timeout_s, costs its episodes and is replaced. 0 runs
+    them in threads of the trainer."""
     max_text: Count = 1_000_000
     """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
 

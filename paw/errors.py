@@ -79,19 +79,21 @@ def masked(value: Any) -> Any:
 
 
 @contextmanager
-def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+def others_code(
+    what: str, *, spare: Callable[[Exception], bool] = lambda error: False, all_theirs: bool = False
+) -> Iterator[None]:
     """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that begins with `what`,
     the key that names the code, and says where it failed.
 
-    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback; so does one
-    to `spare`.
+    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback, unless
+    nothing but their code runs inside (`all_theirs`); so does one to `spare`.
     """
     try:
         yield
     except OURS:
         raise
     except BaseException as error:
-        is_theirs = not isinstance(error, Exception) or (place(error) and not spare(error))
+        is_theirs = not isinstance(error, Exception) or ((all_theirs or place(error)) and not spare(error))
         if not is_theirs:
             raise
         raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
@@ -125,18 +127,35 @@ def place(error: BaseException) -> str:
     """ " (FILE, line N)", the last that an exception passed which is neither ours nor a library's; "" without one."""
     if isinstance(error, SyntaxError):  # which says it itself
         return ""
-    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_no_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_no_users(file: str) -> bool:
+    """Whether a file is PaW's (an editable install has its kernels in a folder beside it), Python's or a library's."""
+    package = Path(__file__).parent
+    folders = (str(package), str(package.with_name("kernels")), sysconfig.get_path("stdlib"), "<")
+    return file.startswith(folders) or "site-packages" in file or "dist-packages" in file
 
 
 def shown(value: object, limit: int = 100) -> str:
     """The repr of a value as one short line, long texts and containers cut."""
-    short, text = reprlib.Repr(), f"a {type(value).__name__} that cannot be printed"
-    short.maxstring = short.maxother = limit
+    text = f"a {type(value).__name__} that cannot be printed"
     with quietly():
-        text = short.repr(masked(value) if isinstance(value, str | list | dict) else value)  # before it is cut
+        text = ShortRepr(limit).repr(value)
     return clean(text, limit)
+
+
+class ShortRepr(reprlib.Repr):
+    """A repr whose texts are at most `limit` long, passwords of URLs masked before they are cut."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.maxstring = limit
+        self.maxother = limit
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(masked(x), level)
 
 
 def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:

@@ -3,30 +3,35 @@ wrong in it is one line that names it.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paw.config import Config
 from paw.errors import UserError, describe, others_code
 from paw.model.ranks import lost_peer, out_of_memory
-from paw.plugins import load
+from paw.plugins import BUILT_IN, load
 from paw.state.log import metrics_problem
 
 if TYPE_CHECKING:
     from paw.run import Run
 
 
-def users_code(what: str) -> AbstractContextManager[None]:
+def users_code(what: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
     """`others_code` that runs inside training, where memory may run out and another rank may end."""
-    return others_code(what, spare=lambda error: out_of_memory(error) or lost_peer(error))
+    return others_code(what, spare=lambda error: out_of_memory(error) or lost_peer(error), all_theirs=all_theirs)
 
 
 def users_advantages(config: Config) -> AbstractContextManager[None]:
-    return users_code(f"advantage.type = '{config.advantage.type}'")
+    name = config.advantage.type
+    if name in BUILT_IN["advantages"]:
+        return nullcontext()
+    return users_code(f"advantage.type = '{name}'")
 
 
 def users_losses(config: Config) -> AbstractContextManager[None]:
-    return users_code(f"policy.loss = '{config.policy.loss}', wm.loss = '{config.wm.loss}'")
+    losses = {"policy.loss": config.policy.loss, "wm.loss": config.wm.loss}
+    own = [f"{key} = '{name}'" for key, name in losses.items() if name not in BUILT_IN["losses"]]
+    return users_code(", ".join(own)) if own else nullcontext()
 
 
 def make_callbacks(names: Sequence[str]) -> list[Any]:
@@ -53,7 +58,7 @@ def call(run: "Run", hook: str, *given: Any) -> None:
         what = f"run.callbacks: {type(callback).__name__}.{hook}"
         metrics_before = dict(run.metrics)
         try:
-            with users_code(what):
+            with users_code(what, all_theirs=not type(callback).__module__.startswith("paw.")):
                 getattr(callback, hook, lambda *_: None)(run, *given)
             if problem := metrics_problem(run.metrics):
                 raise UserError(f"{what}: {problem}")

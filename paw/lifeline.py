@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that ends. No torch."""
+"""How processes end: with the one that started them, and not without what they have started. No torch."""
 
 import ctypes
 import os
@@ -29,3 +29,12 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)
+
+
+def end_tool_servers() -> None:
+    """End the tool servers of verifiers before `os._exit`, which calls no exit handler.
+
+    They have sessions of their own, which neither Ctrl-C nor the end of this process's group reaches.
+    """
+    if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
+        runtimes.cleanup_at_exit()

@@ -43,7 +43,7 @@ class Only:
 
     def __str__(self) -> str:
         if self.excluded:
-            return f"{self.key} other than {' or '.join(map(repr, self.excluded))}"
+            return f"{self.key} != {' or '.join(map(repr, self.excluded))}"
         return self.key + (f" = {' or '.join(map(repr, self.values))}" if self.values else "")
 
     def holds(self, value: Any) -> bool:

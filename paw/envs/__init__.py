@@ -35,8 +35,10 @@ def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactor
 
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:
-        why = "is PaW's own, which neither hangs nor ends the run; leave env.processes out"
-        raise UserError(f"{setting}: env.name = '{config.name}' {why}")
+        raise UserError(
+            f"{setting}: env.name = '{config.name}' does not run in processes (docs/environments.md says which do); "
+            "leave env.processes out"
+        )
     try:
         target = plugins.importable(config.name if env is None else env)
     except UserError as error:

@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -126,7 +127,7 @@ class PlayerHandle:
         silent_s = 0.0  # in the trainer's own waking time: it may be stopped itself
         while True:
             message = self._channel.receive(TICK_S)
-            if message is not None:
+            if message is not None and self._ready:
                 silent_s = 0.0
             elif self._process.poll() is not None:  # a program that it forked may hold its socket
                 return PlayerLost(f"has ended ({self._end()})")
@@ -193,6 +194,8 @@ class AsyncRollouts:
     def __init__(self, now: Rollouts, model: str) -> None:
         self._now = now
         self._model = model
+        self._folder = Path.cwd()
+        """Names of files count from here; an environment may change the current folder later."""
         self._updates: dict[int, UpdateAhead] = {}
         self._newest = -1
         """The last update that was begun."""
@@ -255,6 +258,7 @@ class AsyncRollouts:
                 [sys.executable, "-m", "paw.rollouts.supervisor", str(os.getpid()), str(theirs.fileno())],
                 env=variables,
                 stdin=subprocess.PIPE,
+                cwd=self._folder,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -25,7 +25,7 @@ from paw.envs.load import load_factory
 from paw.envs.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
 from paw.errors import LINE_CHARS, EnvironmentFailure, NoOracleError, UserError, clean, describe, quietly
 from paw.keys import section_type
-from paw.lifeline import die_with_parent
+from paw.lifeline import die_with_parent, end_tool_servers
 from paw.rollouts.guard import Guarded
 from paw.state.signals import STOPS
 from paw.types import Outcome, Reply
@@ -157,6 +157,7 @@ def main(descriptor: int, trainer: int) -> NoReturn:
     if environments:
         threading.Timer(CLOSE_S, os._exit, (1,)).start()
         environments.close()
+    end_tool_servers()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

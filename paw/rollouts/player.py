@@ -208,7 +208,7 @@ class PlayerProcess:
     def _show_life(self) -> None:
         with suppress(OSError):  # the trainer has ended
             while os.getppid() == self._supervisor:
-                if not self._player or self._player.goes_on():
+                if self._player and self._player.goes_on():
                     self._channel.send(Alive())
                 time.sleep(BEAT_S)
         if os.getppid() != self._supervisor:  # it was killed, and ends nothing any more

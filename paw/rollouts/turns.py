@@ -1,11 +1,15 @@
 """What an agent passes to the model, and what it and a reward function leave of an episode's turns, checked."""
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paw.errors import shown
 from paw.types import Outcome, Turn
+
+NUMBERS = {"prompt_ids": "i", "response_ids": "i", "versions": "i", "sampled_logp": "d", "entropy": "d"}
+"""Lists of a turn, with the type code of Python's `array` that holds them: int32 and float64."""
 
 
 def checked_stop(stop: Iterable[Any]) -> list[str]:
@@ -36,4 +40,9 @@ def _tokens_problem(turn: Turn) -> str:
         values = getattr(turn, name)
         if values is not None and len(values) != len(turn.response_ids):
             return f"{len(turn.response_ids)} response_ids and {len(values)} of {name}"
+    for name, typecode in NUMBERS.items():
+        try:
+            array(typecode, getattr(turn, name) or ())
+        except (TypeError, OverflowError) as error:
+            return f"{name} that are no numbers of their kind ({error})"
     return ""

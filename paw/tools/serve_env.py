@@ -6,7 +6,7 @@ from typing import Any
 
 from paw.config import EnvConfig
 from paw.envs import make_factory
-from paw.envs.base import EnvFactory, size
+from paw.envs.base import EnvFactory, read_tasks, size
 from paw.envs.serving import LimitedBodies, listen, make_server, run_server
 from paw.errors import UserError, quietly
 from paw.rollouts.guard import Guarded, make_threads
@@ -59,10 +59,12 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
         ) -> Any:
             """Task `index` of those of `split` and `seed`; without an index task number `seed`."""
             self._state = State(episode_id=episode_id)
-            tasks = self._tasks(split, 0 if index is None else seed or 0)
-            task = tasks[(seed or 0) % (size(tasks) or 2**63) if index is None else index]
+            self._check_split(split)
 
             def begin() -> Any:
+                with read_tasks(factory, split, 0 if index is None else seed or 0) as tasks:
+                    number = (seed or 0) % (size(tasks) or 2**63) if index is None else index
+                    task = tasks[number]
                 self._guarded = self._guarded or Guarded(factory.make(), config)
                 return self._look(self._guarded, text=self._guarded.reset(task))
 
@@ -96,14 +98,16 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             return splits
 
         def num_tasks(self, split: str) -> int:
-            if (n := size(self._tasks(split, 0))) is None:
+            self._check_split(split)
+            with read_tasks(factory, split, 0) as tasks:
+                count = size(tasks)
+            if count is None:
                 raise HTTPException(501, f"the tasks of '{split}' do not end")
-            return n
+            return count
 
-        def _tasks(self, split: str, seed: int) -> Any:
+        def _check_split(self, split: str) -> None:
             if split not in splits:
                 raise HTTPException(404, f"there is no split '{split}', but {', '.join(splits)}")
-            return factory.tasks(split, seed)
 
         async def _run(self, *call: Any) -> Any:
             """An environment that fails plays no more."""

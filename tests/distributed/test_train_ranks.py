@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from paw import watcher
 from paw.build import join_ranks
 from paw.errors import UserError
 from paw.model.launcher import launch
@@ -303,7 +304,7 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     seen = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done())
+    monkeypatch.setattr("paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done(env))
     monkeypatch.setattr("paw.model.launcher.signal.signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(2, ["train", "quickstart"]) == 0
@@ -321,9 +322,14 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
 
 
 class Done:
-    """A child that has ended well."""
+    """A child that has ended well, and said so."""
 
     pid = 1
+    returncode = 0
+
+    def __init__(self, env: dict[str, str]) -> None:
+        os.write(int(env[watcher.PIPE]), b"end 0\n")
+
     poll = wait = kill = terminate = lambda self, *_: 0
 
 

@@ -91,7 +91,11 @@ def test_what_one_machine_lacks_is_told_on_both(start, tmp_path):  # noqa: F811
         (machine / "games.py").write_text(GAMES.format(machine.name))
     (tmp_path / "machine0" / "mine.py").write_text("class Say: ...\n")
     for option, name, why in (
-        ("--run.callbacks", "mine.py:Say", "rank 1: 'mine.py:Say': there is no file"),  # before they have met
+        (
+            "--run.callbacks",
+            "mine.py:Say",
+            "rank 1: run.callbacks: 'mine.py:Say': there is no file",
+        ),  # before they have met
         ("--env.name", "games.py:Games", "rank 1 has other games than rank 0"),
     ):
         found = two_machines(tmp_path, tmp_path / "whole.toml", option, name)

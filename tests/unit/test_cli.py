@@ -74,7 +74,7 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=paw_env)
     loaded, ours = done.stdout.splitlines()
-    assert not loaded and {*ours.split()} == {"paw.cli", "paw.errors"}, done.stderr
+    assert not loaded and {*ours.split()} == {"paw.cli", "paw.errors", "paw.lifeline", "paw.watcher"}, done.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -69,7 +69,7 @@ def load(tmp_path, name, **env):
 def test_it_keeps_the_rules(tmp_path, name, actions):
     config = load(tmp_path, name)
     findings = check(Subject(lambda: make_factory(config), config.env))
-    assert len(findings) == 14 and not [finding for finding in findings if not finding.ok]
+    assert len(findings) == 15 and not [finding for finding in findings if not finding.ok]
     environment = Guarded(make_factory(config).make(), config.env)
     environment.reset(train_tasks(make_factory(config), 0, 1, 0)[0])
     assert environment.admissible_actions() == actions

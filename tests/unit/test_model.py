@@ -49,7 +49,7 @@ def only_pickled(folder):
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
-    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "AutoModelForCausalLM"),
+    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "model type 'clip' is no causal language model"),
     "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
     "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
