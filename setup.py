@@ -14,10 +14,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 
+ROOT = Path(__file__).parent
 CUDA = "paw_kernels._cuda"
 OLDEST_NVCC, OLDEST_TORCH = (12, 0), (2, 10)
 openmp = ["-fopenmp"] if sys.platform.startswith("linux") else []
@@ -46,6 +49,20 @@ class BuildExtensions(build_ext):
         print(*command, flush=True)
         if subprocess.run(command).returncode != 0:
             raise SystemExit("PAW_BUILD_CUDA: nvcc failed, see above")
+
+
+class EditableWheel(editable_wheel.editable_wheel):
+    """`pip install -e .` by a .pth file with the paths of both packages, in place of an import hook: type checkers and
+    editors read paths, and run no hooks.
+
+    setuptools has no option for two paths. Where a version of it lacks what is used here, its hook stays.
+    """
+
+    def _select_strategy(self, name: str, tag: str, build_lib: str) -> Any:
+        paths = getattr(editable_wheel, "_StaticPth", None)
+        if paths is None or self.mode:  # a mode that was asked for: --config-settings editable_mode=strict
+            return super()._select_strategy(name, tag, build_lib)
+        return paths(self.distribution, name, [ROOT, ROOT / "kernels"])
 
 
 def nvcc_command() -> list[str]:
@@ -100,4 +117,4 @@ def _dots(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtensions})
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtensions, "editable_wheel": EditableWheel})

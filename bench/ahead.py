@@ -31,8 +31,8 @@ from bench.kernels import cpu_name
 from paw import run as runs
 from paw import train
 from paw.recipe import load
-from paw.rollout.engines.servers import Servers, vllm_command
-from paw.rollout.scheduler import Played, Rollouts
+from paw.rollouts.engines.servers import Servers, vllm_command
+from paw.rollouts.scheduler import Played, Rollouts
 from paw.tools.rundir import load_run
 
 FILL = 2

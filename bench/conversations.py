@@ -29,9 +29,9 @@ from paw.algo.samples import micro_batches, to_samples
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.recipe import load
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Completion
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.scheduler import Rollouts
 from paw.state.record import code_commit
 from paw.types import Reply, ToolCall
 

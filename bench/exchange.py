@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, write
 from bench.kernels import cpu_name
 from paw.build import join_ranks
-from paw.rollout.episode import Played, RolloutStats
-from paw.rollout.exchange import exchange
+from paw.rollouts.episode import Played, RolloutStats
+from paw.rollouts.exchange import exchange
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 RANKS, MEMBERS, TURNS = 2, 8, 50

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, write
-from paw import train
+from paw import trainer
 from paw.algo import loss as losses
 from paw.recipe import load
 from paw.state.record import code_commit
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--model", help="where to start, in place of the recipe's warm-up")
     options = parser.parse_args()
-    optimize, joint_loss = train.optimize, losses.joint_loss
+    optimize, joint_loss = trainer.optimize, losses.joint_loss
     table, before, now, counts = list[dict[str, Any]](), Seen(), defaultdict[Any, list[bool]](list), dict[str, int]()
     minibatch: list[Sample] = []
 
@@ -69,13 +69,16 @@ def main() -> None:
         now.clear()
         return found
 
-    make, losses.token_batch, losses.joint_loss, train.optimize = losses.token_batch, token_batch, watched_loss, watched
+    make = losses.token_batch
+    losses.token_batch = token_batch
+    losses.joint_loss = watched_loss
+    trainer.optimize = watched
     with tempfile.TemporaryDirectory() as scratch:
         keys = {"run.dir": scratch, "run.updates": str(options.updates), "run.threads": "1", "eval.every": "0"}
         keys |= {"model.path": options.model} if options.model else {}
         config = load(options.recipe, keys | {"wm.enabled": "true"})
         rho = config.wm.rho
-        train.train(config)
+        trainer.train(config)
     write(RESULTS / "masked_cpu.csv", table)
     for part in (table[: len(table) // 4], table[-(len(table) // 4) :]):
         total = {key: sum(row[key] for row in part) for key in counts}

@@ -41,7 +41,8 @@ def make_config(model: str, world: int, optimizer: str, checkpointing: str, toke
     optim = {"name": optimizer, "micro_batch_tokens": tokens}
     if optimizer == "flash-adamw":
         optim["offload"] = world == 1
-    return validate({"model": {"path": model, "checkpointing": checkpointing}, "optim": optim}, origin="memory")
+    shape = {"path": model, "dtype": "bfloat16", "checkpointing": checkpointing}
+    return validate({"model": shape, "optim": optim}, origin="memory")
 
 
 CASES = [

@@ -29,7 +29,7 @@ from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.samples import micro_batches, to_samples
 from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import load
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.state.record import code_commit
 from paw.tools.recorded import read_episodes
 from paw_kernels import token_loss, token_stats

@@ -37,14 +37,14 @@ from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
 from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedFactory, make_chat
 from paw.config import Config, ModelConfig, RolloutConfig
-from paw.rollout.chat import Chat
-from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.vllm import VllmEngine
+from paw.rollouts.scheduler import Rollouts
 from paw.types import Group, Turn
 
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
-MEASURED = tuple(f"paw/rollout/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm"))
+MEASURED = tuple(f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm"))
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Completion, Engine, Request
-from paw.rollout.episode import derive_seed
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.episode import derive_seed
 from paw.types import Outcome, Task
 
 SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50

@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from paw.algo.samples import micro_batches, to_samples
 from paw.config import Config
 from paw.errors import UserError, to_stderr
+from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.plugins import load
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.state.export import start_model
 from paw.state.record import code_commit
 from paw.tools.experiment.figures import Curve, draw
@@ -142,7 +143,9 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
             groups, stats = player.training(0, tasks, EPISODES)
         tell(stats.failures)
     chat, limit = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.wm.max_tokens
-    policy = load_policy(path, dtype=config.model.dtype, device=pick_device(config.model.device))
+    device = pick_device(config.model.device)
+    dtype = with_dtype(config, pick_dtype(device)).model.dtype
+    policy = load_policy(path, dtype=dtype, device=device)
     if rollouts:
         groups = read_episodes(rollouts, vocabulary=len(policy.head_weight))
 

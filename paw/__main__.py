@@ -1,16 +1,26 @@
 import os
 import signal
+import sys
+from typing import NoReturn
+
+from paw import watcher
 
 
 def run() -> None:
-    """The `paw` command. Ctrl-C ends it at once while it is imported, and training while things load: an exception may
-    be swallowed there, and inside a starting C++ library it aborts.
+    """The `paw` command, under a parent that watches it. Ctrl-C ends it at once while it is imported, and training
+    while things load: an exception may be swallowed there, and inside a starting C++ library it aborts.
     """
+    watcher.watch(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        signal.signal(signal.SIGINT, _leave)
     from paw.cli import entry
 
     entry()
+
+
+def _leave(*_: object) -> NoReturn:
+    watcher.say_ending(130)
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,17 @@ from paw.envs.load import check_reward_max
 from paw.errors import needed
 from paw.model.attention import pick_attention
 from paw.model.check import check_path, longest_row
+from paw.model.dtype import training_dtype
 from paw.model.optim import make_optimizer
 from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine, wants_entropy
-from paw.rollout.engines.base import Engine
-from paw.rollout.episode import find_agent
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine, wants_entropy
+from paw.rollouts.engines.base import Engine
+from paw.rollouts.episode import find_agent
 from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
+from paw.state.resume import recorded_dtype
 from paw.state.train_state import Learner
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Parts:
     path: str
     """Of the model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
-    """Of run.json: start (the model it began from), backend of the head, warmup_s."""
+    """Of run.json: start (the model it began from), dtype that it is computed in, backend of the head, warmup_s."""
 
 
 def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
@@ -103,6 +105,23 @@ def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
     fit.check_machine(config, gpus=ranks.world_size, gpu_gib=gib, on_host=ranks.on_host)
 
 
+def choose_dtype(config: Config, device: torch.device, ranks: Ranks, *, past: Path | None) -> tuple[str, list[str]]:
+    """(What the run is computed in, what to report about it); a call of all ranks.
+
+    "auto" is bfloat16 if that suits the machines of all ranks. A resumed run, whose directory is `past`, keeps what it
+    began with: another precision gives other numbers, and with LoRA another base model.
+    """
+    if config.model.dtype != "auto":
+        return config.model.dtype, []
+    suits = ranks.gather(training_dtype(config, device))
+    dtype = "float32" if "float32" in suits else "bfloat16"
+    began_in = ranks.broadcast_from_rank0(lambda: recorded_dtype(past) if past else "")
+    if began_in in ("", dtype):
+        return dtype, []
+    change = f"--model.dtype {dtype}, which suits this machine, changes that"
+    return began_in, [f"model.dtype = 'auto': the run began in {began_in} and goes on in it ({change})"]
+
+
 def build(
     config: Config,
     factory: EnvFactory,
@@ -114,7 +133,8 @@ def build(
 ) -> Parts:
     """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
 
-    `run` is the directory of a run to resume, which began from its own warm-up model.
+    `run` is the directory of a run to resume, which began from its own warm-up model. `config.model.dtype` is not
+    "auto" any more.
     """
     device = pick_device(config.model.device)
     kernels = device, config.model.dtype, config.model.path
@@ -130,14 +150,19 @@ def build(
     ranks.agree(f"{backend} {attention}", other)
     began = time.monotonic()
     path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
-    info = {"start": path, "backend": backend, "warmup_s": round(time.monotonic() - began, 1)}
+    info = {
+        "start": path,
+        "dtype": config.model.dtype,
+        "backend": backend,
+        "warmup_s": round(time.monotonic() - began, 1),
+    }
     if ranks.world_size > 1:
         from paw.model.folder import on_this_machine
 
         path = on_this_machine(path, ranks)
     lora, servers = config.lora if config.lora.rank and config.lora.send == "adapters" else None, None
     if config.engine.servers and ranks.first:
-        from paw.rollout.engines.servers import start_servers
+        from paw.rollouts.engines.servers import start_servers
 
         folder = config.run.dir / config.run.name / "servers"
         own: Any = {"entropy": wants_entropy(config), "lora": lora}

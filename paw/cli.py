@@ -9,11 +9,12 @@ import errno
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paw import __version__
+from paw import __version__, watcher
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
 
 if TYPE_CHECKING:
@@ -96,12 +97,19 @@ def entry() -> NoReturn:
     """
     try:
         code = main()
-    except BaseException as error:
-        if "RANK" not in os.environ or isinstance(error, SystemExit):
+    except SystemExit as error:  # of the parser: --help, --version
+        watcher.say_ending(error.code if isinstance(error.code, int) else 0)
+        raise
+    except BaseException:
+        watcher.say_ending(1)
+        if "RANK" not in os.environ:
             raise
         traceback.print_exc()
         code = 1
+    watcher.say_ending(code)
     if code == 130 or "RANK" in os.environ:
+        if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
+            runtimes.cleanup_at_exit()  # its tool servers have sessions of their own, which Ctrl-C does not reach
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -128,6 +136,8 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             continue
         if name == "train":
             resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
+            sub.epilog = _train_epilog()
+            sub.formatter_class = argparse.RawDescriptionHelpFormatter
             sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
             sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
             sub.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
@@ -140,8 +150,21 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _train_epilog() -> str:
+    """How keys are set, and the names of all recipes, wrapped between names."""
+    from paw.recipe import recipe_names
+
+    names = textwrap.fill(
+        "  ".join(recipe_names()), width=100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return (
+        f"{OVERRIDES}\n\nan environment of your own: paw train own-environment --env.name FILE.py:Class"
+        f"\n\nrecipes (docs/recipes.md says what each is for, --dry-run prints its keys):\n{names}"
+    )
+
+
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.recipe import load_named, warnings
+    from paw.recipe import check_passwords, load_named, warnings
     from paw.state.claim import run_names
 
     resume, numbered = options.resume, "run.name" not in overrides
@@ -154,6 +177,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         for line in warnings(config):
             to_stderr(line)
         return 0
+    check_passwords(config)
     if config.endpoint.url:
         why = "an endpoint plays in `paw eval`, it cannot be trained"
         raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
@@ -163,6 +187,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         die_with_launcher()
     else:
         _check(config, name, resume)
+        _announce_warmup(config, resume)
     if options.gpus != 1:
         from paw.model.launcher import launch
 
@@ -172,7 +197,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
             raise UserError(f"--gpus {options.gpus}: {taken}")
         words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
         return launch(count, words, device=config.model.device)
-    from paw.train import train
+    from paw.trainer import train
 
     report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
@@ -195,6 +220,19 @@ def _check(config: "Config", name: str, resume: str) -> None:
         from paw.hub import check_hub
 
         check_hub(config.model.path)
+
+
+def _announce_warmup(config: "Config", resume: str) -> None:
+    """Say what comes before torch is loaded, which takes long on a busy machine, in as many processes as ranks.
+
+    Only of environments that generate their tasks, which are made in a moment: their mistakes come without this line.
+    """
+    generates = getattr(config.env, "data", "") is None
+    if config.model.path == "quickstart" and generates and not resume:
+        from paw.envs import make_factory
+
+        make_factory(config)
+        to_stdout("warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it")
 
 
 def _unknown(word: str, overrides: bool) -> str:

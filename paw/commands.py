@@ -141,7 +141,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--out", type=Path, help="folder to write (default: RUN/hf)")
             add("--push", default="", metavar="USER/NAME", help="send it to the Hugging Face hub, as a private model")
             add("--public", action="store_true", help="with --push: a new one is public")
-            return _export
+            return _running("paw.tools.export")
         case "warmup":
             add("recipe", nargs="?", default="quickstart")
             return _warmup
@@ -174,14 +174,6 @@ def _serve_retriever(options: argparse.Namespace, overrides: Overrides) -> int:
     given |= {"env.corpus": options.corpus} if options.corpus else {}
     config: Any = load("search-grpo", given | overrides)
     return serve(config.env, host=options.host, port=options.port)
-
-
-def _export(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.state.restore import export_run
-
-    to_hub = {"push": options.push, "public": options.public}
-    print(export_run(options.run, checkpoint_name=options.checkpoint, out=options.out, **to_hub))
-    return 0
 
 
 def _warmup(options: argparse.Namespace, overrides: Overrides) -> int:

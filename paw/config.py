@@ -61,8 +61,9 @@ class ModelConfig(Section):
     """Variables of the chat template, such as {enable_thinking = false}."""
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     """What reads calls of tools: a parser of vLLM ("hermes", "llama3_json"), "transformers", or auto, which tries."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the forward pass. Gradients are accumulated in what the optimizer stores."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it, else float32. Gradients
+    are accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU where there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -113,6 +114,9 @@ class EnvConfig(PluginSection):
     step_timeout_s: Seconds = 60.0
     """Seconds before a turn of an environment that blocks counts as hung, which costs its episode; also how long an
     agent may wait for anything but model and environment."""
+    processes: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Processes (of each rank) in which environments that are not PaW's own run: one that dies, or hangs for
+    env.step_timeout_s, costs its episodes and is replaced. 0 runs them in threads of the trainer."""
     max_text: Count = 1_000_000
     """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
 
@@ -156,7 +160,7 @@ class AdvantageConfig(PluginSection):
     KIND, KEY = "advantages", "type"
     type: str = "grpo"
     """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your own."""
-    penalty_only: Literal["keep", "drop"] = "keep"
+    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = "keep"
     """drop: groups whose returns are all equal get no advantage, instead of blowing up their penalties."""
 
 
@@ -173,7 +177,8 @@ class CriticConfig(Section):
 class PolicyConfig(PluginSection):
     KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
     loss: str = "ppo"
-    """Loss of responses: ppo, cispo, gspo, or one of your own, "module:name" or "FILE.py:name" (docs/algorithm.md)."""
+    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own, "module:name" or
+    "FILE.py:name" (docs/algorithm.md)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
@@ -217,7 +222,7 @@ class WorldConfig(PluginSection):
     q: Annotated[Rate, WM, GCE] = 0.7
     """Exponent."""
     weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
-    """lambda_g: adaptive (1 - mean return / R_max) or a constant."""
+    """lambda_g: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a constant."""
     entropy: Annotated[Literal["full", "sampled"], WM] = "full"
     """Action entropy over the whole vocabulary, or the mean of -p log p of the sampled tokens."""
     scale: Annotated[NonNegative, WM] = 1.0
@@ -337,7 +342,7 @@ class Config(Section):
             raise ValueError("env.name = 'next_state' learns the world model by RL: set wm.enabled = false")
         if flash and self.lora.rank:
             raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
-        if flash and self.model.dtype != "bfloat16":
+        if flash and self.model.dtype == "float32":
             raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
         return self
 

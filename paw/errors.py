@@ -10,7 +10,7 @@ import reprlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,23 @@ ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b
 """Terminal control sequences (ECMA-48): of colours and cursors, of titles and clipboards, of a few characters."""
 
 
+PASSWORD = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*://[^\s/?#@:]*:)[^\s/?#]*@")
+"""A URL up to the end of its password, scheme://user:password@."""
+HIDDEN = "***"
+
+
 class UserError(Exception):
-    """A user-facing error. The message names the value, where it came from and the fix, in one line."""
+    """A user-facing error. The message names the value, where it came from and the fix, in one line; passwords of URLs
+    in it become ***."""
 
     exit_code = 2
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(masked(arg) for arg in args))
+
+
+class OthersCodeError(UserError):
+    """Code that is not ours failed, or took too long: a callback, a loss, the tasks of a user's own environment."""
 
 
 class NoOracleError(Exception):
@@ -50,11 +63,45 @@ def quietly() -> Iterator[None]:
         return
 
 
+def masked(value: Any) -> Any:
+    """A text, or a tree of lists and dicts, with *** in place of the password of every URL in it.
+
+    >>> masked({"urls": ["http://me:secret@host:8000/v1", "http://host"]})
+    {'urls': ['http://me:***@host:8000/v1', 'http://host']}
+    """
+    if isinstance(value, str):
+        return PASSWORD.sub(rf"\g<1>{HIDDEN}@", value) if "@" in value else value
+    if isinstance(value, dict):
+        return {key: masked(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(part) for part in value]
+    return value
+
+
+@contextmanager
+def others_code(what: str, *, spare: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that begins with `what`,
+    the key that names the code, and says where it failed.
+
+    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback; so does one
+    to `spare`.
+    """
+    try:
+        yield
+    except OURS:
+        raise
+    except BaseException as error:
+        is_theirs = not isinstance(error, Exception) or (place(error) and not spare(error))
+        if not is_theirs:
+            raise
+        raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
+
+
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     """`value` as text that is safe to print: one line (unless `lines`) of at most `limit` characters.
 
     Control sequences, control characters, bidirectional and zero-width controls are taken out, lone surrogates become
-    question marks, and line ends spaces, so that no text fakes a line of progress.
+    question marks, and line ends spaces, so that no text fakes a line of progress. Passwords of URLs become ***.
 
     >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
     'it broke step 99/99 ...'
@@ -62,7 +109,7 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():
         text = str(value)
-    text = ESCAPE.sub("", text[: 4 * limit]).encode("utf-8", "replace").decode()
+    text = masked(ESCAPE.sub("", text[: 4 * limit]).encode("utf-8", "replace").decode())
     kept = "\n\t" if lines else ""
     text = "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "" for c in text)
     text = text if lines else text.strip()
@@ -88,7 +135,7 @@ def shown(value: object, limit: int = 100) -> str:
     short, text = reprlib.Repr(), f"a {type(value).__name__} that cannot be printed"
     short.maxstring = short.maxother = limit
     with quietly():
-        text = short.repr(value)
+        text = short.repr(masked(value) if isinstance(value, str | list | dict) else value)  # before it is cut
     return clean(text, limit)
 
 

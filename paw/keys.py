@@ -74,8 +74,7 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     def holds(need: Only) -> bool:
         if need.key not in rows:
             return True
-        value = flat.get(need.key, rows[need.key][0].default)
-        return value in need.values if need.values else bool(value)
+        return need.holds(flat.get(need.key, rows[need.key][0].default))
 
     return {
         dotted: Key(field, next((need for need in needs if not holds(need)), None))

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic.errors import PydanticUserError
 
-from paw.errors import UserError, clean, describe, nearest
+from paw.errors import OURS, UserError, clean, describe, nearest
 from paw.values import Section
 
 ENVS = {
@@ -60,7 +60,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
     "losses": {name: f"paw.algo.loss:{name}" for name in ("ppo", "cispo", "gspo", "cmae", "mae", "ce", "gce")},
     "agents": {
-        "plain": "paw.rollout.episode:plain",
+        "plain": "paw.rollouts.episode:plain",
         "react": "paw.agents.react:React",
         "reflexion": "paw.agents.react:Reflexion",
         "search-r1": "paw.agents.search_r1:search_r1",
@@ -74,6 +74,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 CALLED = ("advantages", "losses", "agents", "rewards", "scores")
 """Kinds of functions and classes; others may be objects."""
+FILE_MODULE = "paw_plugin_"
+"""Begins the name of a module that is a file."""
 _files: dict[tuple[str, int, int], ModuleType] = {}
 _given: dict[str, Any] = {}
 
@@ -89,6 +91,27 @@ def give(plugin: Any) -> str:
     while _given.setdefault(name, plugin) is not plugin:
         name += "_"
     return name
+
+
+def importable(plugin: Any) -> str:
+    """The name under which another process finds a plug-in: a name as it is, if that is not one of `give`. UserError if
+    it has none."""
+    given = _given.get(plugin) if isinstance(plugin, str) else plugin
+    if given is None:
+        return plugin
+    module = sys.modules.get(getattr(given, "__module__", None) or "")
+    name = getattr(given, "__qualname__", "")
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not given or module is None or module.__name__ == "__main__":
+        kind = getattr(given, "__qualname__", type(given).__qualname__)
+        raise UserError(
+            f"{clean(kind)} was handed over by a program, and another process cannot import it: put it in a file of "
+            "its own and name it, as 'module:name' or 'FILE.py:name'"
+        )
+    file = module.__file__ if module.__name__.startswith(FILE_MODULE) else None
+    return f"{file or module.__name__}:{name}"
 
 
 def load(kind: str, name: str) -> Any:
@@ -164,15 +187,15 @@ def import_file(file: str, origin: str) -> ModuleType:
     state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
     if state in _files:
         return _files[state]
-    spec = importlib.util.spec_from_file_location(f"paw_plugin_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(FILE_MODULE + path.stem, path)
     assert spec and spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         with chdir(Path.cwd()):  # relative paths still have to be read, whatever the file does
             spec.loader.exec_module(module)
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit as well
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise UserError(f"{origin}: {where}: {describe(error)}") from error
@@ -183,9 +206,9 @@ def import_file(file: str, origin: str) -> ModuleType:
 def _import_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit as well
         raise UserError(f"'{clean(name)}': the module cannot be imported: {describe(error)}") from error
 
 

@@ -7,6 +7,7 @@ another plug-in, or another value that keys depend on (`paw.values.Only`), drops
 unknown key is an error that says what was meant. No torch here.
 """
 
+import re
 import tomllib
 from contextlib import suppress
 from functools import cache
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from paw import plugins
 from paw.config import Config
-from paw.errors import UserError, clean, nearest, shown
+from paw.errors import HIDDEN, UserError, clean, masked, nearest, shown
 from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
@@ -26,6 +27,7 @@ RECIPES = Path(__file__).parent / "recipes"
 GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
 """Bases one on another below a recipe, in all, and bytes of one."""
 HIGH_LR = 1e-4
+NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
 
 
 @cache
@@ -47,11 +49,17 @@ def base_names() -> list[str]:
     return sorted(packaged()["bases"])
 
 
-def load(recipe: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe by name or path, apply `{"a.b": value}` overrides (texts as on the command line), validate.
 
-    Raises UserError for whatever is unknown, malformed or out of range.
+    A configuration in place of a recipe is taken as it is, under the overrides. Raises UserError for whatever is
+    unknown, malformed or out of range.
     """
+    if isinstance(recipe, Config):
+        if not overrides:
+            return recipe
+        flat = flatten(recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+        return override(flat, overrides, origin="the configuration", origins={})
     flat, origins = read_recipe(str(recipe))
     return override(flat, overrides or {}, origin=str(recipe), origins=origins)
 
@@ -66,7 +74,7 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
 
 def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
     """The Config of a recipe's keys under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    given = {key: _named(value) for key, value in overrides.items()}
+    given = {key: named(value) for key, value in overrides.items()}
     keys, layer = keys_of(Config, flat | given), Flat()  # what plug-ins are chosen decides which keys there are
     for key, value in given.items():
         table = key.rpartition(".")[0]
@@ -81,10 +89,10 @@ def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dic
     return validate(layered(flat, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
 
 
-def _named(value: Any) -> Any:
+def named(value: Any) -> Any:
     """The value, plug-ins in it replaced by their names."""
     if isinstance(value, list):
-        return [_named(item) for item in value]
+        return [named(item) for item in value]
     return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
 
 
@@ -133,15 +141,27 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def dump(config: Config) -> str:
-    """The whole resolved configuration as TOML, the keys that apply; `load` of it gives the same Config."""
+    """The whole resolved configuration as TOML, the keys that apply; `load` of it gives the same Config, but for the
+    passwords of URLs, which are *** (`check_passwords`)."""
     return tomli_w.dumps(as_tree(config))
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """The keys that apply and are set, as nested dicts of plain values."""
-    plain = config.model_dump(mode="json", exclude_none=True)
+    """The keys that apply and are set, as nested dicts of plain values, without the passwords of URLs."""
+    plain = masked(config.model_dump(mode="json", exclude_none=True))
     values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
     return nested({key: value for key, value in values.items() if value is not None})
+
+
+def check_passwords(config: Config) -> None:
+    """UserError for a URL whose password is ***, as the files of a run have it."""
+    plain = config.model_dump(mode="json", exclude_none=True)
+    for key, known in known_keys(config).items():
+        value = get(plain, key)
+        if known.needs or not NO_PASSWORD.search(str(value)):
+            continue
+        why = "files of a run do not keep passwords; give the whole value again"
+        raise UserError(f"{key} = {shown(value)}: {why}, in a recipe or with --{key} VALUE")
 
 
 def warnings(config: Config) -> list[str]:

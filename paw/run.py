@@ -14,24 +14,27 @@ from typing import Any
 
 import torch
 
+from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
-from paw.build import Parts, build, check_environment, check_extras, check_memory, join_ranks
+from paw.build import Parts, build, check_environment, check_extras, check_memory, choose_dtype, join_ranks
 from paw.config import Config
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, describe, progress, to_stderr, to_stdout
+from paw.errors import UserError, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
+from paw.model.dtype import with_dtype
 from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
-from paw.plugins import load
 from paw.recipe import dump, warnings
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import success_metrics, success_text
-from paw.rollout.sync import StaleWeightsError
+from paw.rollouts.engines.weight_folders import remove_abandoned
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import more_context, success_metrics, success_text
+from paw.rollouts.sync import StaleWeightsError
 from paw.state.claim import claim
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
+from paw.state.held import HeldDirectory, held
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
 from paw.state.signals import StopSignal
@@ -54,6 +57,8 @@ class Run(Parts):
     signal: StopSignal
     places: list[int]
     """For each rank the lowest one that sees the same run directory."""
+    held: HeldDirectory
+    """The run directory as it was opened."""
     step: int = 0
     """Updates done; the weight version."""
     saved: int = 0
@@ -87,19 +92,10 @@ class Run(Parts):
         encode = self.encode_observation if self.config.wm.enabled else None
         now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode)
         if self.config.rollout.ahead:
-            from paw.rollout.ahead import Ahead
+            from paw.rollouts.ahead import AsyncRollouts
 
-            now = Ahead(now, self.path)
+            now = AsyncRollouts(now, self.path)
         return now
-
-    def call(self, hook: str, *given: Any) -> None:
-        for callback in self.callbacks:
-            try:
-                getattr(callback, hook, lambda *_: None)(self, *given)
-            except Exception as error:
-                if hook != "on_end":  # which the other callbacks are still to hear of
-                    raise
-                self.say(f"run.callbacks: {type(callback).__name__}.on_end: {describe(error)}")
 
     def say(self, text: str) -> None:
         say(text, self.ranks)
@@ -196,11 +192,14 @@ class Run(Parts):
 
         Raises TrainingStopped where every episode failed, after the update has been written down and saved.
         """
+        self.check_directory()
         with self.clock("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
             found = success_metrics(groups, stats.failed)
             self.metrics |= {f"eval/{name}": value for name, value in found.items()}
-            self.call("on_evaluation", groups, self.metrics)
+            if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
+                self.say(f"warning: evaluation: all episodes ran out of context: {more_context(self.config)}")
+            hooks.call(self, "on_evaluation", groups, self.metrics)
         if stats.failed and not groups:
             self._write_metrics()
             if self.saved != self.step:
@@ -214,12 +213,21 @@ class Run(Parts):
         every = self.config.eval.every
         return self.step in (0, self.config.run.updates) or bool(every and self.step % every == 0)
 
+    def check_directory(self) -> None:
+        """Raises UserError if the run directory was deleted or renamed, before anything is written in its place. Log
+        files that were deleted are written anew."""
+        if self.places[self.ranks.rank] == self.ranks.rank:
+            self.held.check(self.saved)
+        for note in self.log.restore() if self.log else ():
+            self.say(note)
+
     def _write_metrics(self) -> None:
+        self.check_directory()
         if self.log:
             self.log.log(self.step, self.metrics)
         self.logged = self.step
         try:
-            self.call("on_update", self.metrics)
+            hooks.call(self, "on_update", self.metrics)
         finally:
             self.random = rng_tensors()
         self.metrics.clear()
@@ -233,6 +241,7 @@ class Run(Parts):
         self.settle()
         if begun:
             return
+        self.check_directory()
         if self.log:
             self.log.sync()
         folder = self.directory / "checkpoints"
@@ -246,6 +255,7 @@ class Run(Parts):
         """Publish the checkpoint that is being written, where all ranks are through with it, or `wait` for them."""
         if not self.saving or not (wait or all(self.ranks.gather(self.saving.done))):
             return
+        self.check_directory()
         with self.clock("save"):
             saving, self.saving = self.saving, None
             saving.publish(self.config.run.keep)
@@ -253,7 +263,7 @@ class Run(Parts):
         if self.record:
             self.record.write()
 
-    def save_whole(self, error: Exception) -> None:
+    def save_whole(self, error: BaseException) -> None:
         """Save an update that is over, when something fails before the next has begun to change anything."""
         if self.logged < self.step and self.phase in ("sync", "eval"):  # its evaluation is for the resumed run
             self.random = rng_tensors() if self.phase == "sync" else self.random
@@ -270,6 +280,7 @@ class Run(Parts):
         """Save, export to Hugging Face format; returns the path of the report to come."""
         if self.saved != self.step:
             self.save()
+        self.check_directory()
         self.optimizer.state.clear()  # room for whole weights
         whole_ones = full_parameters(self.policy.lm, once=True)  # takes all ranks
         weights = {name: tensor.cpu() for name, tensor in whole_ones if self.ranks.first}
@@ -293,7 +304,7 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
             run = _start(config, stack, resume=resume, numbered=numbered)
             try:
                 yield run
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
                     with suppress(UserError):
                         run.settle()
@@ -318,8 +329,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
     began = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
     names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
-    plugins = [load("callbacks", name) for name in names]
-    callbacks = [plugin() if isinstance(plugin, type) else plugin for plugin in plugins]
+    callbacks = hooks.make_callbacks(names)
     device = pick_device(config.model.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -341,8 +351,15 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
         places = claim_places(directory, ranks, stack, resume=resume)
 
+    dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
+    notes = [*notes, *kept]
+    in_dtype = with_dtype(config, dtype)  # config.toml keeps "auto": another machine may choose another
+    if ranks.first:
+        for line in remove_abandoned([None, config.engine.weights_dir]):
+            to_stderr(line)
+
     def check() -> EnvFactory:
-        check_memory(config, device, ranks)
+        check_memory(in_dtype, device, ranks)
         return check_environment(config)
 
     factory = ranks.everywhere(check)
@@ -350,11 +367,11 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         other = "rank {} has other games than rank 0: its machine needs the same files for env.name = "
         ranks.agree(factory.fingerprint(), f"{other}'{config.env.name}'")
     parts = build(
-        config, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
+        in_dtype, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
     )
     signal = stack.enter_context(StopSignal())
     own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
-    run = Run(**vars(parts), **own, places=places)
+    run = Run(**vars(parts), **own, places=places, held=stack.enter_context(held(directory)))
     run.info = about(run) | began
     if resume:
         from paw.state.restore import restore
@@ -366,13 +383,13 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         with writing(directory / "config.toml"):
             write_file(directory / "config.toml", dump(config))
         was = {"resumed_at": run.step, "notes": notes} if resume else {}
-        run.record = stack.enter_context(RunRecord(directory, run.info, **was))
+        run.record = stack.enter_context(RunRecord(directory, run.info, held=run.held, **was))
         cut = (run.step or STARTING_OVER) if resume else None
         run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
         for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
             run.say(line)
-    stack.callback(run.call, "on_end")
-    run.call("on_start")
+    stack.callback(hooks.call_on_end, run)
+    hooks.call(run, "on_start")
     return run
 
 

@@ -127,7 +127,8 @@ class Turn:
     server: str = ""
     """URL of the server that sampled it, where there are servers."""
     separator_ids: list[int] | None = None
-    """Between the response and the observation, where that is not the next user message: a tool's result."""
+    """Between the response and the observation, if that is not only what begins a user message: first the end token
+    that a response lacks which was cut, or what begins a tool's result."""
     shown: str | None = None
     """The observation as the next prompt writes it, where that differs (JSON)."""
 
@@ -182,6 +183,7 @@ class Sample:
     prompt_ids: list[int]
     response_ids: list[int]
     separator_ids: list[int] = field(default_factory=list)
+    """No loss, whatever it holds: the end token that a response lacks which was cut, then the template's separator."""
     observation_ids: list[int] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     """[start, end) of `observation_ids` that are targets, where not all are: the results of several calls."""

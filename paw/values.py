@@ -34,13 +34,23 @@ def check_texts(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Only:
-    """Metadata of a key that applies where `key` has one of `values`, or, without values, is neither 0 nor unset."""
+    """Metadata of a key that applies where `key` has one of `values`, or has none of those `excluded`; without either,
+    where it is neither 0 nor unset."""
 
     key: str
     values: tuple[Any, ...] = ()
+    excluded: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
+        if self.excluded:
+            return f"{self.key} other than {' or '.join(map(repr, self.excluded))}"
         return self.key + (f" = {' or '.join(map(repr, self.values))}" if self.values else "")
+
+    def holds(self, value: Any) -> bool:
+        """Whether it applies where `key` has that value."""
+        if self.excluded:
+            return value not in self.excluded
+        return value in self.values if self.values else bool(value)
 
 
 class Section(BaseModel):

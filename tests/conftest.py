@@ -165,7 +165,7 @@ def vllm_here() -> Iterator[Any]:
     """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and no compiled rank of
     a token, which nothing reads."""
     with pytest.MonkeyPatch.context() as patch:
-        from paw.rollout.engines.vllm import import_vllm
+        from paw.rollouts.engines.vllm import import_vllm
 
         with pytest.MonkeyPatch.context() as eager:
             eager.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -318,9 +318,9 @@ def updated() -> Callable[[Any], Any]:
     """`updated(run)` trains one update of that run; what the agent played: (groups, statistics)."""
 
     def make(run: Any) -> Any:
-        from paw.rollout.scheduler import Rollouts
-        from paw.rollout.sync import push_weights
-        from paw.train import update
+        from paw.rollouts.scheduler import Rollouts
+        from paw.rollouts.sync import push_weights
+        from paw.trainer import update
 
         played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
         rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]

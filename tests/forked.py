@@ -14,16 +14,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("paw.train", "paw.algo.critic", "paw.model.parallel", "paw.rollout.ahead"),
-        *("paw.rollout.engines.transformers", "paw.tools.experiment.runs"),
+        *("paw.trainer", "paw.algo.critic", "paw.model.parallel", "paw.rollouts.ahead", "paw.rollouts.player"),
+        *("paw.rollouts.engines.transformers", "paw.tools.experiment.runs"),
     ]
 )
 
@@ -41,6 +42,12 @@ class Child:
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
+
+    @property
+    def trainer(self) -> int:
+        """Id of the process that runs the command; `pid` is its parent, which watches it."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(children[0]) if children else self.pid
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
@@ -124,24 +131,102 @@ class Forked(subprocess.Popen):
         run(args[3:], dict(how["env"] or os.environ), str(Path.cwd()))
 
 
-def player(ahead: ModuleType) -> type[subprocess.Popen]:
-    """The process that plays ahead, which waits to be started: forked now, for later this one has threads."""
+class ForkedPlayer(subprocess.Popen):
+    """The process that plays ahead, forked by its supervisor: no new interpreter."""
+
+    def _execute_child(self, args, *options):
+        self._child_created = True
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            with Path(os.devnull).open() as nothing:
+                os.dup2(nothing.fileno(), 0)
+            from paw.rollouts.player import PlayerProcess
+
+            PlayerProcess(int(args[-1])).run()
+
+
+def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, float]) -> NoReturn:
+    """Be the supervisor of such a process, with other constants of its module."""
+    from paw.rollouts import supervisor
+
+    os.dup2(stdin_fd, 0)
+    os.close(stdin_fd)
+    supervisor.subprocess = SimpleNamespace(Popen=ForkedPlayer, DEVNULL=subprocess.DEVNULL)
+    for name, value in constants.items():
+        setattr(supervisor, name, value)
+    os._exit(supervisor.main(trainer, [], socket_fd))
+
+
+def player(**constants: float) -> type[subprocess.Popen]:
+    """A supervisor that waits to be started: forked now, for later this process has threads."""
     ours, theirs = socket.socketpair()
+    trainer = os.getpid()
     pid = os.fork()
     if not pid:
         ours.close()
-        _, pipes, *_ = socket.recv_fds(theirs, 1, 1)
+        _, pipes, *_ = socket.recv_fds(theirs, 1, 2)
+        theirs.close()
         if pipes:
-            ahead.main(Connection(pipes[0]))
+            os.setsid()
+            supervise(trainer, *pipes, constants)
         os._exit(0)
     theirs.close()
 
-    class Player(subprocess.Popen):
+    class Supervisor(subprocess.Popen):
         def _execute_child(self, args, *options):
+            names = inspect.signature(super()._execute_child).parameters
+            how = dict(zip(names, (args, *options), strict=True))
             self.pid, self._child_created = pid, True
-            socket.send_fds(ours, [b"."], [int(args[-1])])
+            socket.send_fds(ours, [b"."], [int(args[-1]), how["p2cread"]])
+            os.close(how["p2cread"])
 
-    return Player
+    return Supervisor
+
+
+def enter_with_player(entry: Callable[[], NoReturn]) -> NoReturn:
+    """The command, in the process that runs it: a supervisor has to be its child."""
+    from paw.rollouts import ahead
+
+    ahead.subprocess = SimpleNamespace(Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    entry()
+
+
+def serve_as_supervisor(socket_end: Connection, stdin: Connection, env: dict[str, str], **constants: float) -> None:
+    os.setsid()
+    os.environ.update(env)
+    supervise(os.getppid(), os.dup(socket_end.fileno()), os.dup(stdin.fileno()), constants)
+
+
+class Supervisor:
+    """A supervisor for a process that has threads, as subprocess.Popen, forked by the server of forks."""
+
+    constants: dict[str, float] = {}
+
+    def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+        reading, writing = os.pipe()
+        self.stdin = os.fdopen(writing, "wb", buffering=0)
+        with Connection(os.dup(int(command[-1]))) as socket_end, Connection(reading) as stdin:
+            self._process = CONTEXT.Process(
+                target=serve_as_supervisor, args=(socket_end, stdin, env), kwargs=self.constants
+            )
+            self._process.start()
+        self.pid = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("supervisor", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) -> NoReturn:
@@ -158,16 +243,16 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         os.chdir(cwd)
         random.seed()
         sys.argv = ["paw", *words]
+        from paw import cli
         from paw.model import launcher
         from paw.plugins import CALLBACKS
-        from paw.rollout import ahead
         from paw.tools.experiment import runs
 
         CALLBACKS["report"] = "builtins:object"  # takes seconds
         for module in (launcher, runs):
             module.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
         if "--rollout.ahead" in words:
-            ahead.subprocess = SimpleNamespace(Popen=player(ahead), TimeoutExpired=subprocess.TimeoutExpired)
+            cli.entry = partial(enter_with_player, cli.entry)
         if patch := os.environ.get("FORKED_PATCH"):  # a file of a test's own, run before the command
             runpy.run_path(patch)
         from paw.__main__ import run as command

@@ -23,17 +23,19 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, needed, to_stderr
-from paw.rollout.chat import Context, ContextFull, shown
-from paw.rollout.episode import Earlier, EnvHandle, Model, Stop, asked
-from paw.rollout.further import cut_at
+from paw.rollouts.chat import Context, ContextFull, shown
+from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
+from paw.rollouts.further import cut_at
 from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 
 RETRIED = {408, 409, 429}
 LONGEST_PAUSE_S, LONGEST_WAIT_S = 60.0, 120.0
 """Of ours; however long Retry-After asks for."""
-MAX_TOKENS = 10**9
-"""Of an answer: what is more, or less than none, is no count."""
+TIMES_EXPECTED, HIDDEN_TOKENS = 16, 100_000
+"""A request takes at most so many times the tokens that it is expected to take, a quarter of its characters and
+max_tokens, and so many that nobody sees (thoughts, a template). A count of more, or of less than none, is no count: the
+limit of tokens a minute would wait for days."""
 CHECK_S = 10.0
 CONTINUE = "continue_final_message"
 OPTIONAL = ("seed", "stop", "temperature", "max_tokens")
@@ -140,7 +142,8 @@ class Endpoint:
             pause = 0.0
             try:
                 call = self._client.chat.completions.with_raw_response.create(**request)
-                reply = _reply((await asyncio.wait_for(call, self.config.timeout_s)).text, stop)
+                text = (await asyncio.wait_for(call, self.config.timeout_s)).text
+                reply = _reply(text, stop, most_tokens=TIMES_EXPECTED * expected + HIDDEN_TOKENS)
                 self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
                 return reply
             except self._openai.APIStatusError as error:
@@ -224,8 +227,9 @@ class Endpoint:
             raise UserError(f"{self.url}: no model '{self.config.model}'; it serves: {known}") from None
 
 
-def _reply(text: str, stop: Sequence[str]) -> Reply:
-    """The first choice of a chat completion's JSON. Raises ValueError where there is none."""
+def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> Reply:
+    """The first choice of a chat completion's JSON; counts above `most_tokens` are none. Raises ValueError where there
+    is no choice."""
     try:
         body = json.loads(text)
         choice = body["choices"][0]
@@ -235,7 +239,7 @@ def _reply(text: str, stop: Sequence[str]) -> Reply:
         if "</think>" in content and "<think>" not in content:
             content = f"<think>{content}"  # opened by the server's chat template
         counts = [usage.get(f"{side}_tokens") for side in ("prompt", "completion")]
-        counts = [int(n) if isinstance(n, int | float) and 0 <= n <= MAX_TOKENS else 0 for n in counts]
+        counts = [int(n) if isinstance(n, int | float) and 0 <= n <= most_tokens else 0 for n in counts]
         cut, reason = choice.get("finish_reason") == "length", choice.get("stop_reason")
         content, found = cut_at(content, stop)
         if not (found or cut):  # vLLM names the stop string that it left out; elsewhere an open tag tells

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paw.agents.examples import OK, alfworld_examples, expert_example, file_examples, move_for_put, opening
 from paw.errors import UserError
-from paw.rollout.episode import EnvHandle, Model
+from paw.rollouts.episode import EnvHandle, Model
 from paw.values import Count, Section
 
 HEAD = {

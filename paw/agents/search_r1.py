@@ -5,7 +5,7 @@ Generation stops at </search>; what was found is appended between <information> 
 
 import re
 
-from paw.rollout.episode import EnvHandle, Model
+from paw.rollouts.episode import EnvHandle, Model
 
 # The paper's template, as the reference code has it (scripts/data_process/nq_search.py).
 PROMPT = (

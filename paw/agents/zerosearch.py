@@ -15,7 +15,7 @@ from paw.config import RunConfig
 from paw.envs.http import Loop
 from paw.envs.search.retrieval import Hit
 from paw.envs.settings import SimulatorConfig
-from paw.rollout.episode import derive_seed
+from paw.rollouts.episode import derive_seed
 
 # After the paper's prompt.
 PROMPT = (

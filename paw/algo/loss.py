@@ -100,8 +100,8 @@ def gspo(
 ) -> Tensor:
     """The clipped surrogate of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, Eq. (5)).
 
-    By token: its value is the response's, its gradient the share of the token. `policy.loss_norm = "sample"` makes the
-    mean over responses that the paper has.
+    By token: its value is the response's, its gradient the share of the token, which is the paper's GSPO-token
+    (Section 4.3). `policy.loss_norm = "sample"` makes the mean over responses that the paper has.
 
     clip_low: Ratios of responses below 1 - clip_low are clipped.
     clip_high: Ratios of responses above 1 + clip_high are clipped.

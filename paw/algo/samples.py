@@ -4,8 +4,9 @@ A turn whose prompt begins with the turn before it, prompt and response, continu
 twice, and the observation between them is already there as a target. So a conversation is one sequence, and the paper's
 prompts, each of one message, are a sequence each. What is learned is the same either way (tested): weights, advantages
 and selection belong to the turns, and a target is found inside a prompt only where it would have had the same context,
-right after what the template puts there: its turn separator, or what begins a tool's result. A turn with a target that
-is not found there ends its sequence, and its observation is appended; so is that of the last turn.
+right after what the template puts there: its turn separator, or what begins a tool's result, both after the end token
+of a response that was cut. A turn with a target that is not found there ends its sequence, and its observation is
+appended; so is that of the last turn.
 """
 
 import random

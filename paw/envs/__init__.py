@@ -3,21 +3,42 @@
 from typing import Any
 
 from paw import plugins
-from paw.config import Config
+from paw.config import Config, EnvConfig
 from paw.envs.base import EnvFactory
+from paw.errors import UserError
+from paw.recipe import check_passwords
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
     """The factory that `env.name` names, or that of `env`, an environment or factory of one's own (class or object).
 
-    Raises UserError: its data, its back end or a package is missing, or `env` lacks a member of the protocol.
+    Raises UserError: its data, its back end or a package is missing, a URL has lost its password, or `env` lacks a
+    member of the protocol.
     """
+    check_passwords(config)
     name = config.env.name
     if env is not None or name not in plugins.ENVS:
         from paw.envs.load import load_factory
 
-        return load_factory(env, config.env)
-    made = plugins.load("envs", name)
-    if name == "search":  # ZeroSearch's noise grows with updates
-        return made(config.env, config.run, config.rollout.tasks)
-    return made(config.env)
+        factory: EnvFactory = load_factory(env, config.env)
+    elif name == "search":  # ZeroSearch's noise grows with updates
+        factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
+    else:
+        factory = plugins.load("envs", name)(config.env)
+    return _in_processes(factory, config.env, env) if config.env.processes else factory
+
+
+def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:
+    """The factory with its environments in env.processes processes. UserError: they are PaW's own, or `env` cannot be
+    imported there."""
+    from paw.envs.processes import ProcessFactory
+
+    setting = f"env.processes = {config.processes}"
+    if not factory.runs_others_code:
+        why = "is PaW's own, which neither hangs nor ends the run; leave env.processes out"
+        raise UserError(f"{setting}: env.name = '{config.name}' {why}")
+    try:
+        target = plugins.importable(config.name if env is None else env)
+    except UserError as error:
+        raise UserError(f"{setting}: {error}; or set env.processes = 0") from None
+    return ProcessFactory(factory, config, target)

@@ -1,17 +1,25 @@
 """The environment protocol: text in, text out, no torch. Which task is played when is the trainer's: `train_tasks`."""
 
 import functools
+import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from paw.errors import UserError, describe, place
+from paw.envs.threads import Threads
+from paw.errors import OURS, OthersCodeError, UserError, clean, describe, place, shown
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
 """Place in the order of training tasks of the first of `further_tasks`: no run gets there."""
 ENDLESS_EVAL = 256
 """Tasks of an endless split that are played where all of it is asked for."""
+ALL_KINDS = ("all", "avg.")
+"""What metrics and tables call all kinds of tasks together, so no task may have one of them as its kind."""
+KIND_CHARS = 200
+"""Characters of a kind in the name of its metric."""
+UNREADABLE = "a task of env.name cannot be had"
 
 
 class Env(Protocol):
@@ -66,6 +74,8 @@ class EnvFactory(Protocol):
     runs_others_code: bool = False
     """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at most (a user's own:
     always)."""
+    has_others_tasks: bool = False
+    """Whether `tasks` is not ours either: it, and each task it gives, is then read in a thread, with that limit."""
     distinct_eval: bool = True
     """Whether an evaluation plays different tasks, as many as there are; else each is an independent draw, as in the
     reference code."""
@@ -116,37 +126,69 @@ def seeds(split: str, seed: int) -> Endless:
 
 def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
     """The `count` tasks of update `step`, a function of the arguments: of n tasks each once an epoch."""
-    return _stream(factory.tasks(split, seed), step * count, count, seed)
+    return _stream(factory, split, step * count, count, seed)
 
 
 def further_tasks(factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
     """`count` tasks from the `start`-th on of a sequence of its own: `train_tasks` stays what it is."""
-    return _stream(factory.tasks(split, seed), FURTHER + start, count, seed)
+    return _stream(factory, split, FURTHER + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
     """Tasks `start`, `start + 1`, ... of the warm-up."""
-    return _stream(factory.tasks("warmup", seed), start, count, seed)
+    return _stream(factory, "warmup", start, count, seed)
 
 
 def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
     """`count` seeded tasks of a held-out `split`; 0 is all of it, of an endless one the first ENDLESS_EVAL."""
-    tasks = factory.tasks(split, seed)
-    n = size(tasks)
-    if n is None:
-        return _listed(tasks, range(count or ENDLESS_EVAL))
-    rng, order = random.Random(seed), range(n)
-    if factory.distinct_eval:
-        order = rng.sample(order, count) if 0 < count < n else order
-    elif count:
-        order = rng.choices(order, k=count)
-    return _listed(tasks, order)
+    with read_tasks(factory, split, seed) as tasks:
+        n = size(tasks)
+        if n is None:
+            return _listed(tasks, range(count or ENDLESS_EVAL))
+        rng, order = random.Random(seed), range(n)
+        if factory.distinct_eval:
+            order = rng.sample(order, count) if 0 < count < n else order
+        elif count:
+            order = rng.choices(order, k=count)
+        return _listed(tasks, order)
+
+
+@contextmanager
+def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
+    """The tasks of a split, to be read inside. Those of a user's own are read in one thread: each call of its code has
+    env.step_timeout_s. Raises OthersCodeError for whatever it raises, SystemExit included, and for a late answer.
+    """
+    if not getattr(factory, "has_others_tasks", False):
+        yield factory.tasks(split, seed)
+        return
+
+    config: Any = getattr(factory, "config", None)
+    threads = Threads(1, config.step_timeout_s)
+
+    def call(what: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return threads.call(function, *args)
+        except OURS:
+            raise
+        except BaseException as error:  # SystemExit as well
+            fix = "; give it a time limit of its own, or raise env.step_timeout_s" if threads.given_up else ""
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}{fix}") from error
+
+    try:
+        tasks = call("the tasks of env.name cannot be had", factory.tasks, split, seed)
+        if type(tasks) in (list, tuple):  # reading these calls none of its code
+            yield tasks
+            return
+        count = call("the number of tasks of env.name cannot be had", size, tasks)
+        read = functools.partial(call, UNREADABLE, operator.getitem, tasks)
+        yield Endless(read) if count is None else Made(read, count)
+    finally:
+        threads.close()
 
 
 def size(tasks: Tasks) -> int | None:
     """Number of tasks; None for an endless split."""
-    length = getattr(tasks, "__len__", None)
-    return length() if length else None
+    return len(tasks) if hasattr(tasks, "__len__") else None  # pyright: ignore[reportArgumentType]
 
 
 def every_tenth(tasks: Any, held_out: bool) -> Any:
@@ -156,18 +198,19 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
     return [task for i, task in enumerate(tasks) if i % 10 != 9] if len(tasks) > 9 else tasks[:-1] or tasks
 
 
-def _stream(tasks: Tasks, start: int, count: int, seed: int) -> list[Task]:
-    n = size(tasks)
-    return _listed(tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count)))
+def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
+    with read_tasks(factory, split, seed) as tasks:
+        n = size(tasks)
+        return _listed(tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count)))
 
 
 def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:
     try:
         return [tasks[i] for i in order]
-    except UserError:
+    except OURS:
         raise
-    except Exception as error:  # an own sequence may read a file or a network
-        raise UserError(f"a task of env.name cannot be had: {describe(error)}{place(error)}") from error
+    except BaseException as error:  # they may come from a file or a network
+        raise OthersCodeError(f"{UNREADABLE}: {describe(error)}{place(error)}") from error
 
 
 def shuffled(seed: int, i: int, n: int) -> int:
@@ -185,3 +228,22 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 def admissible_responses(env: Any) -> list[str]:
     """A well-formed response for each admissible action; `env` has all members of an Env, or is guarded."""
     return [env.format_action(action) for action in env.admissible_actions()]
+
+
+def kind_name(kind: str) -> str:
+    """A kind as metrics and tables show it: printable, so that kinds which read the same are counted together."""
+    return clean(kind, KIND_CHARS)
+
+
+def means_all_kinds(kind: str) -> bool:
+    """Whether a kind has the name of all kinds together, in any case: its metric would replace theirs."""
+    return kind_name(kind).lower() in ALL_KINDS
+
+
+def check_kind(task: Task, factory: EnvFactory) -> None:
+    """Raises UserError if a task of `factory` has the name of all kinds as its kind."""
+    if means_all_kinds(task.kind):
+        raise UserError(
+            f"{clean(factory.name)}: the task {shown(task.id)} is of the kind {shown(task.kind)}, which reports call "
+            "all kinds together; give it another kind"
+        )

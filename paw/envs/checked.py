@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from paw.errors import UserError
 
 T = TypeVar("T")
+FIRST_ERROR = Field(fail_fast=True)
+"""For a list, as `Annotated[list[int], FIRST_ERROR]`: a million wrong items are one error, not a million."""
 _adapter = functools.cache(TypeAdapter)
 
 

@@ -32,7 +32,8 @@ class GymnasiumFactory(EnvFactory):
 
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
-        self.make().close()
+        if not config.processes:  # where they run finds out else
+            self.make().close()
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":

@@ -10,7 +10,7 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
 from paw.envs.threads import Threads
-from paw.errors import OURS, UserError, describe, place, shown
+from paw.errors import OURS, OthersCodeError, UserError, describe, place, shown
 from paw.types import Task
 
 FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
@@ -22,7 +22,7 @@ class OwnFactory:
     Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every tenth is held out.
     """
 
-    runs_others_code = True
+    runs_others_code = has_others_tasks = True
 
     def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
         self._given, self.config, self._origin = given, config, origin
@@ -34,7 +34,8 @@ class OwnFactory:
         self.invalid_penalty: float = getattr(self._made, "invalid_penalty", config.invalid_penalty)
         self.may_block: bool = getattr(self._made, "may_block", False)
         self.distinct_eval: bool = getattr(self._made, "distinct_eval", True)
-        self._demonstrates = True
+        self.demonstrates = True
+        """Whether its environments have an oracle, once one was made."""
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on")
@@ -49,24 +50,36 @@ class OwnFactory:
             first = found[0] if size(found) != 0 else None
         except OURS:
             raise
-        except Exception as error:
-            raise UserError(f"{what}: {describe(error)}{place(error)}") from error
+        except BaseException as error:  # SystemExit as well
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
         if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts")
-        if split == "warmup" and not self._demonstrates:
+        if split == "warmup" and not self.demonstrates:
             raise UserError(f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path")
         return found
 
     def make(self) -> Env:
         made = self._made.make() if self._lists else self._new()
         self._require(made, ENV)
-        self._demonstrates = hasattr(made, "oracle")
+        self.demonstrates = hasattr(made, "oracle")
         return made
 
     def fingerprint(self) -> str:
-        return self._made.fingerprint() if hasattr(self._made, "fingerprint") else self.name
+        """Raises UserError if it fails, or takes longer than env.step_timeout_s."""
+        if not hasattr(self._made, "fingerprint"):
+            return self.name
+        threads = Threads(1, self.config.step_timeout_s)
+        try:
+            return threads.call(self._made.fingerprint)
+        except OURS:
+            raise
+        except BaseException as error:
+            what = f"{self._origin}: {type(self._made).__name__}.fingerprint()"
+            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
+        finally:
+            threads.close()
 
     def _new(self) -> Any:
         given = self._given
@@ -81,7 +94,10 @@ class OwnFactory:
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
-    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had."""
+    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had.
+
+    With env.processes no environment is made in this process.
+    """
     origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
     with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
         if given is None:
@@ -92,7 +108,8 @@ def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
         threads = Threads(1, config.step_timeout_s)
         try:
             factory: OwnFactory = threads.call(OwnFactory, given, config, origin)
-            threads.call(factory.make)
+            if not config.processes:
+                threads.call(factory.make)
         except OURS:
             raise
         except BaseException as error:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
+import random
 import subprocess
 import time
 import weakref
@@ -20,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, field_validator
 
-from paw.envs.base import Endless, EnvFactory, Tasks, seeds
+from paw.envs.base import Endless, EnvFactory, Made, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
@@ -31,6 +32,8 @@ from paw.types import Outcome, Task, ToolCall
 
 CONNECT_S, RETRY_S, CLOSE_S, START_S = 10.0, 5.0, 1.0, 120.0
 """Seconds for a connection, for a session while the server is away or full, for its end, for a container to answer."""
+MOST_TASKS = 1_000_000
+"""Of a split that is played in epochs. Of a larger one, or one that says so, tasks are drawn at random, without end."""
 COMMON = ("metadata", "done", "reward")
 """Fields of every action or observation."""
 WHOLE = "*"
@@ -99,7 +102,10 @@ class OpenenvFactory(EnvFactory):
         known = [ask_server(url) for url in urls]
         if other := [url for url, server in zip(urls, known, strict=True) if server != known[0]]:
             raise UserError(f"env.url: {other[0]} serves another environment than {urls[0]}")
-        self._urls, self._known, self._splits = itertools.cycle(urls), known[0], known[0]["splits"]
+        self._where = urls[0]
+        self._urls = itertools.cycle(urls)
+        self._known = known[0]
+        self._splits: dict[str, int | None] = self._known["splits"]
         for split in (config.train_split, config.eval_split):
             if self._splits and split not in self._splits:
                 has = ", ".join(self._splits)
@@ -119,17 +125,26 @@ class OpenenvFactory(EnvFactory):
         self.plain = actions.get(self.action) == "text"
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """Of a server with the task interface its tasks; else seeds, endlessly many."""
+        """Of a server with the task interface its tasks, drawn at random if they are too many to go through; else
+        seeds, endlessly many. UserError if it says that it has none."""
         if split == "warmup":
             raise UserError("model.path = 'quickstart': openenv has no oracle to warm it up on; take an instruct model")
         if not self._splits:
             return seeds(split, seed)
 
-        def task(i: int) -> Task:
-            return Task(f"{split}/{seed}/{i}", payload={"split": split, "index": i, "seed": seed})
-
         count = self._splits[split]
-        return Endless(task) if count is None else [task(i) for i in range(count)]
+
+        def task(i: int) -> Task:
+            name = f"{split}/{seed}/{i}"
+            index = random.Random(name).randrange(count) if count and count > MOST_TASKS else i
+            return Task(name, payload={"split": split, "index": index, "seed": seed})
+
+        if count is None or count > MOST_TASKS:
+            return Endless(task)
+        if count < 1:
+            says = f"says that its split '{split}' has {clean(count, 40)} tasks"
+            raise UserError(f"env.url: {self._where} {says}; name another (env.train_split, env.eval_split)")
+        return Made(task, count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from paw.config import EnvConfig
-from paw.envs.base import Made, every_tenth
+from paw.envs.base import Made, every_tenth, means_all_kinds
 from paw.errors import UserError, describe, needed, shown
 from paw.hub import unreachable
 from paw.types import Task
@@ -56,7 +56,8 @@ class QuestionsConfig(EnvConfig):
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
     """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal. regex: the right
-    answer is a regular expression. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
+    answer is a regular expression; one that takes more than a second of CPU time costs its episode. Or your own,
+    "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
     max_turns: Count = 1
     """Tries. A wrong answer is said to be wrong, or what your own score says to it."""
     reward: Positive = 1.0
@@ -128,10 +129,11 @@ class QuestionSet:
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Made:
         """Those rows, read when they are asked for."""
         kind = self._config.kind
+        of_split = Task.kind if means_all_kinds(split) else split
 
         def task(i: int) -> Task:
             row: Row = rows[indices[i]]
-            return Task(f"{split}/{indices[i]}", str(value(row, kind)) if kind else split, row)
+            return Task(f"{split}/{indices[i]}", str(value(row, kind)) if kind else of_split, row)
 
         return Made(task, len(indices))
 
@@ -155,11 +157,19 @@ class QuestionSet:
                     number += 1
                     try:
                         self._check(row)
+                        self._check_kind(row)
                     except ValueError as error:
                         raise UserError(f"{self._where}: {split}, row {number}: {error}") from None
                     hashed.update(repr(row).encode("utf-8", "replace"))
             self._digests[split] = hashed.hexdigest()[:16]
         return rows
+
+    def _check_kind(self, row: Row) -> None:
+        """ValueError for a row whose kind has the name of all kinds together."""
+        column = self._config.kind
+        if column and means_all_kinds(kind := str(value(row, column))):
+            fix = "rename it there, or name another column with env.kind"
+            raise ValueError(f"'{column}' is {shown(kind)}, which reports call all kinds together; {fix}")
 
 
 def value(row: Row, key: str) -> Any:

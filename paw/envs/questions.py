@@ -11,6 +11,7 @@ from decimal import Decimal
 from functools import partial
 
 from paw import plugins
+from paw.envs import limited
 from paw.envs.base import Endless, EnvFactory, Tasks
 from paw.envs.question_sets import ANSWER, AUTO, HELD_OUT, QuestionsConfig, QuestionSet, Row, answers, messages
 from paw.envs.search.reward import exact_match
@@ -52,11 +53,21 @@ def number(answer: str, right: str) -> bool:
 
 
 def regex(answer: str, right: str) -> bool:
-    """Whether the regular expression `right` matches all of the answer. ValueError where it is none."""
+    """Whether the regular expression `right` matches all of the answer.
+
+    EnvironmentFailure if that takes too long: the answer is neither right nor wrong, so the episode is dropped.
+    """
     try:
-        return re.fullmatch(right, answer) is not None
-    except re.error as error:
-        raise ValueError(f"the answer {shown(right)} is no regular expression: {error}") from None
+        return limited.fullmatch(right, answer)
+    except limited.CannotApply as error:
+        what = f"env.score = 'regex': the pattern {shown(right)} {error} on an answer of {len(answer)} characters"
+        raise EnvironmentFailure(f"{what}; write it without repeats of repeats") from None
+
+
+def check_pattern(right: str) -> None:
+    """ValueError if `right` is no regular expression."""
+    if problem := limited.pattern_problem(right):
+        raise ValueError(f"the answer {shown(right)} is no regular expression: {problem}")
 
 
 SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": number, "regex": regex}
@@ -112,7 +123,9 @@ class QuestionsFactory(EnvFactory):
     def _check(self, row: Row) -> None:
         messages(row, self.config)
         for right in answers(row, self.config):
-            if self._own is None:
+            if self.config.score == "regex":
+                check_pattern(right)
+            elif self._own is None:
                 SCORES[self.config.score]("", right)
 
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:

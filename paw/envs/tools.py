@@ -4,20 +4,23 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jsonschema import SchemaError
-from jsonschema.validators import Draft202012Validator, validator_for
-from referencing import Registry
-
-from paw.errors import shown
+from paw.envs.limited import CannotApply, arguments_problem, schema_problem
+from paw.errors import EnvironmentFailure, clean, shown
 from paw.types import Reply, ToolCall
 
 Tool = dict[str, Any]
+OPENAI = {"type", "function", "name", "description", "parameters", "strict"}
+"""Keys of a tool as OpenAI has them."""
+MCP = {"name", "title", "description", "inputSchema", "outputSchema", "annotations", "icons", "execution", "_meta"}
+"""Keys of a tool as the Model Context Protocol has them."""
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """As {"type": "function", "function": {"name", "description", "parameters"}}; a bare function is wrapped.
+    """As {"type": "function", "function": {"name", "description", "parameters"}}; a bare function is wrapped, and a
+    tool of MCP is read, whose `inputSchema` is `parameters`.
 
-    Raises ValueError for what is no list of schemas, cannot be JSON, or has a name twice.
+    Raises ValueError for what is no list of schemas, cannot be JSON, has a name twice, or a schema that is none, that
+    stands elsewhere, or that takes too long to apply.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"tools is {shown(tools)}; it must be a list of OpenAI function schemas")
@@ -29,15 +32,36 @@ def checked_tools(tools: Any) -> list[Tool]:
             raise ValueError(f"tools[{place}] has no name: {shown(tool)}; set its 'name', a text")
         if name in found:
             raise ValueError(f"tools[{place}]: there are two tools '{name}'; rename one")
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        function = _as_openai(name, tool, function)
         try:
-            function = json.loads(json.dumps({"description": "", **function, "parameters": schema}, allow_nan=False))
+            function = json.loads(json.dumps(function, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"tool '{name}' cannot be written as JSON: {error}") from None
-        if wrong := _schema_problem(function["parameters"]):
-            raise ValueError(f"tool '{name}': its parameters are no JSON schema of an object: {wrong}")
+        schema = function["parameters"]
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise ValueError(f"tool '{name}': its parameters are no JSON schema of an object: {shown(schema)}")
+        if problem := schema_problem(schema):
+            raise ValueError(f"tool '{name}': its parameters are no JSON schema of an object: {problem}")
         found[name] = {"type": "function", "function": function}
     return list(found.values())
+
+
+def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
+    """`function` with the schema of its arguments as "parameters". ValueError if that stands under another key."""
+    written = function.get("parameters")
+    if "inputSchema" in function:
+        schema = function["inputSchema"]
+        if written and written != schema:
+            raise ValueError(f"tool '{name}' has 'parameters' and another 'inputSchema'; give one of them")
+        kept = {key: value for key, value in function.items() if key not in MCP | {"parameters"}}
+        return {"name": name, "description": function.get("description") or "", "parameters": schema, **kept}
+    others = {*function} - OPENAI - MCP
+    if function is not tool:
+        others |= {*tool} - {"type", "function", "strict"}
+    if not written and others:
+        wanted = "the schema of its arguments must be 'parameters' (OpenAI) or 'inputSchema' (MCP)"
+        raise ValueError(f"tool '{name}' has {', '.join(map(shown, sorted(others, key=str)))}; {wanted}")
+    return {"description": "", **function, "parameters": written or {"type": "object", "properties": {}}}
 
 
 def checked_reply(response: str, tools: Sequence[Tool]) -> Reply:
@@ -51,21 +75,12 @@ def _problem(call: ToolCall, tools: Sequence[Tool]) -> str:
     known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if call.name not in known:
         return f"there is no tool {shown(call.name)}; there are {', '.join(known)}"
-    errors = _validator(known[call.name]).iter_errors(call.arguments)
-    error = min(errors, key=lambda error: error.json_path, default=None)
-    return f"the call of '{call.name}' does not fit its schema: {error.message[:300]}" if error else ""
-
-
-def _schema_problem(schema: Any) -> str:
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        return shown(schema)
     try:
-        _validator(schema).check_schema(schema)
-    except SchemaError as error:
-        return f"{error.json_path}: {error.message[:200]}"
-    return ""
-
-
-def _validator(schema: dict[str, Any]) -> Any:
-    """Of JSON schema; it opens no address."""
-    return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
+        problem = arguments_problem(known[call.name], call.arguments)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"the arguments of '{call.name}' cannot be written as JSON: {clean(error)}"
+    except CannotApply as error:
+        raise EnvironmentFailure(
+            f"the schema of the tool '{call.name}' {error}, given {shown(call.arguments)}"
+        ) from None
+    return f"the call of '{call.name}' does not fit its schema: {problem}" if problem else ""

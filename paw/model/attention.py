@@ -10,7 +10,7 @@ that differ go through it one by one. Side by side they are for layers that mix 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from paw.errors import UserError
 
@@ -207,20 +208,34 @@ def _flash_installed() -> bool:
     return True
 
 
+@dataclass
+class AttentionSeen:
+    """What layers ask `packed_attention` for."""
+
+    windows: set[int | None] = field(default_factory=set)
+    """Sliding windows, None for whole rows."""
+    calls: int = 0
+    without_bounds: int = 0
+    """Calls that do not say where rows end."""
+
+
 @contextmanager
-def windows_seen() -> Iterator[set[int | None]]:
-    """The sliding windows that layers ask `packed_attention` for meanwhile, None for whole rows."""
-    seen: set[int | None] = set()
+def attention_seen() -> Iterator[AttentionSeen]:
+    """The calls of `packed_attention` meanwhile."""
+    seen = AttentionSeen()
+    usual: Any = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 
     def noting(*args: Any, sliding_window: int | None = None, **options: Any) -> tuple[Tensor, None]:
-        seen.add(sliding_window)
-        return packed_attention(*args, sliding_window=sliding_window, **options)
+        seen.windows.add(sliding_window)
+        seen.calls += 1
+        seen.without_bounds += options.get("packed") is None
+        return usual(*args, sliding_window=sliding_window, **options)
 
     AttentionInterface.register(ATTENTION, noting)
     try:
         yield seen
     finally:
-        AttentionInterface.register(ATTENTION, packed_attention)
+        AttentionInterface.register(ATTENTION, usual)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -6,7 +6,8 @@ with terms that our kernels leave out.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paw.config import Config
-from paw.errors import UserError
-from paw.model.attention import decoder_layers, token_mixers, windows_seen
+from paw.errors import UserError, clean, describe
+from paw.model.attention import attention_seen, decoder_layers, token_mixers
 from paw.model.precision import running_in
-from paw.model.ranks import out_of_memory
+from paw.model.ranks import lost_peer, out_of_memory
 from paw_kernels import best_backend, token_stats
 
 if TYPE_CHECKING:
@@ -38,35 +39,59 @@ def check_model(policy: "Policy", path: str, longest: int = 0) -> float:
 
     Raises UserError, naming the model's type and the difference, for a model that cannot be trained as it is.
     """
-    check_layers(policy.lm, path)
     exact = copy.copy(policy)
     exact.dtype, exact.attention, exact.offload_activations = torch.float32, "sdpa", False
     exact.device = exact.lm.device  # not yet where it will compute
     exact.head_backend = best_backend(exact.device, torch.float32)
-    try:
+    with _one_line(policy.lm, path):
+        check_layers(policy.lm, path)
         with running_in(torch.float32, policy.lm):
-            with windows_seen() as seen:
+            with attention_seen() as seen:
                 found = check_path(exact, path)
-            check_windows(policy.lm, path, seen, longest)
+            check_windows(policy.lm, path, seen.windows, longest)
             return found
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error):
+
+
+@contextmanager
+def _one_line(lm: PreTrainedModel, path: str) -> Iterator[None]:
+    """A refusal for whatever the model's own code raises, but for a lack of memory and another rank's end."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) or lost_peer(error):
             raise
-        why = f"packed rows do not go through it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        raise refused(policy.lm, path, f"cannot be trained here: {why}") from error
+        why = f"packed rows do not go through it ({clean(describe(error), 200)})"
+        raise refused(lm, path, f"cannot be trained here: {why}") from error
 
 
 def check_path(policy: "Policy", path: str) -> float:
     """The same through the policy's own kernels and dtype; with several ranks a call of all of them."""
-    difference = logp_difference(policy)
+    with _one_line(policy.lm, path):
+        difference = logp_difference(policy)
     largest, mean = float(difference.max()), float(difference.mean())
     exact = policy.dtype == torch.float32
     found, bound = (typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
     if not found <= bound:  # NaN as well
         off = f"log-probs of packed rows are off by {largest:.2g} nats (mean {mean:.2g}) from the model's own"
-        why = f"{off}, beyond rounding ({bound:g}); a layer or the head does something that the trainer does not know"
+        why = f"{off}, beyond rounding ({bound:g}); {_reason(policy, bound)}"
         raise refused(policy.lm, path, f"cannot be trained here: {why}")
     return largest
+
+
+def _reason(policy: "Policy", bound: float) -> str:
+    """Why log-probs of packed rows are off by more than `bound`: by what the layers ask of `packed_attention`, and by
+    whether those of a row alone are."""
+    with attention_seen() as seen:
+        logp_difference(policy)
+    if seen.without_bounds:
+        return "its layers do not tell attention where rows end, so packed rows see each other"
+    if not seen.calls:
+        return "its attention is code of its own, in which packed rows see each other"
+    if typical(logp_difference(policy, LENGTHS[:1]), policy.lm) <= bound:  # a row alone is right
+        return "it does not start anew in each row: positions go on, or rows see each other"
+    return "a layer or the head does something that the trainer does not know"
 
 
 def refused(lm: PreTrainedModel, path: str, why: str) -> UserError:

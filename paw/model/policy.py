@@ -84,6 +84,10 @@ class Policy(nn.Module):
                 options["context_fn"] = selective_contexts
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             self._checkpointed = layers
+            for layer in layers:  # which are in training mode, see `hidden`: some apply dropout themselves (OPT)
+                for name, value in list(vars(layer).items()):
+                    if "dropout" in name and isinstance(value, float):
+                        setattr(layer, name, 0.0)
 
     @property
     def head_weight(self) -> Tensor:
@@ -222,6 +226,7 @@ def load_policy(
     check_hub(str(path))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_architecture(config, str(path))
         if empty:
             with no_init_weights():
                 loaded: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa"), {}
@@ -236,6 +241,8 @@ def load_policy(
                 use_safetensors=True,  # never a pickle
                 ignore_mismatched_sizes=True,  # named below
             )
+    except UserError:
+        raise
     except Exception as error:  # broken files and settings raise whatever they meet first
         raise _broken(path, f"cannot be loaded: {_reason(error)}") from None
     lm, info = loaded
@@ -254,6 +261,18 @@ def load_policy(
     if check:
         check_model(policy, str(path), longest)
     return policy
+
+
+def check_architecture(config: Any, path: str) -> None:
+    """UserError for a config.json of no causal LM, or of one whose attention cannot be replaced by ours."""
+    kinds: Any = AutoModelForCausalLM._model_mapping
+    kind = kinds.get(type(config), None)
+    named = f"model.path = '{path}': model type '{config.model_type}'"
+    if kind is None:
+        raise UserError(f"{named} is no causal language model of transformers")
+    if not getattr(kind, "_supports_sdpa", True):
+        why = "it mixes tokens by code of its own (attention sinks, ALiBi, recurrence, ...), not by torch's attention"
+        raise UserError(f"{named} cannot be trained here: {why}, which PaW replaces to keep packed rows apart")
 
 
 def _placed(lm: Any, path: str | Path, device: torch.device | str, place: bool, options: dict[str, Any]) -> Policy:

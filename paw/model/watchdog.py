@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from paw.watcher import say_ending
+
 TICK_S = 1.0
 PATIENCE_S = 3600.0
 """Least limit for a phase that no update has been through yet, such as loading, and for "save", in which some ranks
@@ -134,4 +136,5 @@ class Watchdog:
             self._tick += 1
             if reason := self.verdict():
                 os.write(2, f"paw: {reason}; checkpoints are kept (--resume auto)\n".encode())
+                say_ending(3)
                 os._exit(3)

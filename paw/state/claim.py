@@ -17,8 +17,9 @@ from paw.files import cause, fsync, writing
 
 LOCK = ".lock"
 """Holds the id of the process that has the folder, or had it last; what counts is the kernel's lock on the file."""
-WAIT_S = 0.5
-"""For another process that only looks whether the folder is taken, or has not written its id yet."""
+WAIT_S = 2.0
+"""For another process that only looks whether the folder is taken, has not written its id yet, or was killed with the
+parent that watches it a moment ago."""
 
 
 class InUseError(UserError):

@@ -79,7 +79,7 @@ def what_is_saved(step: int) -> str:
 def alarms(run: "Run") -> Iterator[str]:
     """What rank 0 is to tell after an update."""
     history: Any = run.log.history if run.log else []
-    if warning := collapse_warning(history):
+    if warning := collapse_warning(history, in_groups=run.config.advantage.type != "ppo"):
         yield warning
     largest, adaptive = run.factory.reward_max, run.config.wm.enabled and run.config.wm.weight == "adaptive"
     above = [line for line in history if (line.get("reward/mean") or 0.0) > largest]
@@ -90,19 +90,21 @@ def alarms(run: "Run") -> Iterator[str]:
         )
 
 
-def collapse_warning(history: Sequence[Mapping[str, float | None]]) -> str | None:
+def collapse_warning(history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True) -> str | None:
     """A message at the update on which the collapse signature completes, else None; `history` is oldest first.
 
     Over the last 5 updates: every action well-formed (>= 0.98), next to no success (<= 0.01) after there had been some,
     entropy under a tenth of its highest. It comes of groups in which all fail: only the invalid-action penalty varies,
-    and the division by the standard deviation blows it up to full scale.
+    and the division by the standard deviation blows it up to full scale. `in_groups`: advantages are relative to the
+    group, so that advantage.penalty_only applies.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None
+    penalty_only = 'advantage.penalty_only = "drop", ' if in_groups else ""
     return (
         f"warning: the policy looks collapsed: for {COLLAPSE_WINDOW} updates every action was well-formed, none "
-        'succeeded, and the entropy is near 0. Resume an earlier checkpoint with advantage.penalty_only = "drop", a '
-        "lower optim.lr or a smaller env.invalid_penalty"
+        f"succeeded, and the entropy is near 0. Resume an earlier checkpoint with {penalty_only}a lower optim.lr or a "
+        "smaller env.invalid_penalty"
     )
 
 

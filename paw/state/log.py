@@ -10,6 +10,7 @@ A name is absent where it was not measured: never 0 in its place.
 
 import errno
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError, clean
+from paw.errors import UserError, clean, shown
 from paw.files import fsync, open_append, write_file, writing
 
 Metrics = Mapping[str, Any]
@@ -74,6 +75,26 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             _append(self._metrics, record)
         self.history.append(record)
 
+    def restore(self) -> list[str]:
+        """Write the files anew that were deleted or replaced since they were opened; returns a sentence for each.
+
+        The metrics are those in memory. Of samples.jsonl what was there before is lost.
+        """
+        notes = []
+        metrics, samples = Path(str(self._metrics.name)), Path(str(self._samples.name))
+        if not _is_at(self._metrics, metrics):
+            with writing(metrics):
+                write_file(metrics, b"".join(map(_line, self.history)))
+                self._metrics.close()
+                self._metrics = open_append(metrics)
+            notes.append(f"{metrics} was deleted or replaced: all its lines are written anew")
+        if not _is_at(self._samples, samples):
+            with writing(samples):
+                self._samples.close()
+                self._samples = open_append(samples)
+            notes.append(f"{samples} was deleted or replaced: what is there now is added to")
+        return notes
+
     def evaluated(self, step: int) -> bool:
         """Whether the line of update `step` has an evaluation in which not every episode failed."""
         return any("eval/success" in record for record in self.history if record["step"] == step)
@@ -97,10 +118,41 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._samples.close()
 
 
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def metrics_problem(metrics: Any) -> str:
+    """What is wrong with the first metric that a callback may have added and no line can hold; "" if nothing is."""
+    if not isinstance(metrics, dict):
+        return f"run.metrics is {shown(metrics)}; it must be a dict"
+    for name, value in metrics.items():
+        what = f"metrics[{shown(name)}]"
+        if not isinstance(name, str):
+            return f"{what}: the name must be a text"
+        try:
+            plain = _plain({"value": value})["value"]
+            size = float(value) if isinstance(value, int | float) else 0.0
+        except Exception:  # whatever a number of one's own raises
+            plain, size = None, None
+        is_clock = name.startswith("time/")
+        if size is None or (is_clock and not isinstance(plain, int | float)):
+            return f"{what} is {shown(value)}; it must be a number that fits a float"
+    return ""
+
+
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has it: numpy's and torch's scalars are numbers, NaN and infinities null."""
+    """As JSON has it: numpy's and torch's scalars are numbers; NaN, infinities and integers beyond a float null."""
     text = json.dumps(record, default=lambda scalar: scalar.item() if hasattr(scalar, "item") else str(scalar))
-    return json.loads(text, parse_constant=lambda _: None)
+    return json.loads(text, parse_constant=lambda _: None, parse_int=_int)
+
+
+def _int(digits: str) -> int | None:
+    return int(digits) if math.isfinite(float(digits)) else None
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

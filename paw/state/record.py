@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paw import __version__
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import json_object, text_of, write_file, writing
+from paw.state.held import HeldDirectory
 
 if TYPE_CHECKING:
     from paw.run import Run
@@ -22,13 +23,21 @@ if TYPE_CHECKING:
 class RunRecord:
     """A context manager: without `end`, an exception is what ended the run; a process that is killed leaves no end.
 
-    `resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run.
+    `resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run. The end of a run whose
+    directory was renamed is written where it is now; nothing is, if it was deleted.
     """
 
     def __init__(
-        self, directory: Path, about: dict[str, Any], *, resumed_at: int | None = None, notes: Sequence[str] = ()
+        self,
+        directory: Path,
+        about: dict[str, Any],
+        *,
+        resumed_at: int | None = None,
+        notes: Sequence[str] = (),
+        held: HeldDirectory | None = None,
     ) -> None:
         self._path = directory / "run.json"
+        self._held = held
         self._began = time.monotonic()
         self._before_s, self.about = 0.0, dict(about)
         if resumed_at is not None:
@@ -43,7 +52,7 @@ class RunRecord:
         """Raises UserError where it cannot be written."""
         wall_s = round(self._before_s + time.monotonic() - self._began, 1)
         with writing(self._path):
-            write_file(self._path, json.dumps(self.about | {"wall_s": wall_s}, indent=1))
+            write_file(self._path, json.dumps(masked(self.about | {"wall_s": wall_s}), indent=1))
 
     def end(self, how: str, why: str = "") -> None:
         """`how`: finished, stopped or failed."""
@@ -56,6 +65,10 @@ class RunRecord:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error and kind:
+            directory = self._held.where() if self._held else self._path.parent
+            if directory is None:
+                return
+            self._path = directory / self._path.name
             with suppress(UserError):  # the disk may be what failed
                 self.end("failed", str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}")
 
@@ -105,6 +118,7 @@ def header_lines(run: "Run") -> list[str]:
     return [
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, engine {info['engine']}, head backend {info['backend']}, games {info['games']}",
+        f"{info['device']}, {info['dtype']}, engine {info['engine']}, head backend {info['backend']}, "
+        f"games {info['games']}",
         f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
     ]

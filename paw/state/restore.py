@@ -182,10 +182,12 @@ def export_run(
     """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written. `push` is
     the USER/NAME under which it is sent to the hub."""
     # what only verifies does without
+    from paw.model.dtype import training_dtype, with_dtype
     from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
     from paw.recipe import load as load_config
     from paw.state import push as hub
     from paw.state.export import export, start_model
+    from paw.state.resume import recorded_dtype
 
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no run directory (config.toml is missing)")
@@ -196,7 +198,8 @@ def export_run(
     if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
     base = start_model(run, config)
-    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    in_dtype = with_dtype(config, recorded_dtype(run) or training_dtype(config, torch.device("cpu")))
+    policy = load_policy(base, weights=weights_dtype(in_dtype), dtype=in_dtype.model.dtype)
     if config.lora.rank:
         from paw.model.lora import add_adapters
 

@@ -5,13 +5,16 @@ All may change but what the run's past or its checkpoints would have no meaning 
 
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paw.config import Config
-from paw.errors import UserError, shown
-from paw.files import json_object, update_of, write_file
+from paw.errors import UserError, masked, shown
+from paw.files import json_object, text_of, update_of, write_file
 from paw.keys import flatten
+from paw.recipe import get
+from paw.state.record import read_info
 
 FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
@@ -36,7 +39,7 @@ def changes(directory: Path, config: Config) -> list[str]:
         before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
-    now = flatten(config.model_dump(mode="json", exclude_none=True))
+    before, now = masked(before), masked(flatten(config.model_dump(mode="json", exclude_none=True)))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
     for key in sorted((before.keys() | now.keys()) - {"run.name", "run.dir"}):
@@ -54,6 +57,16 @@ def changes(directory: Path, config: Config) -> list[str]:
         old, new = ("none" if value is None else shown(value) for value in (old, new))
         found.append(f"changed: {key} {old} -> {new}")
     return found
+
+
+def recorded_dtype(directory: Path) -> str:
+    """What a run was computed in, by its run.json, or, if its PaW did not write that yet, by config.toml; "" if neither
+    says so."""
+    found = read_info(directory).get("dtype")
+    if found is None:
+        with suppress(ValueError, RecursionError):
+            found = get(tomllib.loads(text_of(directory / "config.toml")), "model.dtype")
+    return found if found in ("float32", "bfloat16") else ""
 
 
 def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:

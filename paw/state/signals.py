@@ -8,9 +8,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
+from paw.watcher import STOPS, is_watched, say_ending, say_heard
+
 GRACE_S = 5.0
 """Seconds for the main thread to stop at a second signal."""
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _active: list["StopSignal"] = []
 _masks = threading.local()
 
@@ -29,7 +30,20 @@ def _in_child() -> None:
         _active.clear()
         signal.set_wakeup_fd(-1)
         _to_default()
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        _to_default()
     _after_fork()
+
+
+def ignore_stops() -> None:
+    """Have this process ignore them. By handlers, not by SIG_IGN, which the programs that it starts would inherit:
+    those have the default handlers, and what it forks too."""
+    for number in STOPS:
+        signal.signal(number, _ignore)
+
+
+def _ignore(*_: object) -> None:
+    return
 
 
 def _to_default() -> None:
@@ -52,7 +66,8 @@ class StopSignal:
     but no SIGHUP: a closed terminal sends two, by the shell and by the kernel. One that is ignored (nohup) stays so.
 
     Ranks get the signal at different moments: they agree on the flag before they act on it. Main thread only. Where
-    that is inside a call that does not return, such as a collective one, a thread sees to the second signal.
+    that is inside a call that does not return, such as a collective one, a thread sees to the second signal, or the
+    parent (`paw.watcher`).
     """
 
     def __init__(self, unit: str = "update", goes_on: str = "--resume auto") -> None:
@@ -61,12 +76,15 @@ class StopSignal:
         self.name = ""
         """Of the signal that came."""
         self._before: dict[int, Any] = {}
+        self._writing: int | None = None
 
     def __enter__(self) -> Self:
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._first)
         _active.append(self)
+        if is_watched():  # the parent sees to the second signal
+            return self
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -75,13 +93,16 @@ class StopSignal:
 
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writing)
+        if self._writing is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writing)
+            self._writing = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _first(self, number: int, _: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
+        say_heard()
         _to_default()
         if signal.SIGHUP in self._before:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -97,4 +118,5 @@ class StopSignal:
                 stops += number[0] in self._before
                 if stops > 1 and not select.select([numbers], [], [], GRACE_S)[0]:
                     _write(f"stopped at once: the newest checkpoint is kept ({self._goes_on})")
+                    say_ending(128 + number[0])
                     os._exit(128 + number[0])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from paw.algo.loss import log_probs
 from paw.errors import UserError
-from paw.rollout.engines.base import Request
-from paw.rollout.success import success_text
+from paw.rollouts.engines.base import Request
+from paw.rollouts.success import success_text
 from paw.types import Group, Sample, Trajectory
 
 if TYPE_CHECKING:

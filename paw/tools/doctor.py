@@ -66,16 +66,21 @@ def _print_device() -> None:
     import torch
 
     from paw.model.attention import pick_attention
+    from paw.model.dtype import pick_dtype
     from paw_kernels import best_backend, why_not_backend
 
     if torch.cuda.is_available():
-        device, dtype, rivals = torch.device("cuda"), torch.bfloat16, ("triton", "cuda")
+        device, rivals = torch.device("cuda"), ("triton", "cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
             print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
-        device, dtype, rivals = torch.device("cpu"), torch.float32, ("cpu",)
+        device, rivals = torch.device("cpu"), ("cpu",)
         print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
+    name = pick_dtype(device)
+    dtype = getattr(torch, name)
+    why = "" if name == "bfloat16" else " (this CPU has no instructions for bfloat16)"
+    print(f"  ok       model.dtype = 'auto' on {device.type}: {name}{why}")
     print(f"  ok       attention on {device.type}: {pick_attention('auto', device, dtype)}")
     print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
     for name in rivals:
@@ -95,14 +100,23 @@ def inspect(path: str) -> dict[str, Any]:
     """JSON-able findings; differences are the largest in nats, None where they cannot be had."""
     from paw.model.attention import pick_attention
     from paw.model.check import check_model, check_path, number_of_experts
+    from paw.model.dtype import pick_dtype
     from paw.model.policy import DTYPES, decoder_layers, load_policy, load_tokenizer, pick_backend, pick_device
-    from paw.rollout.chat import Chat
-    from paw.rollout.engines.transformers import check_sampling
+    from paw.rollouts.chat import Chat
+    from paw.rollouts.engines.transformers import check_sampling
 
     device = pick_device("auto")
-    attention = pick_attention("auto", device, DTYPES["bfloat16"])
-    backend: Any = pick_backend("auto", device, "bfloat16", path)
-    policy = load_policy(path, device=device, check=False, dtype="bfloat16", attention=attention, head_backend=backend)
+    dtype = pick_dtype(device)
+    attention = pick_attention("auto", device, DTYPES[dtype])
+    backend = pick_backend("auto", device, dtype, path)
+    policy = load_policy(  # in bfloat16 wherever it is: a model that is inspected on a CPU may be trained on a GPU
+        path,
+        device=device,
+        check=False,
+        dtype="bfloat16",
+        attention=pick_attention("auto", device, DTYPES["bfloat16"]),
+        head_backend=pick_backend("auto", device, "bfloat16", path),
+    )
     shape: Any = policy.lm.config.get_text_config()
     kinds = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
     experts = number_of_experts(shape)
@@ -131,6 +145,7 @@ def inspect(path: str) -> dict[str, Any]:
         "experts": experts,
         "experts_per_token": getattr(shape, "num_experts_per_tok", None) if experts else None,
         "device": device.type,
+        "dtype": dtype,
         "attention": attention,
         "head_backend": backend,
         "vocabulary": policy.head_weight.shape[0],

@@ -4,24 +4,40 @@ Episodes by the oracle, by chance and of garbage are played again in circumstanc
 """
 
 import argparse
+import itertools
 import json
 import math
-from collections.abc import Callable
-from itertools import pairwise
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from paw.envs import make_factory
-from paw.envs.base import Tasks, admissible_responses, eval_tasks, size, train_tasks, warmup_tasks
-from paw.errors import OURS, NoOracleError, UserError, clean, describe, place, shown
+from paw.envs.base import (
+    EnvFactory,
+    admissible_responses,
+    eval_tasks,
+    means_all_kinds,
+    read_tasks,
+    size,
+    train_tasks,
+    warmup_tasks,
+)
+from paw.errors import OURS, NoOracleError, OthersCodeError, UserError, clean, describe, masked, place, shown, to_stderr
+from paw.tools.env_calls import valid_call
 from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
 from paw.tools.played import load_played
-from paw.types import Outcome, Task
+from paw.types import Outcome, Reply, Task
+
+TELL_S = 10.0
+"""Seconds between two lines of progress, while a rule takes long."""
 
 
 class Finding(NamedTuple):
     rule: str
     ok: bool
     seen: str
+    seconds: float = 0.0
 
 
 # ---- the rules, as they are checked and named. Each returns a remark, or raises.
@@ -46,14 +62,16 @@ def members(s: Subject) -> str:
 
 
 def tasks(s: Subject) -> str:
-    splits = {split: s.factory.tasks(split, 0) for split in (s.env.train_split, s.env.eval_split)}
-    for split, listed in splits.items():
-        expected = _keys(listed)
+    sizes = []
+    for split in dict.fromkeys((s.env.train_split, s.env.eval_split)):
+        expected, count = _keys(s.factory, split)
+        sizes.append(f"'{split}': {count or 'endless'}")
         for factory, when in ((s.factory, "asked again"), (s.make_factory(), "in a resumed run")):
-            if (found := _keys(factory.tasks(split, 0))) != expected:
+            found, _ = _keys(factory, split)
+            if found != expected:
                 fix = "derive them from the arguments alone"
                 raise Broken(f"tasks('{split}', 0), {when}: {differ(expected, found)}; {fix}")
-    return ", ".join(f"'{split}': {size(listed) or 'endless'}" for split, listed in splits.items())
+    return ", ".join(sizes)
 
 
 def outcomes(s: Subject) -> str:
@@ -63,14 +81,18 @@ def outcomes(s: Subject) -> str:
 
 
 def task_ids(s: Subject) -> str:
-    held_out = sorted(task.id for task in eval_tasks(s.factory, s.env.eval_split, 0, 0))
-    if twice := [one for one, two in pairwise(held_out) if one == two]:
+    evaluated = eval_tasks(s.factory, s.env.eval_split, 0, 0)
+    held_out = sorted(task.id for task in evaluated)
+    if twice := [one for one, two in itertools.pairwise(held_out) if one == two]:
         raise Broken(f"two tasks of '{s.env.eval_split}' have the id {twice[0]!r}; make ids unique")
     streams, remark = {"training": train_tasks(s.factory, 0, 64, 0, split=s.env.train_split)}, ""
     try:
         streams["the warm-up"] = warmup_tasks(s.factory, 0, 16, 0)
     except (NoOracleError, UserError):
         remark = "no warm-up: it cannot be played with model.path = 'quickstart'"
+    for task in itertools.chain(evaluated, *streams.values()):
+        if means_all_kinds(task.kind):
+            raise Broken(f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; rename it")
     for name, listed in streams.items():
         if shared := {task.id for task in listed} & {*held_out}:
             raise Broken(f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart")
@@ -162,6 +184,35 @@ def well_formed_answers(s: Subject) -> str:
     return f"{len(answers)} tried" if answers else "none offered"
 
 
+def tools(s: Subject) -> str:
+    called = 0
+    valid = 0
+    uncalled = []
+    with s.made() as environment:
+        environment.reset(s.tasks[0])
+        if not environment.tools:
+            return "none offered: no call was tried"
+        for number, tool in enumerate(environment.tools):
+            call = valid_call(tool, number)
+            if call is None:
+                uncalled.append(tool["function"]["name"])
+                continue
+            try:
+                outcome = environment.step(Reply.of("", call))
+            except OURS:
+                raise
+            except BaseException as error:
+                raise Broken(f"the call {clean(call, 200)} raised {describe(error)}{place(error)}") from error
+            called += 1
+            valid += outcome.valid
+            if outcome.done:
+                environment.reset(s.tasks[0])
+    remark = f"{called} of {len(environment.tools)} called, {valid} of the calls valid"
+    if uncalled:
+        remark += f"; not called: {', '.join(uncalled)} (no arguments were found that fit the schema)"
+    return remark
+
+
 def closes(s: Subject) -> str:
     with s.made() as environment:
         environment.reset(s.tasks[0])
@@ -172,54 +223,123 @@ def closes(s: Subject) -> str:
 
 RULES: tuple[Callable[[Subject], str], ...] = (
     members, tasks, outcomes, task_ids, deterministic, starts_afresh, group_shares_a_task, no_shared_state,
-    looking_changes_nothing, observations, rewards, garbage, well_formed_answers, closes,
+    looking_changes_nothing, observations, rewards, garbage, well_formed_answers, tools, closes,
 )  # fmt: skip
 VITAL = RULES[:3]
 """Where one of them fails, those after it cannot be checked."""
 
 
 def check(subject: Subject) -> list[Finding]:
-    """What was found, rule by rule. UserError: what the environment itself tells its user to fix."""
-    findings = []
+    """What is found, rule by rule. UserError: what the environment itself tells its user to fix."""
+    return list(findings_of(subject, lambda rule: None))
+
+
+def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Finding]:
+    """`check`, each finding as soon as it is there; `start` is told the name of a rule before it is checked.
+
+    UserError: what the environment itself tells its user to fix.
+    """
     for rule in RULES:
         name = rule.__name__.replace("_", " ")
+        start(name)
+        began = time.monotonic()
+        ok = False
         try:
-            findings.append(Finding(name, True, rule(subject)))
+            seen = rule(subject)
+            ok = True
+        except OthersCodeError as error:
+            seen = str(error)
         except OURS:
             raise
+        except Broken as error:
+            seen = str(error)
         except BaseException as error:
             seen = f"raised {describe(error)}{place(error)}"
-            findings.append(Finding(name, False, str(error) if isinstance(error, Broken) else seen))
-            if rule in VITAL:
-                break
-    return findings
+        yield Finding(name, ok, seen, time.monotonic() - began)
+        if not ok and rule in VITAL:
+            return
+
+
+class Progress:
+    """Says on stderr how far a rule is, every TELL_S seconds that it takes."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._ended = threading.Event()
+        self._rule = ""
+        self._began = 0.0
+        self._resets = 0
+        self._turns = 0
+
+    def start(self, rule: str) -> None:
+        self._resets = self._subject.resets
+        self._turns = self._subject.turns_played
+        self._began = time.monotonic()
+        self._rule = rule
+
+    def __enter__(self) -> "Progress":
+        threading.Thread(target=self._tell, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _tell(self) -> None:
+        while not self._ended.wait(TELL_S):
+            seconds = time.monotonic() - self._began
+            if self._rule and seconds >= TELL_S:
+                played = f"{self._subject.resets - self._resets} episodes begun"
+                turns = f"{self._subject.turns_played - self._turns} turns"
+                to_stderr(f"paw env check: {self._rule}: {played}, {turns}, {seconds:.0f} s")
 
 
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Check an environment and print what was found; returns 1 where a rule does not hold."""
+    """Check an environment and print what is found; returns 1 if a rule does not hold, 130 at Ctrl-C."""
     config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
     subject = Subject(lambda: make_factory(config), config.env)
-    findings = check(subject)
-    failed, speed = sum(not finding.ok for finding in findings), subject.steps / max(subject.seconds, 1e-9)
+    findings: list[Finding] = []
+    stopped = False
+    with Progress(subject) as progress:
+        try:
+            for finding in findings_of(subject, progress.start):
+                findings.append(finding)
+                if not args.json:
+                    print(_line(finding), flush=True)
+        except KeyboardInterrupt:
+            stopped = True
+    failed = sum(not finding.ok for finding in findings)
+    speed = subject.steps / max(subject.seconds, 1e-9)
     if args.json:
-        rules = [finding._asdict() for finding in findings]
-        print(json.dumps({"env": args.env, "ok": not failed, "steps_per_second": round(speed), "rules": rules}))
-        return min(failed, 1)
-    for finding in findings:
-        print(f"{'ok' if finding.ok else 'FAIL':<6}{finding.rule:<25}{clean(finding.seen)}".rstrip())
-    left = f", {len(RULES) - len(findings)} not checked" if len(findings) < len(RULES) else f"; {speed:,.0f} steps/s"
-    print((f"{failed} of {len(findings)} rules failed" if failed else f"all {len(findings)} rules hold") + left)
-    return min(failed, 1)
+        rules = masked([finding._asdict() | {"seconds": round(finding.seconds, 3)} for finding in findings])
+        ok = not failed and not stopped
+        result = {"env": args.env, "ok": ok, "stopped": stopped, "steps_per_second": round(speed), "rules": rules}
+        print(json.dumps(result), flush=True)
+    else:
+        print(_summary(len(findings), failed, speed, stopped=stopped), flush=True)
+    return 130 if stopped else min(failed, 1)
 
 
-def _keys(tasks: Tasks) -> list[tuple[str, str]]:
-    """(id, kind) of the first ones; Broken if these are no tasks."""
-    n = size(tasks)
-    first = [tasks[i] for i in range(64 if n is None else min(64, n))]
+def _line(finding: Finding) -> str:
+    verdict = "ok" if finding.ok else "FAIL"
+    return f"{verdict:<5}{finding.seconds:6.1f} s  {finding.rule:<25}{clean(finding.seen)}".rstrip()
+
+
+def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
+    left = f", {len(RULES) - checked} not checked" if checked < len(RULES) else f"; {speed:,.0f} steps/s"
+    if stopped:
+        return f"stopped: {failed} of {checked} rules failed{left}"
+    return (f"{failed} of {checked} rules failed" if failed else f"all {checked} rules hold") + left
+
+
+def _keys(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int | None]:
+    """((id, kind) of the first ones, number of tasks); Broken if these are no tasks."""
+    with read_tasks(factory, split, 0) as tasks:
+        n = size(tasks)
+        first = [tasks[i] for i in range(64 if n is None else min(64, n))]
     for task in first:
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str) and task.kind):
             raise Broken(f"{shown(task)} among the tasks; each must be a Task with texts as id and kind")
-    return [(task.id, task.kind) for task in first]
+    return [(task.id, task.kind) for task in first], n
 
 
 def _outcomes(s: Subject) -> list[Outcome]:

@@ -11,8 +11,9 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollout.guard import Guarded
-from paw.types import Outcome, Task
+from paw.rollouts.guard import Guarded, TimedGuard
+from paw.tools.env_calls import valid_call
+from paw.types import Outcome, Reply, Task, ToolCall
 
 GARBAGE = [
     "",
@@ -23,6 +24,14 @@ GARBAGE = [
     "</action></think><action><search><answer>",
     "\ud800 lone \udfff",
 ]
+
+BROKEN_CALLS = [
+    Reply.of("", ToolCall("no such tool", {}, "call00000")),
+    Reply("<tool_call>{", "", (), "the call cannot be read"),
+]
+"""Of an environment with tools, whose model makes such calls too."""
+CALLS = 3
+"""Turns in which tools are called, before one in which something is said."""
 
 
 class Broken(Exception):
@@ -39,6 +48,22 @@ class Episode:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
+class Counted(TimedGuard):
+    """Counts episodes and turns of its subject, for those who wait."""
+
+    def __init__(self, factory: EnvFactory, subject: "Subject") -> None:
+        super().__init__(factory, subject.env)
+        self._subject = subject
+
+    def reset(self, task: Task) -> str:
+        self._subject.resets += 1
+        return super().reset(task)
+
+    def step(self, response: str) -> Outcome:
+        self._subject.turns_played += 1
+        return super().step(response)
+
+
 Player = Callable[[Guarded, int], str | None]
 """The response to turn n; None leaves the episode."""
 
@@ -49,6 +74,8 @@ class Subject:
     def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
         self.make_factory, self.env = make_factory, env
         self.steps, self.seconds = 0, 0.0
+        self.resets = 0
+        self.turns_played = 0
 
     @cached_property
     def factory(self) -> EnvFactory:
@@ -69,7 +96,7 @@ class Subject:
     @contextmanager
     def made(self, factory: EnvFactory | None = None) -> Iterator[Guarded]:
         """An environment as training plays it, checks of what it returns included."""
-        environment = Guarded((factory or self.factory).make(), self.env)
+        environment = Counted(factory or self.factory, self)
         try:
             yield environment
         finally:
@@ -127,11 +154,16 @@ def by_oracle(environment: Guarded, n: int) -> str:
 
 
 def by_chance(environment: Guarded, n: int) -> str:
-    return random.Random(n).choice(admissible_responses(environment) or [f"{n} hello"])
+    responses = admissible_responses(environment)
+    if not responses and environment.tools and n % (CALLS + 1) < CALLS:
+        calls = [call for tool in environment.tools if (call := valid_call(tool, n))]
+        responses = [Reply.of("", call) for call in calls]
+    return random.Random(n).choice(responses or [f"{n} hello"])
 
 
 def by_garbage(environment: Guarded, n: int) -> str:
-    return GARBAGE[n % len(GARBAGE)]
+    garbage = GARBAGE + BROKEN_CALLS if environment.tools else GARBAGE
+    return garbage[n % len(garbage)]
 
 
 def by_all(environment: Guarded, n: int) -> str:

@@ -10,20 +10,22 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks
-from paw.errors import UserError, to_stderr
+from paw.envs.base import check_kind, eval_tasks
+from paw.errors import UserError, masked, to_stderr
 from paw.files import json_object, write_file
 from paw.keys import flatten
-from paw.rollout.episode import Episode, find_agent
-from paw.rollout.scheduler import THREADS, Rollouts
+from paw.recipe import check_passwords
+from paw.rollouts.episode import Episode, find_agent
+from paw.rollouts.scheduler import THREADS, Rollouts
+from paw.rollouts.success import more_context
 from paw.state.claim import lock
 from paw.tools import results
 from paw.tools.played import load_played
@@ -34,7 +36,7 @@ GIVE_UP = 32
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
 SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
 """Keys that decide the outcome, by how they begin, and of env.simulator. Where and how fast an endpoint answers does
-not."""
+not, nor where environments run."""
 GROWS = "eval.games"
 """May be another when an evaluation goes on."""
 
@@ -43,33 +45,102 @@ class _GivenUp(Exception):
     pass
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation came to."""
+
+    summary: dict[str, Any]
+    text: str
+    """The summary for people."""
+    played: int
+    failed: int
+    """Episodes that could not be played."""
+
+
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Play `eval.games` tasks with a local model, or the configuration's endpoint. 1 where some could not be."""
-    model, recipe, out, path = options.model, options.recipe, options.out, None
+    """Play `eval.games` tasks with a local model, or the configuration's endpoint, and print what came out.
+
+    Returns 1 if episodes could not be played, or if all of them ran out of context.
+    """
+    config, path = _who_plays(options.model, options.recipe, overrides)
+    evaluation = _play(config, path, options.out)
+    print(json.dumps(evaluation.summary) if options.json else evaluation.text)
+
+    out_of_context = evaluation.summary.get("context_full", 0)
+    if out_of_context and out_of_context == evaluation.played:
+        to_stderr(f"all {out_of_context} episodes ran out of context: {more_context(config)}")
+        return 1
+    return 1 if evaluation.failed else 0
+
+
+def evaluate(
+    model: str | Path | None = None,
+    recipe: str | Path | Config | None = None,
+    *,
+    out: str | Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Play held-out games, `eval.games` of them, and return success with its interval, as `paw eval --json` prints it.
+
+    Args:
+        model: a run's directory, a model's folder or a Hugging Face name; None: the model of `endpoint.url` plays.
+        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the run's own.
+        out: folder of an agent's episodes and results; by default in run.dir. The same call plays what is missing.
+        changes: keys of the configuration to change: `{"eval.games": 64, "eval.temperature": 0.0}`.
+
+    Returns a dict: "success", its 95 % Wilson interval "ci_low" and "ci_high", "valid_actions", "kinds" (the same for
+    each kind of task) and more. Raises UserError for a model, recipe, key or value that does not go.
+    """
+    config, path = _who_plays(model, recipe, dict(changes or {}))
+    return _play(config, path, out).summary
+
+
+def _who_plays(
+    model: str | Path | None, recipe: str | Path | Config | None, overrides: dict[str, Any]
+) -> tuple[Config, str | None]:
+    """(configuration, path of the model); no path if an endpoint plays."""
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
             raise UserError("say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME")
-    else:
-        from paw.tools.player import evaluate_model, resolve
+        return config, None
+    from paw.tools.player import resolve
 
-        config, path = resolve(model, recipe, overrides)
-        if url := config.endpoint.url:
-            raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
-        if config.agent.type == "plain" and out is None:
-            return evaluate_model(config, path, as_json=options.json)
+    config, path = resolve(str(model), recipe, overrides)
+    if url := config.endpoint.url:
+        raise UserError(f"{model} and endpoint.url = '{url}': one model plays, leave one of them out")
+    return config, path
+
+
+def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluation:
+    """Play with the model of that path, or with the configuration's endpoint."""
+    if path and config.agent.type == "plain" and out is None:
+        from paw.tools.player import evaluate_model, evaluation_text
+
+        summary = evaluate_model(config, path)
+        played = round(summary["games"] - summary["failures"])
+        return Evaluation(summary, evaluation_text(summary), played=played, failed=round(summary["failures"]))
+    summary, folder = _play_agent(config, path, out)
+    text = f"{results.table(summary)}\n{folder}"
+    return Evaluation(summary, text, played=summary["episodes"], failed=summary["not_played"])
+
+
+def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tuple[dict[str, Any], Path]:
+    """Play the tasks that are not in the folder of the evaluation yet; returns (results, folder)."""
+    check_passwords(config)
     if config.agent.type == "zerosearch":
         config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
     agent, name, started = find_agent(config), path or str(config.endpoint.model), time.monotonic()
     label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{name}").strip("-")
-    folder = (out or config.run.dir / label).absolute()  # an environment may change the current folder
+    folder = Path(out or config.run.dir / label).absolute()  # an environment may change the current folder
     with ExitStack() as stack:
         endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs) if not path else None
         if endpoint:
             endpoint.check()
         factory = make_factory(config)
         tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
-        about = {"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
+        for task in tasks:
+            check_kind(task, factory)
+        about = masked({"model": name, "games": factory.fingerprint(), **_updates(path), **_settings(config)})
         _open(stack, folder, about)
         player = {"place": 0, "agent": config.agent.type, "model": name, "seed": config.eval.seed}
         lines = _of_this_draw(_read(folder / "episodes.jsonl"), tasks, folder)
@@ -116,18 +187,17 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if cut := sum(episode.stats.prompts_truncated for episode in episodes):
         to_stderr(f"{cut} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
     summary = results.summarise(list(lines.values()), about, config.endpoint, time.monotonic() - started)
-    table = results.table(summary)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
-    write_file(folder / "results.md", table)
-    print(json.dumps(summary) if options.json else f"{table}\n{folder}")
+    write_file(folder / "results.md", results.table(summary))
     failures = [line["failure"] for line in lines.values() if line["failure"] is not None]
     if failures:
         to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
-    return 1 if failures else 0
+    return summary, folder
 
 
 def _settings(config: Config) -> dict[str, Any]:
     flat = {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(SETTINGS)}
+    del flat["env.processes"]
     return {key: value for key, value in flat.items() if key in SIMULATOR or not key.startswith("env.simulator.")}
 
 

@@ -36,7 +36,7 @@ STEP_S = 0.27  # of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B 
 DECODE_S = {"vllm": 5e-3, "server": 5e-3, "transformers": 30e-3}
 """Seconds of a decoding step at least. vLLM: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634); else assumed."""
 REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
-SEQUENCES = 256  # that vLLM decodes at once (paw.rollout.engines)
+SEQUENCES = 256  # that vLLM decodes at once (paw.rollouts.engines)
 HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core on a token, 1.25 to encode it, the rest to pack it
 
 PROMPT, RESPONSE, OBSERVATION, WON = (0.22, 0.04), (0.20, 0.5), (9.0, 11.0), 0.4
@@ -105,6 +105,10 @@ class Plan(Memory):
         sync, rollout = self.seconds["sync"], self.seconds["rollout"]
         training = sum(self.seconds.values()) - rollout - sync
         return sync + (max(rollout, training) if self.config.rollout.ahead else rollout + training)
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons()
 
     def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
         """Why it does not fit into the share `usable` of a GPU with `rows` sequences in the KV cache; empty if so."""

@@ -42,7 +42,7 @@ class Memory:
         self.shards = {"none": 1, "node": self.on_host, "world": self.N}[config.model.shard]
         self.lora, self.T = config.lora, config.optim.micro_batch_tokens
         self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
-        self.c = 2 if config.model.dtype == "bfloat16" else 4
+        self.c = 4 if config.model.dtype == "float32" else 2  # "auto" is bfloat16 on a card
         self.served = config.engine.type == "server"
         self.engines = (config.engine.servers or len(config.engine.urls)) if self.served else self.N
         self.least = self._least_tensor_parallel() if self.served else 1

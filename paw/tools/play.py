@@ -7,14 +7,16 @@ import argparse
 import io
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from paw.config import EnvConfig
 from paw.envs import make_factory
-from paw.envs.base import eval_tasks
-from paw.errors import EnvironmentFailure, clean, to_stderr
-from paw.rollout.chat import shown
-from paw.rollout.guard import Guarded
+from paw.envs.base import EnvFactory, eval_tasks
+from paw.errors import OURS, EnvironmentFailure, clean, describe, place, quietly, to_stderr
+from paw.rollouts.chat import shown
+from paw.rollouts.guard import Guarded, TimedGuard
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
 
@@ -31,13 +33,39 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     talk = _json if args.json else _terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is not text is no action either
-    with closing(Guarded(factory.make(), config.env)) as environment:
+    try:
+        environment = PlayedGame(factory, config.env)
         try:
             talk(environment, task)
-        except EnvironmentFailure as error:
-            to_stderr(f"paw play: {error}")
-            return 1
+        finally:
+            with quietly():
+                environment.close()
+    except EnvironmentFailure as error:
+        to_stderr(f"paw play: {error}")
+        return 1
     return 0
+
+
+class PlayedGame(TimedGuard):
+    """Raises EnvironmentFailure for whatever the environment raises, SystemExit included, or if it hangs."""
+
+    def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
+        with _failing():
+            super().__init__(factory, config)
+
+    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+        with _failing():
+            return super()._call(name, *args, default=default)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except (*OURS, EnvironmentFailure):
+        raise
+    except BaseException as error:
+        raise EnvironmentFailure(f"{describe(error)}{place(error)}") from error
 
 
 def _task(environment: Guarded, text: str) -> dict[str, Any]:

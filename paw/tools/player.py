@@ -3,77 +3,124 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory
-from paw.errors import UserError, clean, progress, to_stderr
+from paw.errors import UserError, clean, masked, progress, to_stderr
 from paw.files import writing
 from paw.model.check import longest_row
+from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.recipe import load
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import kinds, success_metrics, success_text
-from paw.rollout.sync import push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import kinds, success_metrics, success_text
+from paw.rollouts.sync import push_weights
 from paw.state.export import start_model
 from paw.state.restore import export_run
 from paw.tools.played import load_played
 from paw.tools.results import kind_lines, kind_rows
+from paw.types import Group
 
 EPISODES = partial(progress, "episodes")
 """Shows how many have ended."""
 
 
-def evaluate_model(config: Config, path: str, *, as_json: bool) -> int:
-    """Play `eval.games` held-out games and print success with Wilson intervals; returns 1 where episodes failed."""
+def evaluate_model(config: Config, path: str) -> dict[str, Any]:
+    """Play `eval.games` held-out games; returns success with its Wilson interval, overall and by kind of task."""
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(EPISODES)
         tell(stats.failures)
-        metrics, table = success_metrics(groups, stats.failed), kind_rows(kinds(groups, stats.failed))
         source = rollouts.factory.fingerprint()
-    if as_json:
-        about = {"model": path, "source": source, "temperature": config.eval.temperature}
-        print(json.dumps({**about, **metrics, "kinds": table}))
-        return 1 if stats.failed else 0
-    print(f"{path} on {clean(source)}, temperature {config.eval.temperature:g}")
-    print(f"success {success_text(metrics)}")
-    if groups:
-        print(f"95 % interval {metrics['ci_low']:.1%} to {metrics['ci_high']:.1%}")
-        print("\n".join(kind_lines(table)))
-        scored = f"mean score {metrics['score']:.3f}, " if "score" in metrics else ""
-        print(f"{scored}mean turns {metrics['steps']:.1f}, valid actions {metrics['valid_actions']:.1%}")
-    return 1 if stats.failed else 0
+    metrics = success_metrics(groups, stats.failed)
+    if stats.context_full:
+        metrics["context_full"] = stats.context_full
+    about = {"model": path, "source": masked(source), "temperature": config.eval.temperature}
+    return {**about, **metrics, "kinds": kind_rows(kinds(groups, stats.failed))}
+
+
+def evaluation_text(summary: dict[str, Any]) -> str:
+    """What `evaluate_model` returns, for people."""
+    lines = [
+        f"{summary['model']} on {clean(summary['source'])}, temperature {summary['temperature']:g}",
+        f"success {success_text(summary)}",
+    ]
+    if "success" in summary:
+        lines.append(f"95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%}")
+        lines += kind_lines(summary["kinds"])
+        score = f"mean score {summary['score']:.3f}, " if "score" in summary else ""
+        lines.append(f"{score}mean turns {summary['steps']:.1f}, valid actions {summary['valid_actions']:.1%}")
+    if "context_full" in summary:
+        lines.append(f"{summary['context_full']} episodes were lost because the context was full")
+    return "\n".join(lines)
+
+
+def rollout(
+    model: str | Path,
+    recipe: str | Path | Config | None = None,
+    *,
+    tasks: int = 4,
+    out: str | Path | TextIO | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Group]:
+    """Play training tasks with a model, `rollout.group_size` episodes of each, and return the episodes.
+
+    Args:
+        model: a run's directory, a model's folder or a Hugging Face name.
+        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the run's own.
+        tasks: how many tasks are played.
+        out: also write the episodes to this file, a JSON object for each turn, token ids and log-probs included.
+        changes: keys of the configuration to change: `{"rollout.group_size": 2}`.
+
+    Returns the groups of tasks: `group.trajectories` are the episodes of one task, `trajectory.turns` their turns.
+    Raises UserError for a model, recipe, key or value that does not go.
+    """
+    config, path = resolve(str(model), recipe, dict(changes or {}))
+    if tasks < 1:
+        raise UserError(f"--tasks {tasks}: play at least 1")
+    with open_player(config, path) as rollouts, ExitStack() as stack:
+        file = _opened(out, stack)
+        groups, stats = rollouts.training(0, tasks, EPISODES)
+        tell(stats.failures)
+        if file:
+            _write_turns(groups, file)
+    count = sum(len(group.trajectories) for group in groups)
+    to_stderr(f"{count} episodes, success {success_text(success_metrics(groups, stats.failed))}")
+    return groups
+
+
+def _opened(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
+    """The file to write, which `stack` closes if it is opened here."""
+    if not isinstance(out, str | Path):
+        return out
+    with writing(f"--out {out}"):
+        return stack.enter_context(Path(out).open("w", encoding="utf-8"))
+
+
+def _write_turns(groups: list[Group], file: TextIO) -> None:
+    """A JSON object for each turn, one a line."""
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        episode = {"task": trajectory.task.id, "kind": trajectory.task.kind, "member": trajectory.member}
+        for step, turn in enumerate(trajectory.turns):
+            file.write(json.dumps({**episode, "step": step, **asdict(turn)}) + "\n")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Play --tasks training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
-    tasks, out = options.tasks, options.out
-    config, path = resolve(options.model, options.recipe, overrides)
-    if tasks < 1:
-        raise UserError(f"--tasks {tasks}: play at least 1")
-    with open_player(config, path) as rollouts, ExitStack() as stack:
-        with writing(f"--out {out}"):
-            file = sys.stdout if out == "-" else stack.enter_context(Path(out).open("w", encoding="utf-8"))
-        groups, stats = rollouts.training(0, tasks, EPISODES)
-        tell(stats.failures)
-        for episode in (trajectory for group in groups for trajectory in group.trajectories):
-            where = {"task": episode.task.id, "kind": episode.task.kind, "member": episode.member}
-            for number, turn in enumerate(episode.turns):
-                file.write(json.dumps({**where, "step": number, **asdict(turn)}) + "\n")
-    written = sum(len(group.trajectories) for group in groups)
-    to_stderr(f"{written} episodes, success {success_text(success_metrics(groups, stats.failed))}")
+    out = sys.stdout if options.out == "-" else options.out
+    rollout(options.model, options.recipe, tasks=options.tasks, out=out, changes=overrides)
     return 0
 
 
-def resolve(model: str, recipe: str | None, overrides: dict[str, str]) -> tuple[Config, str]:
+def resolve(model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]) -> tuple[Config, str]:
     """(configuration, model path) of a run directory, or of a model with a recipe."""
     run = Path(model)
     if (run / "config.toml").is_file():
@@ -96,7 +143,9 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
-    options: dict[str, Any] = {"device": pick_device(config.model.device)}
+    device = pick_device(config.model.device)
+    config = with_dtype(config, pick_dtype(device))
+    options: dict[str, Any] = {"device": device}
     if config.engine.type == "transformers":  # vLLM has its own way
         options["longest"] = longest_row(config, update=False)
     policy = load_policy(path, dtype=config.model.dtype, check=False, **options)

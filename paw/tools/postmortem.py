@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError, clean
+from paw.errors import UserError, clean, masked
 from paw.state.checkpoint import ElsewhereError, saved
 from paw.state.claim import holder
 from paw.state.record import read_info
@@ -23,7 +23,7 @@ ENDS = {"finished": "finished", "stopped": "was told to stop", "failed": "ended 
 
 def run(directory: Path, *, as_json: bool) -> int:
     """Print the findings; 1 where there are checkpoints and none of them can be used, else 0."""
-    found = examine(directory)
+    found = masked(examine(directory))  # an older version wrote passwords
     print(json.dumps(found, indent=1) if as_json else "\n".join(tell(found)))
     return 1 if found["checkpoints"] and found["resumes_from"] is None else 0
 

@@ -30,8 +30,8 @@ from torch.profiler import record_function
 from paw.config import Config
 from paw.errors import UserError
 from paw.files import write_file, writing
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 from paw.run import Run, open_run
 from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, write_csv
@@ -39,7 +39,7 @@ from paw.tools.fit import changed
 from paw.tools.played import load_played
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
-from paw.train import optimize, prepare
+from paw.trainer import optimize, prepare
 from paw.types import Group
 
 STAGES = ("score", "update", "sync")

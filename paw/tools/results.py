@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paw.config import EndpointConfig
+from paw.envs.base import kind_name
 from paw.envs.search.data import SETS
-from paw.errors import clean, to_stderr
-from paw.rollout.episode import Episode
-from paw.rollout.success import wilson
+from paw.errors import clean, masked, to_stderr
+from paw.rollouts.episode import Episode
+from paw.rollouts.success import wilson
 
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""
@@ -41,7 +42,7 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
         "cost": (stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price) / 1e6,
         "seconds": round(episode.seconds, 3),
         "context_full": episode.context_full,
-        "failure": trajectory.failure,
+        "failure": masked(trajectory.failure),
     }
 
 
@@ -125,9 +126,10 @@ def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float
     in Table 2, with "Avg.", the mean over these sets."""
     won: dict[str, list[bool]] = {}
     for kind, success in episodes:
-        won.setdefault(kind, []).append(success)
-    kinds = [*(kind for kind in SETS if kind in won), *sorted(won.keys() - SETS.keys())]
-    table = {SETS.get(kind, kind): success_of(won[kind]) | {"games": len(won[kind])} for kind in kinds}
+        name = kind_name(kind)
+        won.setdefault(SETS.get(name, name), []).append(success)
+    names = [*(name for name in SETS.values() if name in won), *sorted(won.keys() - {*SETS.values()})]
+    table = {name: success_of(won[name]) | {"games": len(won[name])} for name in names}
     sets = [table[name]["success"] for name in SETS.values() if name in table]
     return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import json_object, text_of, update_of
 from paw.keys import flatten
 from paw.state.record import read_info
@@ -67,29 +67,50 @@ class Run:
 
 def load_run(run_dir: Path) -> Run:
     """Read `run_dir`; everything but metrics.jsonl may be missing or damaged. UserError where it holds no metrics."""
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
+    path = _metrics_file(run_dir)
     lines, unreadable = _json_lines(path)
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        if (step := update_of(line)) is not None:
-            by_step.setdefault(step, {}).update(line)
     metrics: dict[str, dict[int, float]] = {}
-    for step, line in sorted(by_step.items()):
+    for step, line in _by_step(lines):
         for key, value in line.items():
             if key != "step" and type(value) in (int, float) and abs(value) <= sys.float_info.max:
                 metrics.setdefault(key, {})[step] = float(value)
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text, config = text_of(run_dir / "config.toml"), {}
+    config_text, config = masked(text_of(run_dir / "config.toml")), {}  # an older version wrote passwords
     with suppress(ValueError, RecursionError):
         config = flatten(tomllib.loads(config_text))
     unreadable += unreadable_samples
     return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
+
+
+def metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The metrics of a run: a dict for each update, in order, `{"step": 10, "reward/mean": 3.1, ...}`.
+
+    A metric that was not measured in an update is absent; one that was no finite number is None. `run` is the run's
+    directory, which may be of a run in progress. Raises UserError if it holds no metrics.
+    """
+    lines, _ = _json_lines(_metrics_file(Path(run)))
+    return [{"step": step} | line for step, line in _by_step(lines)]
+
+
+def _metrics_file(run_dir: Path) -> Path:
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
+    return path
+
+
+def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """(update, its metrics) in the order of updates; of an update written twice (a resumed run) the later values."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        step = update_of(line)
+        if step is not None:
+            by_step.setdefault(step, {}).update(line)
+    return sorted(by_step.items())
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -21,11 +21,12 @@ from paw.envs.base import train_tasks
 from paw.envs.next_state import NextStateConfig, NextStateFactory, Triplet, answer, ask, write_triplets
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
+from paw.model.dtype import training_dtype, with_dtype
 from paw.model.policy import Policy, load_tokenizer
-from paw.rollout.chat import Chat
-from paw.rollout.engines import make_engine
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines import make_engine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 from paw.tool_config import SftConfig
 from paw.tools import sft
 from paw.tools.player import EPISODES, open_player, resolve, tell
@@ -74,7 +75,8 @@ def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     out, (config, path, factory, sample) = options.out, _prepare(options, overrides)
     chat, settings = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.rwml
     policy = sft.load_learner(config, path)
-    with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
+    in_dtype = with_dtype(config, training_dtype(config, policy.device))
+    with closing(make_engine(in_dtype, policy=policy, chat=chat, model_path=path)) as engine:
         engine.sleep()
         learnt = {task.id for task in sample(settings.sft_share)}
         fine_tune(policy, chat, [task for task in factory.training if task.id in learnt], config)
@@ -117,7 +119,7 @@ def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config, path, _, sample = _prepare(options, overrides)
     tokenizer, policy = load_tokenizer(path), sft.load_learner(config, path)
     steps = fine_tune(policy, Chat(tokenizer, config.model.chat_template_kwargs), sample(share), config)
-    sft.export_tuned(policy, tokenizer, out, config, steps=steps, on="next states")
+    print(sft.export_tuned(policy, tokenizer, out, config, steps=steps, on="next states"))
     return 0
 
 
@@ -128,6 +130,8 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
         row = sft.example(chat, config, ask(task.payload, env), answer(task.payload.next_state, env))
         row.response_ids = row.response_ids[: config.rollout.max_response_tokens]
         rows.append(row)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    to_stderr(f"fine-tuning: {len(rows):,} triplets, {config.rwml.sft_epochs} epochs, in {dtype}")
     settings = SftConfig(epochs=config.rwml.sft_epochs, lr=config.rwml.sft_lr)
     return sft.fine_tune(policy, rows, config, settings, key="rwml.sft_lr")
 

@@ -7,9 +7,9 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, size
-from paw.envs.search.retrieval.server import listen, run_server
+from paw.envs.serving import LimitedBodies, listen, make_server, run_server
 from paw.errors import UserError, quietly
-from paw.rollout.guard import Guarded, make_threads
+from paw.rollouts.guard import Guarded, make_threads
 from paw.tools.played import load_played
 
 
@@ -119,7 +119,9 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             actions = [] if done else env.admissible_actions()
             return PawObservation(prompt=prompt, admissible_actions=actions, done=done, **told)
 
-    return create_fastapi_app(PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name)
+    app = create_fastapi_app(PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name)
+    app.add_middleware(LimitedBodies, timeout_s=config.step_timeout_s)
+    return app
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -128,10 +130,6 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     listener, url = listen(options.host, options.port, what)
     config = load_played(options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"})
     factory = make_factory(config)
-    import uvicorn
-
     app = make_app(factory, config.env, options.sessions)
-    settings = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=5)
-    return run_server(
-        uvicorn.Server(settings), listener, f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions"
-    )
+    server = make_server(app, timeout_s=config.env.step_timeout_s, websockets=True)
+    return run_server(server, listener, f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions")

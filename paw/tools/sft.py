@@ -11,7 +11,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config, EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import OURS, NoOracleError, UserError, describe, quietly, to_stderr
+from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly, shown, to_stderr
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
+from paw.model.dtype import training_dtype, with_dtype
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 from paw.model.policy import (
@@ -39,10 +40,10 @@ from paw.model.policy import (
     pick_device,
     weights_dtype,
 )
-from paw.rollout.chat import Chat, Context
-from paw.rollout.further import add_result
-from paw.rollout.guard import Guarded, make_threads
-from paw.rollout.marks import conversation
+from paw.rollouts.chat import Chat, Context
+from paw.rollouts.further import add_result
+from paw.rollouts.guard import Guarded, make_threads
+from paw.rollouts.marks import conversation
 from paw.state import checkpoint
 from paw.state.export import export
 from paw.state.restore import load, load_optimizer, newest
@@ -124,15 +125,19 @@ def demonstrations(
 def example(
     chat: Chat, config: Config, prompt: Context, response: str, observation: str = "", tools: Sequence[Any] = ()
 ) -> Sample:
-    """A turn to learn from; one user message and the observation are cut to the limits of the configuration."""
-    if isinstance(prompt, str) and not tools:
-        prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
-    else:
-        prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
-    outcome = Outcome(observation, 0.0, done=False, won=False)
-    turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
-    if isinstance(response, Reply) and response.calls:
-        add_result(chat, turn, response, config.wm.max_tokens)
+    """A turn to learn from; one user message and the observation are cut to the limits of the configuration. Raises
+    UserError if the chat template does not take it."""
+    try:
+        if isinstance(prompt, str) and not tools:
+            prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
+        else:
+            prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
+        outcome = Outcome(observation, 0.0, done=False, won=False)
+        turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
+        if isinstance(response, Reply) and response.calls:
+            add_result(chat, turn, response, config.wm.max_tokens)
+    except EnvironmentFailure as error:
+        raise UserError(str(error)) from None
     separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
     observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
     return Sample(0, 0, 0, prompt_ids, turn.response_ids, separator, observation_ids)
@@ -224,6 +229,7 @@ def fine_tune(
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed} {config.model.path}"
     )
     digest = hashlib.sha256(about.encode()).hexdigest()
+    dtype = str(policy.dtype).removeprefix("torch.")
     folder, done = out and out / "checkpoints", 0
     if folder and (found := newest(folder, partial(load, like={"model": named}))):
         path, (tensors, state) = found
@@ -233,11 +239,13 @@ def fine_tune(
         load_optimizer(optimizer, named.items(), tensors["optimizer"])
         done = state["step"]
         to_stderr(f"fine-tuning: going on from step {done} of {len(batches)}")
+        if state.get("dtype", dtype) != dtype:
+            to_stderr(f"fine-tuning: until here in {shown(state['dtype'])}, from here in {dtype} (--model.dtype)")
 
     def save(at: int) -> None:
         if folder:
             files = {"model": named, "optimizer": optimizer_tensors(optimizer, named.items())}
-            checkpoint.save(folder, at, files, {"sft": digest})
+            checkpoint.save(folder, at, files, {"sft": digest, "dtype": dtype})
             checkpoint.prune(folder, 1)
 
     options: dict[str, Any] = {"lm_weight": settings.lm_weight, "observations": settings.observations}
@@ -265,7 +273,9 @@ def fine_tune(
 
 def load_learner(config: Config, path: str) -> Policy:
     """The model of that path, to be trained as the configuration says."""
-    model, device = config.model, pick_device(config.model.device)
+    device = pick_device(config.model.device)
+    config = with_dtype(config, training_dtype(config, device))
+    model = config.model
     options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
     options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
     options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
@@ -273,20 +283,38 @@ def load_learner(config: Config, path: str) -> Policy:
     return load_policy(path, device=device, **options)
 
 
-def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> None:
-    """Write the model and its card to `out`, and print where it is."""
+def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> Path:
+    """Write the model and its card to `out`; returns the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     weights = dict(full_parameters(policy.lm, once=True))
-    print(export(policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}"))
+    return export(policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}")
 
 
-def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Fine-tune `options.model` on expert play of the recipe's training games, or on recorded episodes; export it."""
-    out, recorded = options.out.absolute(), options.rollouts and options.rollouts.absolute()
-    if (out / "config.json").is_file():
-        raise UserError(f"--out {options.out}: it holds a model already; take another folder")
-    own = {} if (Path(options.model) / "config.toml").is_file() else {"model.path": options.model}  # or a run's
-    config, path = resolve(options.model, options.recipe, own | overrides)
+def sft(
+    model: str | Path,
+    recipe: str | Path | Config | None = None,
+    *,
+    out: str | Path,
+    rollouts: str | Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Fine-tune a model on expert play of the recipe's training games, or on recorded episodes; returns `out`.
+
+    Args:
+        model: what learns: a model's folder, a Hugging Face name or a run's directory.
+        recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration. Default: the run's own.
+        out: folder to write, in Hugging Face format. After a stop the same call goes on from there.
+        rollouts: episodes written by `paw.rollout` or `paw rollout`, in place of expert play.
+        changes: keys of the configuration to change: `{"sft.turns": 256, "sft.lr": 1e-4}`.
+
+    Raises UserError for a model, recipe, key or value that does not go, and if it is told to stop.
+    """
+    folder = Path(out).absolute()
+    recorded = Path(rollouts).absolute() if rollouts else None
+    if (folder / "config.json").is_file():
+        raise UserError(f"--out {out}: it holds a model already; take another folder")
+    own = {} if (Path(model) / "config.toml").is_file() else {"model.path": str(model)}  # or a run's
+    config, path = resolve(str(model), recipe, own | dict(changes or {}))
     settings, tokenizer = config.sft, load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
     if recorded:
@@ -297,11 +325,18 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         rows = [example(chat, config, t.prompt, t.response, t.observation, t.tools) for t in turns]
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
-    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs")
+    dtype = training_dtype(config, pick_device(config.model.device))
+    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}")
     policy = load_learner(config, path)
-    steps = fine_tune(policy, rows, config, settings, out=out)
-    export_tuned(policy, tokenizer, out, config, steps=steps, on=source)
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    steps = fine_tune(policy, rows, config, settings, out=folder)
+    written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return written
+
+
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Fine-tune `options.model`, and print the folder that holds the result."""
+    print(sft(options.model, options.recipe, out=options.out, rollouts=options.rollouts, changes=overrides))
     return 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw.errors import UserError
+from paw.errors import UserError, masked
 from paw.files import write_file
 from paw.keys import flatten
 
@@ -45,7 +45,7 @@ class Tracker(ABC):
         if run.ranks.first:
             self._file: Path = run.directory / f"{self.package}_id.txt"
             known, *step = (self._file.read_text().split() if self._file.exists() else []) or [""]
-            self._id, self._log, self._close = self.open(run, run.config.model_dump(mode="json"), known)
+            self._id, self._log, self._close = self.open(run, masked(run.config.model_dump(mode="json")), known)
             self._last = int(step[0]) if step and self._id == known else -1
             self._remember()
 

@@ -23,11 +23,11 @@ from paw.cache import cache_dir, cached
 from paw.config import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.model.policy import Policy
-from paw.rollout.chat import Chat, shown
-from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.episode import plain
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.success import success_metrics
+from paw.rollouts.chat import Chat, shown
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.episode import plain
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import success_metrics
 from paw.tools import quickstart, sft
 from paw.tools.sft import demonstrations, example
 from paw.tools.sft import step as train_step
@@ -51,7 +51,7 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (__file__, *MADE_BY)],
         "warmup": config.warmup.model_dump(mode="json"),
-        "env": config.env.model_dump(mode="json"),
+        "env": config.env.model_dump(mode="json", exclude={"processes"}),
         "temperature": config.rollout.temperature,
         "games": factory.fingerprint(),
     }
@@ -65,6 +65,7 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Callable[[str
 def _warm_up(config: Config, factory: EnvFactory, report: Callable[[str], None], folder: Path) -> None:
     settings, temperature = config.warmup, config.rollout.temperature
     started = time.monotonic()
+    report(f"warm-up: {CORPUS_TURNS:,} turns of expert play, whose words are the vocabulary")
     shares: dict[str, Any] = {"random_actions": settings.random_actions, "stray_actions": CORPUS_STRAYS}
     turns = demonstrations(factory, config.env, seed=settings.seed, **shares)
     corpus = list(islice(turns, CORPUS_TURNS))

@@ -7,8 +7,10 @@ loses one member, or `everywhere`.
 import math
 import os
 import random
+import shutil
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +18,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from paw.algo.advantages import grpo
-from paw.envs.base import Endless, Tasks
+from paw.envs.base import Endless, Made, Tasks
 from paw.errors import UserError
 from paw.types import Outcome, Sample, Task
 
@@ -159,14 +163,25 @@ class Breaks(Honest):
         listed = super().tasks(split, seed)
 
         def task(i: int) -> Task:
-            if (os.environ.get("ATTACK"), split, i) == ("tasks", "train", 2):  # the second update's first
-                raise OSError("broken")
+            if (split, i) == ("train", 2):  # the second update's first
+                match os.environ.get("ATTACK"):
+                    case "tasks":
+                        raise OSError("broken")
+                    case "tasks that exit":
+                        sys.exit("broken")
+                    case "tasks that hang":
+                        threading.Event().wait()
             return listed[i]
 
         return Endless(task)
 
     def make(self) -> Game:
         return Drawing({})
+
+    def fingerprint(self) -> str:
+        if os.environ.get("ATTACK") == "a fingerprint that exits":
+            sys.exit("broken")
+        return super().fingerprint()
 
 
 class Drawing(Game):
@@ -183,20 +198,113 @@ class Drawing(Game):
 class Callback:
     step = 0
 
+    def __init__(self) -> None:
+        Callback.step = 0
+        if os.environ.get("ATTACK") == "a callback that exits when it is made":
+            sys.exit("broken")
+
+    def on_start(self, run: Any) -> None:
+        if os.environ.get("ATTACK") == "on_start that exits":
+            sys.exit("broken")
+
     def on_update(self, run: Any, metrics: Mapping[str, float]) -> None:
         Callback.step = run.step
-        if (os.environ.get("ATTACK"), run.step) == ("update", 1):
-            raise UserError("broken")
+        if run.step == 1:
+            match os.environ.get("ATTACK"):
+                case "update":
+                    raise UserError("broken")
+                case "on_update that exits":
+                    sys.exit("broken")
+                case "on_update that recurs":
+                    self.on_update(run, metrics)
 
-    def on_evaluation(self, run: Any, groups: Any, metrics: Mapping[str, float]) -> None:
-        if (os.environ.get("ATTACK"), run.step) == ("evaluation", 1):
-            raise UserError("broken")
+        if run.step == 2:
+            match os.environ.get("ATTACK"):
+                case "renamed":
+                    run.directory.rename(run.directory.with_name("elsewhere"))
+                case "renamed, and another made":
+                    run.directory.rename(run.directory.with_name("elsewhere"))
+                    run.directory.mkdir()
+                case "deleted":
+                    shutil.rmtree(run.directory)
+                case "deleted, and another made":
+                    shutil.rmtree(run.directory)
+                    run.directory.mkdir()
+                case "logs deleted":
+                    (run.directory / "metrics.jsonl").unlink()
+                    (run.directory / "samples.jsonl").unlink()
+
+    def on_evaluation(self, run: Any, groups: Any, metrics: dict[Any, Any]) -> None:
+        if run.step == 1:
+            attack = os.environ.get("ATTACK", "")
+            match attack:
+                case "evaluation":
+                    raise UserError("broken")
+                case "on_evaluation that exits":
+                    sys.exit("broken")
+            metrics |= METRICS.get(attack, {})
+
+    def on_end(self, run: Any) -> None:
+        if os.environ.get("ATTACK") == "on_end that exits":
+            sys.exit("broken")
+
+
+ITSELF: dict[str, Any] = {}
+ITSELF["itself"] = ITSELF
+METRICS: dict[str, dict[Any, Any]] = {
+    "a huge metric": {"mine": 10**400},
+    "a metric without end": {"mine": ITSELF},
+    "a metric of many": {"mine": np.zeros(3)},
+    "a metric that has no name": {None: 1.0},
+    "a time in words": {"time/eval": "soon"},
+}
+"""What a callback adds to an evaluation's metrics."""
 
 
 def advantages(samples: Sequence[Sample]) -> list[float]:
-    if (os.environ.get("ATTACK"), Callback.step) == ("score", 1):
-        raise UserError("broken")
+    if Callback.step == 1:
+        match os.environ.get("ATTACK"):
+            case "score":
+                raise UserError("broken")
+            case "advantages that exit":
+                sys.exit("broken")
     return grpo(samples)
+
+
+def loss(logp: Any, entropy: Any, batch: Any) -> Any:
+    if (os.environ.get("ATTACK"), Callback.step) == ("a loss that exits", 1):
+        sys.exit("broken")
+    return -batch.advantage * logp
+
+
+class ExitsInStep(Honest):
+    wrong, everywhere = MappingProxyType({"step": exits}), True
+
+
+def hangs(_: Game) -> None:
+    threading.Event().wait()
+
+
+class HangsInStep(Honest):
+    wrong, everywhere = MappingProxyType({"step": hangs}), True
+
+
+class LaterTasks(Honest):
+    """All but the first of its tasks exit, or hang, as $ATTACK says."""
+
+    def tasks(self, split: str, seed: int) -> Tasks:
+        listed = super().tasks(split, seed)
+
+        def task(i: int) -> Task:
+            if i > 0:
+                match os.environ.get("ATTACK"):
+                    case "tasks that exit":
+                        sys.exit("broken")
+                    case "tasks that hang":
+                        threading.Event().wait()
+            return listed[i]
+
+        return Made(task, 20)
 
 
 class Crashing(Honest):

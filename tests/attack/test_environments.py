@@ -1,11 +1,18 @@
 """Environments that misbehave in every way there is cost their own episodes, and nothing else."""
 
 import asyncio
+import concurrent.futures
 import ctypes
+import io
 import math
+import re
+import sys
 import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +24,11 @@ from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
 from paw.envs import make_factory, threads
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import kinds, success_metrics
+from paw.tools.results import kind_rows
 from paw.tools.warmup import demonstrations
+from paw.trainer import rollout_metrics
 from paw.types import Task
 
 
@@ -138,6 +148,49 @@ def test_a_task_that_is_none_is_one_line(rollouts):
         rollouts(TasksWithoutKind).training(0, 2)
 
 
+@pytest.mark.parametrize("kind", ["all", "All", " all\x1b[2J", "Avg."])
+def test_a_kind_of_task_that_means_all_of_them_is_one_line(rollouts, kind):
+    """In training and in an evaluation: `success/all` is that of all kinds."""
+
+    class Named(Honest):
+        def tasks(self, split, seed):
+            return [Task("a"), Task("b", kind)]
+
+    line = r"attack: the task 'b' is of the kind '.+', which reports call all kinds together; give it another kind"
+    for play_some in (lambda played: played.training(0, 2), lambda played: played.evaluation()):
+        with pytest.raises(UserError) as error:
+            play_some(rollouts(Named))
+        assert re.fullmatch(line, str(error.value)) and str(error.value).isprintable()
+
+
+def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
+    """Those that are shown alike have one."""
+    names = ["games", "failures", "success", "a/b", "a_b", "ci_low", "mean", "alle", "x" * 900]
+
+    class Named(Honest):
+        def tasks(self, split, seed):
+            return [Task(f"{kind} {i}", kind) for i in range(2) for kind in (*names, "a\x00_b")]
+
+    played = rollouts(Named)
+    groups, _ = played.training(0, 20)
+    for group in groups:
+        if group.task.id.endswith("0"):
+            lose(group)
+    found, trained = success_metrics(groups), rollout_metrics(groups)
+    assert trained["success/all"] == found["success"] == 0.5 and found["games"] == 160.0 and found["failures"] == 0.0
+    shown = [*names[:-1], clean("x" * 900, 200)]
+    assert {key for key in found if key.startswith("success_")} == {f"success_{kind}" for kind in shown}
+    assert {key for key in trained if key.startswith("success/")} == {f"success/{kind}" for kind in ("all", *shown)}
+    for kind in shown:
+        assert found[f"success_{kind}"] == trained[f"success/{kind}"] == 0.5
+    assert kind_rows(kinds(groups))["a_b"]["games"] == 2 * kind_rows(kinds(groups))["a/b"]["games"] == 32
+
+
+def lose(group):
+    for episode in group.trajectories:
+        episode.turns[-1].outcome = replace(episode.turns[-1].outcome, won=False)
+
+
 def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     texts = {"observation": np.str_("now"), "results": (np.str_("a"), np.str_("b"))}
     flags = {"won": np.bool_(True), "valid": np.bool_(False)}
@@ -161,13 +214,13 @@ def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block
     "wrong", [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}]
 )
 def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
-    started, before = time.monotonic(), threading.active_count()
+    """Who waited for its call would wait for ever."""
+    before = threading.active_count()
     played = rollouts(step_timeout_s=0.3, **wrong)
     groups, stats = play(played)
     assert stats.failures == [f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)]
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert stats.threads_lost == 2 and stats.metrics()["health/threads_lost"] == 2
-    assert time.monotonic() - started < 10
     groups, stats = play(played)  # none that hangs is used again
     assert len(groups) == 2 and stats.threads_lost <= 1
     played.close()
@@ -222,12 +275,176 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
     released.set()
 
 
-def test_closing_waits_no_longer_than_one_call(rollouts):
+async def stops_the_loop(env, model):
+    asyncio.get_running_loop().stop()
+
+
+async def stops_the_loop_later(env, model):
+    asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await model.generate("go")
+
+
+async def cancels_all(env, model):
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+async def cancels_all_and_ignores_what_comes(env, model):
+    while not env.done:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            with suppress(Exception):
+                task.cancel()
+        await env.step(await model.generate(env.context()))
+
+
+async def cancels_itself(env, model):
+    asyncio.current_task().cancel()
+    await model.generate("go")
+
+
+async def stops_at_nothing(env, model):
+    await model.generate("go", stop=[None])
+
+
+async def stops_at_an_empty_text(env, model):
+    await model.generate("go", stop=["end", ""])
+
+
+async def empties_its_turns(env, model):
+    await model.generate("go")
+    env.episode.trajectory.turns[-1].response_ids.clear()
+    while not env.done:
+        await env.step("go")
+
+
+async def has_no_outcome(env, model):
+    response = await model.generate("go")
+    while not env.done:
+        await env.step("go")
+    response.turn.outcome = None
+
+
+STOPPED = "RuntimeError: the agent stopped the event loop, on which other episodes are played"
+CANCELLED = "RuntimeError: the agent cancelled tasks that are not its own"
+
+
+@pytest.mark.parametrize(
+    ("act", "failure"),
+    [
+        (stops_the_loop, STOPPED),
+        (stops_the_loop_later, STOPPED),
+        (cancels_all, CANCELLED),
+        (cancels_all_and_ignores_what_comes, CANCELLED),
+        (cancels_itself, "CancelledError"),
+        (stops_at_nothing, "ValueError: stop has None; it must be texts, none of them empty"),
+        (stops_at_an_empty_text, "ValueError: stop has ''; it must be texts, none of them empty"),
+        (empties_its_turns, "RuntimeError: turn 0 has no response_ids"),
+        (has_no_outcome, "RuntimeError: turn 0 has the outcome None"),
+    ],
+)
+def test_what_an_agent_does_to_the_loop_or_to_its_turns_costs_its_own_episode(rollouts, capfd, act, failure):
+    async def agent(env, model):
+        await env.reset()
+        if env.episode.trajectory.member == 2:
+            await act(env, model)
+        while not env.done:
+            response, _ = await asyncio.gather(model.generate(env.context()), asyncio.sleep(0.01))
+            await env.step(response)
+
+    played = rollouts()
+    played.agent = agent
+    groups, stats = play(played)
+    assert stats.failures == [f"train/0/{i}: {failure}" for i in range(2)]
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert all(len(episode.turns) == 3 for episode in episodes_of(groups))
+    assert len(play(played)[0]) == 2  # the run goes on
+    assert capfd.readouterr().err == ""
+
+
+def test_what_episodes_share_any_of_them_may_cancel(rollouts):
+    """A client's task, made for the first that asked."""
+    shared = []
+
+    async def agent(env, model):
+        await env.reset()
+        shared.append(shared[0] if shared else asyncio.create_task(asyncio.sleep(3600)))
+        while not env.done:
+            await env.step(await model.generate(env.context()))
+        if env.episode.trajectory.member == 3:
+            assert shared[0].cancel() or shared[0].cancelled()
+            with pytest.raises(asyncio.CancelledError):
+                await shared[0]
+
+    played = rollouts()
+    played.agent = agent
+    _, stats = play(played)
+    assert stats.failures == [] and shared[0].cancelled()
+
+
+def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
+    async def agent(env, model):
+        await env.reset()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=lambda: loop.call_soon_threadsafe(loop.stop)).start()  # whose it is nobody can tell
+        while not env.done:
+            await env.step(await model.generate(env.context()))
+
+    played = rollouts()
+    played.agent = agent
+    groups, stats = play(played)
+    assert stats.failures == [] and [len(group.trajectories) for group in groups] == [4, 4]
+
+
+def empties_ids(trajectory):
+    trajectory.turns[-1].response_ids.clear()
+    return 1.0
+
+
+def takes_log_probs(trajectory):
+    trajectory.turns[0].sampled_logp.pop()
+    return 1.0
+
+
+def takes_turns(trajectory):
+    trajectory.turns.clear()
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("act", "failure"),
+    [
+        (empties_ids, "RuntimeError: turn 2 has no response_ids"),
+        (takes_log_probs, r"RuntimeError: turn 0 has \d+ response_ids and \d+ of sampled_logp"),
+        (takes_turns, "RuntimeError: its turns were taken away"),
+        (exits, "SystemExit: 0"),
+        (lambda trajectory: 10**400, "EnvironmentFailure: reward.type = '.*' is 1000.*"),
+    ],
+)
+def test_a_reward_that_spoils_an_episode_costs_it(rollouts, act, failure):
+    def reward(trajectory):
+        return act(trajectory) if trajectory.member == 2 else 1.0
+
+    played = rollouts()
+    played._reward = reward
+    groups, stats = play(played)
+    assert [bool(re.fullmatch(rf"train/0/\d: {failure}", line)) for line in stats.failures] == [True, True]
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+
+
+def test_closing_waits_no_longer_than_one_call(rollouts, monkeypatch):
     played = rollouts(step_timeout_s=0.3, close=waits, everywhere=True)
     play(played)
-    started = time.monotonic()
+    waits_for: list[tuple[int, float]] = []
+
+    def counting(calls, timeout):
+        waits_for.append((len(calls), timeout))
+        return concurrent.futures.wait(calls, timeout)
+
+    monkeypatch.setattr(threads, "wait", counting)
     played.close()
-    assert time.monotonic() - started < 2
+    assert waits_for == [(8, 0.3), (0, 0.3)]  # all environments at once, then rewards, of which there are none
 
 
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):
@@ -284,10 +501,72 @@ def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
         next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
 
 
-def test_an_environment_that_exits_on_import_is_one_line(paw_here, tmp_path):
-    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
-    said = paw_here("train", "quickstart", "--env.name", "mine.py:Mine", "--model.path", ".", code=2, cwd=tmp_path)
-    assert said.stderr == "paw: stopped: something called sys.exit(0)\n"
+KEYS = {
+    "envs": "env.name",
+    "advantages": "advantage.type",
+    "losses": "policy.loss",
+    "agents": "agent.type",
+    "rewards": "reward.type",
+    "callbacks": "run.callbacks",
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_part_that_exits_on_import_is_one_line_that_names_it(paw_here, tmp_path, kind):
+    file = tmp_path / "mine.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "config.json").write_text("{}")  # all that is looked at before a callback is loaded
+    value = "['mine.py:Mine']" if kind == "callbacks" else "mine.py:Mine"
+    said = paw_here("train", "quickstart", f"--{KEYS[kind]}", value, "--model.path", ".", code=2, cwd=tmp_path)
+    assert re.fullmatch(rf"paw: .*{KEYS[kind]}.* '?mine\.py:Mine'.*: {file}, line 2: SystemExit: 0\n", said.stderr)
+
+
+@pytest.mark.parametrize("kind", ["agents", "rewards", "losses"])
+def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(paw_here, tmp_path, tiny_llm, kind):
+    (tmp_path / "mine.py").write_text("import sys\n\n\nclass Mine:\n    def __init__(self):\n        sys.exit(0)\n")
+    settings = {"model.path": tiny_llm(tmp_path / "model"), KEYS[kind]: "mine.py:Mine", "run.updates": 1}
+    settings |= {"rollout.tasks": 1, "rollout.group_size": 2, "eval.games": 1, "rollout.max_response_tokens": 2}
+    settings |= {"env.name": f"{Path(__file__).parent / 'environments.py'}:Honest", "model.dtype": "float32"}
+    (tmp_path / "mine.toml").write_text('[model]\npath = "-"\n')
+    said = paw_here("train", "mine.toml", settings, {"run.dir": tmp_path}, code=2, cwd=tmp_path)
+    assert re.fullmatch(rf"paw: .*{KEYS[kind]} = 'mine\.py:Mine'.*: SystemExit: 0 \(mine\.py, line 6\)\n", said.stderr)
+
+
+ATTACKS = f"{Path(__file__).parent / 'environments.py'}:"
+STEPS = [("ExitsInStep", "SystemExit: 0"), ("HangsInStep", "TimeoutError: no answer within 0.3 s")]
+
+
+@pytest.mark.parametrize(("name", "failure"), STEPS)
+def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(paw_here, monkeypatch, name, failure):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    said = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
+    assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", said.stderr)
+    said = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
+    assert re.search(rf"^FAIL  outcomes +raised {failure}", said.stdout, re.M) and said.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("attack", "failure"),
+    [
+        ("tasks that exit", r"SystemExit: broken \(.*\)"),
+        ("tasks that hang", r"TimeoutError: no answer within 0.3 s; .*"),
+    ],
+)
+def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
+    paw_here, monkeypatch, tmp_path, tiny_llm, attack, failure
+):
+    model, line = tiny_llm(tmp_path / "model"), f"a task of env.name cannot be had: {failure}"
+    env = {"env.name": f"{ATTACKS}LaterTasks", "env.step_timeout_s": 0.3, "model.dtype": "float32"}
+    monkeypatch.setenv("ATTACK", attack)
+    for words in (
+        ("eval", model, env, {"eval.games": 4}),
+        ("rollout", model, env, "--tasks", 4),
+        ("play", env["env.name"], "--seed", 1, {"env.step_timeout_s": 0.3}),
+        ("sft", model, "--out", tmp_path / "tuned", env),
+    ):
+        assert re.fullmatch(f"paw: {line}\n", paw_here(*words, code=2).stderr), words
+    said = paw_here("env", "check", env["env.name"], {"env.step_timeout_s": 0.3}, code=1)
+    assert re.search(f"^FAIL  tasks +{line}$", said.stdout, re.M)
 
 
 def test_clean_survives_anything_and_keeps_lines_where_asked():

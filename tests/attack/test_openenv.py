@@ -6,15 +6,17 @@ import sys
 import threading
 import time
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from websockets.sync.server import serve
 
 from paw.envs import make_factory, openenv
-from paw.envs.base import train_tasks
+from paw.envs.base import ENDLESS_EVAL, eval_tasks, train_tasks
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout.guard import Guarded
+from paw.rollouts.guard import Guarded
 from paw.tools.played import load_played
+from paw.types import Reply, ToolCall
 
 TEXT = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}}
 SCHEMA = {"action": TEXT, "observation": TEXT}
@@ -154,6 +156,96 @@ def test_what_cannot_be_played_is_one_line(server, schema, env, said):
     with pytest.raises(UserError, match=said):
         environment, task = begin(server.url, **env)
         environment.reset(task)
+
+
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema", "schema"])
+def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
+    server.schema = {"action": {"properties": {}}, "observation": TEXT}
+    put = {"name": "put", "description": "", key: {"properties": {}, "required": ["thing"]}}
+    listed = json.dumps({"type": "observation", "data": {"observation": {"tools": [put]}}})
+    server.scripts = [[seen("begin"), listed, seen("put")]]
+    environment, task = begin(server.url)
+    if key == "schema":
+        with pytest.raises(EnvironmentFailure, match="tool 'put' has 'schema'; the schema of its arguments must be"):
+            environment.reset(task)
+        return
+    environment.reset(task)
+    outcome = environment.step(Reply.of("", ToolCall("put", {})))
+    assert not outcome.valid and "'thing' is a required property" in outcome.observation
+    assert environment.step(Reply.of("", ToolCall("put", {"thing": "cup"}))).valid
+
+
+@pytest.fixture
+def counted():
+    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON; it plays none."""
+    answers = {"/schema": json.dumps(SCHEMA), "/list_environments": '["e"]'}
+    answers["/e/splits"] = '[{"name": "train"}, {"name": "test"}]'
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = answers[self.path].encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def url(number):
+        answers["/e/num_tasks"] = f'{{"num_tasks": {number}}}'
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield url
+    server.shutdown()
+    server.server_close()
+
+
+def factory_of(url):
+    return make_factory(load_played(None, {"env.name": "openenv", "env.url": url}))
+
+
+@pytest.mark.parametrize("number", ["10000000000", "1" + "0" * 400])
+def test_more_tasks_than_can_be_listed_are_drawn(counted, number):
+    factory = factory_of(counted(number))
+    drawn = [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
+    assert all(0 <= index < int(number) for index in drawn) and len({*drawn}) == 100
+    assert drawn == [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
+    assert len(eval_tasks(factory, "test", 0, 0)) == ENDLESS_EVAL
+    assert factory.fingerprint()
+
+
+def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
+    factory = factory_of(counted("30"))
+    epochs = [sorted(task.payload["index"] for task in train_tasks(factory, step, 30, 0)) for step in range(2)]
+    assert epochs == [[*range(30)]] * 2
+    assert sorted(task.payload["index"] for task in eval_tasks(factory, "test", 0, 0)) == [*range(30)]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (
+            "0",
+            r"env.url: http\S+ says that its split 'train' has 0 tasks; name another \(env.train_split, env.eval_split",
+        ),
+        ("-5", "its split 'train' has -5 tasks"),
+        ("-1" + "0" * 400, "its split 'train' has -1000"),
+        ("1" + "0" * 5000, "that is no server of OpenEnv: /e/num_tasks: Invalid JSON"),
+        ("true", "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not True"),
+        ("2.5", "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not 2.5"),
+    ],
+)
+def test_a_number_of_tasks_that_is_none_is_one_line(counted, number, said):
+    with pytest.raises(UserError, match=said) as error:
+        train_tasks(factory_of(counted(number)), 0, 1, 0)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
 def test_fields_that_are_no_text_are_json(server):

@@ -2,39 +2,95 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Connection
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
-from forked import CONTEXT
+from forked import Supervisor
 from safetensors.torch import load_file
 from torch import nn
 from toyworld import ENV, make_factory
 
 from paw import plugins
-from paw.config import AgentConfig, Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig
+from paw.config import AgentConfig, Config, EngineConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from paw.errors import UserError
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
-from paw.rollout import ahead
-from paw.rollout.ahead import Ahead
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.engines.servers import Servers
-from paw.rollout.engines.transfer import FileTransfer, NcclTransfer
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts import ahead
+from paw.rollouts.ahead import AsyncRollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.servers import Servers
+from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 
 TIMEOUT_S = 2.0
+VOCABULARY = 50
+DIGITS = "9" * 401
+
+
+def answer_with(data, status=200, **headers):
+    """A habit: exactly these bytes."""
+
+    def send(handler):
+        handler.send_response(status)
+        for key, value in {"Content-Length": len(data), **headers}.items():
+            handler.send_header(key, str(value))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return send
+
+
+def trickle(handler):
+    """A byte at a time, for longer than any test waits."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+MOST = 1 << 30
+"""Bytes after which a flood gives up: nobody has stopped it."""
+flooded = []
+"""Bytes that each flood was able to send."""
+
+
+def flood(handler, data=b" " * (1 << 16)):
+    """The same bytes again and again, until the connection is closed."""
+    handler.send_response(200)
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    flooded.append(0)
+    try:
+        while flooded[-1] < MOST:
+            handler.wfile.write(data)
+            flooded[-1] += len(data)
+    except OSError:
+        handler.close_connection = True
+
+
+CACHED_TOKENS = {
+    "counts more cached tokens than there are": "4",
+    "counts cached tokens below zero": "-1",
+    "counts cached tokens with 401 digits": DIGITS,
+    "counts cached tokens with 5000 digits": "9" * 5000,
+    "counts cached tokens in deep brackets": "[" * 20_000,
+}
+"""What each gives as the cached tokens of a prompt of three."""
 
 
 def tokens_of(request):
@@ -47,6 +103,12 @@ class Peer:
 
     def __init__(self, habit=""):
         self.habit, self.version, self.loaded, self.asked, self.dropped = habit, "default", {}, 0, 0
+        self.habits = {}
+        """Of single calls, by their paths: a function of the handler, which answers."""
+        self.entropy = None
+        """Of each token; None: it knows none."""
+        self.cookies = []
+        """That it was sent."""
         self.wait, self.go = threading.Event(), threading.Event()
         peer = self
 
@@ -56,7 +118,11 @@ class Peer:
             def log_message(self, *_):
                 pass
 
+            def do_GET(self):
+                peer.answer(self, self.path, {})
+
             def do_POST(self):
+                peer.cookies += self.headers.get_all("Cookie", [])
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
                 peer.answer(self, self.path, body)
 
@@ -78,8 +144,14 @@ class Peer:
             handler.end_headers()
             handler.wfile.write(data)
 
+        if habit := self.habits.get(path.partition("?")[0]) or self.habits.get(body.get("method")):
+            return habit(handler)
+        if handler.command == "GET":
+            return send({"error": "no such page"}, 404)
         if path == "/collective_rpc" and body["method"] == "paw_entropy":
-            return send({"error": "no such method"}, 500)
+            if self.entropy is None:
+                return send({"error": "no such method"}, 500)
+            return send({"results": [[[self.entropy] * count for _, count in body["args"][0]]]})
         if path == "/collective_rpc":
             if self.habit == "takes no weights":
                 return send({"error": "CUDA error: an illegal memory access"}, 500)
@@ -107,12 +179,7 @@ class Peer:
             case "is late":
                 time.sleep(TIMEOUT_S + 0.5)
             case "trickles":
-                handler.send_response(200)
-                handler.send_header("Content-Length", "1000000")
-                handler.end_headers()
-                while True:
-                    handler.wfile.write(b" ")
-                    time.sleep(0.1)
+                return trickle(handler)
             case "fails":
                 return send({"error": "EngineCore died\x1b[2J"}, 500)
             case "is another service":
@@ -135,9 +202,44 @@ class Peer:
                 return send(json.dumps({"choices": [choice]}).replace("-0.5", "NaN").encode())
             case "answers without end":
                 return send(b"[" + b"1," * (9 << 20))
+            case "names versions of more tokens":
+                choice["weight_versions"][0]["end"] = 10**11
+            case "names versions twice":
+                choice["weight_versions"] *= 2
+            case "names versions of fewer tokens":
+                choice["weight_versions"][0]["end"] = 3
+            case "names versions before the first":
+                choice["weight_versions"][0]["start"] = -(10**11)
+            case "has a version without end":
+                choice["weight_versions"][0]["version"] = "1" * 5000
+            case "has a token of another vocabulary":
+                ids[0] = spots[0]["token_id"] = VOCABULARY
+            case "has a token below zero":
+                ids[0] = spots[0]["token_id"] = -1
+            case "has a token of 401 digits":
+                ids[0] = spots[0]["token_id"] = int(DIGITS)
+            case "has texts for tokens":
+                choice["token_ids"] = ["x"] * 10_000
+            case "has log-probs of no weights":
+                spots[0]["logprob"] = -1e300
+            case "has log-probs that are unknown":
+                spots[0]["logprob"] = -9999.0
+            case "has log-probs of 401 digits":
+                return send(json.dumps({"choices": [choice]}).replace("-0.5", f"-{DIGITS}").encode())
+            case habit if habit in CACHED_TOKENS:
+                usage = {"prompt_tokens_details": {"cached_tokens": "COUNT"}}
+                text = json.dumps({"choices": [choice], "usage": usage})
+                return send(text.replace('"COUNT"', CACHED_TOKENS[habit]).encode())
         return self.stream(handler, choice) if body.get("stream") else send({"choices": [choice]})
 
     def stream(self, handler, choice):
+        if self.habit == "streams a line without end":
+            return flood(handler, b"data: {" + b" " * (1 << 16))
+        if self.habit == "streams empty lines without end":
+            return flood(handler, b": still there\n" * (1 << 12))
+        if self.habit == "streams tokens of another vocabulary":
+            choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = VOCABULARY
+            return answer_with(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())(handler)
         handler.send_response(200)
         handler.send_header("Connection", "close")
         handler.end_headers()
@@ -158,7 +260,13 @@ def connected(request):
 
     def connect(*peers, transfer=None, entropy=False, timeout_s=TIMEOUT_S):
         files = transfer or FileTransfer(torch.float32, TIMEOUT_S)
-        options = {"end_ids": {3}, "timeout_s": timeout_s, "ranks": Ranks(), "entropy": entropy}
+        options = {
+            "end_ids": {3},
+            "vocabulary": VOCABULARY,
+            "timeout_s": timeout_s,
+            "ranks": Ranks(),
+            "entropy": entropy,
+        }
         engines.append(ServerEngine(Fleet([peer.url for peer in peers], files, **options), 64))
         return engines[-1]
 
@@ -188,7 +296,24 @@ HABITS = {
     "answers too long": "400 token ids with 4 log-probs for at most 8",
     "has positive log-probs": "a log-probability above 0",
     "has NaN": "logprob: Input should be a finite number, not nan",
-    "answers without end": "the answer has more than 16,777,216 bytes",
+    "answers without end": "the answer has more than 73,728 bytes",
+    "names versions of more tokens": "for each of 4 tokens: 1 of tokens 0 to 100000000000",
+    "names versions twice": "for each of 4 tokens: 1 of tokens 0 to 4, 1 of tokens 0 to 4",
+    "names versions of fewer tokens": "for each of 4 tokens: 1 of tokens 0 to 3",
+    "names versions before the first": "for each of 4 tokens: 1 of tokens -100000000000 to 4",
+    "has a version without end": "for each of 4 tokens: 11111111111111111111... of tokens 0 to 4",
+    "has a token of another vocabulary": "token 50 of a vocabulary of 50",
+    "has a token below zero": "token -1 of a vocabulary of 50",
+    "has a token of 401 digits": f"token {'9' * 18}...{'9' * 19} of a vocabulary of 50",
+    "has texts for tokens": "token_ids: 0: Input should be a valid integer, not 'x'",
+    "has log-probs of no weights": "a log-probability of -1e+300, with which no token is drawn",
+    "has log-probs that are unknown": "a log-probability of -9999, with which no token is drawn",
+    "has log-probs of 401 digits": "logprob: Input should be a finite number",
+    "counts more cached tokens than there are": "4 cached tokens of 3 in the prompt",
+    "counts cached tokens below zero": "-1 cached tokens of 3 in the prompt",
+    "counts cached tokens with 401 digits": "cached tokens of 3 in the prompt",
+    "counts cached tokens with 5000 digits": "not vLLM's answer",
+    "counts cached tokens in deep brackets": "not vLLM's answer",
 }
 
 
@@ -260,6 +385,106 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
     assert not bad.asked
 
 
+IMPATIENT_S = 0.5
+LONG = json.dumps({"results": [[*range(1000)]]}).encode()
+WHILE_IT_TAKES_WEIGHTS = {
+    "/pause": (trickle, f"TimeoutError: no whole answer within {IMPATIENT_S:g} s"),
+    "/pause without end": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
+    "/collective_rpc": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
+    "/reset_prefix_cache": (answer_with(b'{"success": 1}'), "/reset_prefix_cache: not vLLM's answer: success: Input"),
+    "/update_weight_version": (answer_with(b"[" * 100_000), "RecursionError: "),
+    "/resume": (answer_with(b"9" * 5000), "ValueError: Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize("call", WHILE_IT_TAKES_WEIGHTS)
+def test_a_server_that_misbehaves_while_it_takes_weights_costs_itself(call, connected, capsys):
+    """The other one has them, and nothing of the run has to wait for longer than for a server that is slow."""
+    bad, good = Peer(), Peer()
+    engine = connected(bad, good, transfer=FileTransfer(torch.float32, IMPATIENT_S))
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    habit, fault = WHILE_IT_TAKES_WEIGHTS[call]
+    bad.habits[call.partition(" ")[0]] = habit
+    push_weights(nn.Linear(2, 3), engine, version=2)
+    assert list(engine.faults) == [bad.url] and fault in engine.faults[bad.url]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith(f"{bad.url} has not taken the weights of update 2: ")
+    assert good.version == "2" and {completion.server for completion in ask(engine)} == {good.url}
+    assert all(sent < 64 << 20 for sent in flooded)
+    bad.habits.clear()
+    push_weights(nn.Linear(2, 3), engine, version=3)
+    assert not engine.faults and bad.version == "3"
+
+
+def test_a_server_that_says_it_holds_more_adapters_than_it_can_takes_none(tmp_path):
+    bad, good = Peer(), Peer()
+    loaded_before = answer_with(b"The lora adapter has already been loaded.", 400)
+    for peer, held in ((bad, LONG), (good, b'{"results": [[7]]}')):
+        peer.habits["/v1/load_lora_adapter"] = loaded_before
+        peer.habits["list_loras"] = answer_with(held)
+        peer.habits["remove_lora"] = answer_with(b'{"results": [true]}')
+    transfer = AdapterTransfer(torch.float32, TIMEOUT_S, tmp_path, LoraConfig(rank=4, alpha=8.0))
+    weights = iter([("base_model.model.lora_A.weight", torch.ones(4, 4))])
+    faults = transfer.send(weights, [bad.url, good.url], version=1)
+    transfer.close()
+    assert list(faults) == [bad.url] and "results: 0: List should have at most 64 items" in faults[bad.url]
+    assert good.version == "1" and bad.version == "default"
+
+
+@pytest.mark.parametrize("size", ["0", "true", "1e400", DIGITS, "9" * 5000])
+def test_a_server_of_an_odd_number_of_gpus_is_left_out(size, connected):
+    peer = Peer()
+    peer.habits["/get_world_size"] = answer_with(f'{{"world_size": {size}}}'.encode())
+    engine = connected(peer, transfer=NcclTransfer(torch.bfloat16, TIMEOUT_S, "127.0.0.1"))
+    with pytest.raises(UserError, match=f"^engine.urls: {peer.url}: .*(world_size|Exceeds)") as caught:
+        push_weights(nn.Linear(2, 3), engine, version=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entropy", [1e308, 4.0, -0.1, float("nan"), "high"])
+def test_entropies_that_no_distribution_has_cost_their_server(entropy, connected):
+    bad, good = Peer(), Peer()
+    bad.entropy = good.entropy = 1.5
+    engine = connected(bad, good, entropy=True)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    assert {tuple(completion.entropy) for completion in ask(engine)} == {(1.5, 1.5, 1.5, 1.5)}
+    bad.entropy = entropy
+    assert {(tuple(c.entropy), c.server) for c in ask(engine)} == {((1.5, 1.5, 1.5, 1.5), good.url)}
+    expected = "an entropy of .*: it is between 0 and 3.91" if entropy in (1e308, 4.0, -0.1) else "not vLLM's answer"
+    assert re.search(expected, engine.faults[bad.url])
+
+
+STREAMS = {
+    "streams a line without end": "a stream without end: ",
+    "streams empty lines without end": "it has more than 98,304 bytes",
+    "streams tokens of another vocabulary": "token 50 of a vocabulary of 50",
+    "trickles": "no whole answer within engine.timeout_s = 2",
+}
+
+
+@pytest.mark.parametrize("habit", STREAMS)
+def test_a_stream_is_bounded_before_it_is_read(habit, connected):
+    bad, good = Peer(), Peer()
+    waits = "timeout_s" in STREAMS[habit]
+    engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
+    push_weights(nn.Linear(2, 3), engine, version=1)
+    bad.habit = habit
+    found = ask(engine, count=4, stopped=lambda ids: len(ids) == 5)
+    assert {completion.server for completion in found} == {good.url} and not any(c.failure for c in found)
+    assert STREAMS[habit] in engine.faults[bad.url]
+    assert all(sent < 64 << 20 for sent in flooded)
+
+
+def test_a_server_sets_no_cookies_for_another(connected):
+    bad, good = Peer(), Peer()
+    engine = connected(bad, good)
+    bad.habits["/resume"] = answer_with(b"{}", **{"Set-Cookie": f"a={'x' * 4000}; Path=/"})
+    for version in (1, 2):
+        push_weights(nn.Linear(2, 3), engine, version=version)
+        assert all(completion.token_ids for completion in ask(engine))
+    assert bad.cookies == good.cookies == []
+
+
 def test_weights_are_gathered_whole_even_where_no_server_takes_them(connected):
     engine = connected(Peer(), transfer=NcclTransfer(torch.bfloat16, TIMEOUT_S, "127.0.0.1"))
     passed = []
@@ -319,8 +544,8 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
     engine.positions, folder = 512, str(tiny_llm(tmp_path))
     plain = Rollouts(make_factory(), engine, Chat(load_tokenizer(folder)), config, Ranks())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts = Ahead(plain, folder)
-    rollouts._process.kill()
+    rollouts = AsyncRollouts(plain, folder)
+    rollouts._player._process.kill()
     for step in range(4):
         groups, stats = rollouts.training(step, 2)
         expected, _ = plain.training(step, 2)
@@ -329,26 +554,21 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         assert [(g.task, g.task.payload) for g in groups] == [(g.task, g.task.payload) for g in expected]
         assert all(step - K <= turn.version <= step and turn.server in urls for turn in turns)
         assert stats.response_tokens
-        assert sorted(rollouts._playing) == [u for u in range(step + 1, step + K + 1) if u < updates]
+        assert sorted(rollouts._updates) == [u for u in range(step + 1, step + K + 1) if u < updates]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     told = capfd.readouterr().err
     assert told.count("has ended (killed by SIGKILL): its episodes are played again") == 1 and "Traceback" not in told
     again, _ = rollouts.training(3, 2)
     assert [g.task.id for g in again] == [g.task.id for g in groups]
     assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
-    process = rollouts._process
+    process = rollouts._player._process
     rollouts.close()
     assert process.returncode == 0 and plain.loop.is_closed()
 
 
 @pytest.mark.slow
 def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypatch):
-    def forked(command, env, pass_fds):
-        process = CONTEXT.Process(target=ahead.main, args=(Connection(os.dup(pass_fds[0])),))
-        process.start()
-        return SimpleNamespace(wait=lambda timeout: process.join(timeout) or process.exitcode, kill=process.kill)
-
-    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=forked, TimeoutExpired=TimeoutError))
+    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=TimeoutExpired))
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, ahead=1),
@@ -356,7 +576,7 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
     )  # fmt: skip
     engine = connected(Peer())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts = Ahead(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
+    rollouts = AsyncRollouts(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
     with pytest.raises(UserError, match="was handed over by a program"):
         rollouts.training(0, 2)
     rollouts.close()

@@ -40,7 +40,7 @@ def disturb(child: Any, run: Path, fault: str, rng: random.Random) -> None:
     """Let it write a few lines, then strike, and see how it ends."""
     if fault == "disk":  # metrics and model files are larger by then: it is full wherever the next write happens to be
         limit = rng.choice([1 << 10, 64 << 10, 256 << 10])
-        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (limit, limit))
     stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all of them fit
     # Ctrl-C while Python itself starts is Python's to answer.
     target, deadline = lines(run) + rng.randint(int(fault == "interrupt"), stride), time.monotonic() + 300
@@ -64,7 +64,7 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
     calm, other = (tmp_path / name / "run" for name in ("calm", "other"))
     child, seen = paw_start("train", "quickstart", settings, {"run.dir": calm.parent}), []
     while child.poll() is None:
-        if lines(calm) > len(seen) + 1 and (now := held(child.pid)):
+        if lines(calm) > len(seen) + 1 and (now := held(child.trainer)):
             seen.append(now)
         time.sleep(0.005)
     assert child.returncode == 0, child.stderr.read()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,12 +22,27 @@ pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
+ENDS = """
+import os, sys
+sys.path.append("{folder}")
+from deadly import Counter, Deadly
+class End(Counter):
+    def step(self, response):
+        if os.environ["RANK"] == "1" and self.id.startswith("train"):
+            os._exit(0)
+        return super().step(response)
+class Ends(Deadly):
+    def make(self):
+        return End()
+"""
+
+
 @pytest.fixture
 def recipe(start, tmp_path):  # noqa: F811
     """Of a long run."""
     tree = {
         "run": {"dir": str(tmp_path), "name": "run", "updates": 5000, "save_every": 1, "peer_timeout_s": 5.0},
-        "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
+        "model": {"path": str(start), "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
         "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
         "eval": {"every": 0, "games": 2},
@@ -51,7 +67,7 @@ def launched(recipe, *options):
 def ranks_of(launcher, folder):
     """Processes of the two ranks, after an update."""
     until(lambda: launcher.poll() is not None or any((folder / "run" / "checkpoints").glob("step_*")), 200)
-    ranks = children(launcher.pid)
+    ranks = [rank for watched in children(launcher.pid) for rank in children(watched)]
     assert len(ranks) == 2, launcher.stderr.read()
     return ranks
 
@@ -96,7 +112,7 @@ def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(r
     launcher = launched(recipe, "--gpus", "2")
     try:
         ranks = ranks_of(launcher, tmp_path)
-        found = [address for pid in (launcher.pid, *ranks) for address in listening(pid)]
+        found = [address for pid in (*children(launcher.pid), *ranks) for address in listening(pid)]
         assert found and set(found) <= LOOPBACK
         launcher.kill()
         until(lambda: not any(map(alive, ranks)), 20)
@@ -115,6 +131,18 @@ def test_a_killed_rank_is_named(running, tmp_path, lost):
     assert f"paw: rank {lost} was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
     assert "Traceback" not in errors
     assert restore.newest(tmp_path / "run" / "checkpoints")
+
+
+def test_a_rank_that_an_environment_ends_is_named(recipe, paw_start, tmp_path):
+    (tmp_path / "mine.py").write_text(ENDS.format(folder=Path(__file__).parents[1] / "attack"))
+    tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Ends"}}
+    recipe.write_text(tomli_w.dumps(tree))
+    launcher = paw_start("train", recipe, "--gpus", "2")
+    code, errors = launcher.wait(120), launcher.stderr.read()
+    assert code == 1, errors
+    vanished = "ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
+    assert f"paw: rank 1 {vanished}; checkpoints are kept (--resume auto)\n" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("lost", [0, 1])

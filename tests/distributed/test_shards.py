@@ -33,11 +33,11 @@ pytestmark = pytest.mark.slow
 PPO = {"advantage_type": "ppo", "critic_lr": 3e-3, "eval_every": 0, "run_keep": 9}
 SAVE_ALONE = """
 import paw.state.train_state
-import paw.train
+import paw.trainer
 def update(run, rollouts):
     run.step += 1
     run.save(wait=False)
-paw.train.update = update
+paw.trainer.update = update
 """
 IN_FOREGROUND = SAVE_ALONE + "paw.state.train_state.available_memory = lambda: 0\n"
 SLOW = """

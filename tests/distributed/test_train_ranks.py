@@ -166,7 +166,7 @@ def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, op
 ONE_BY_ONE = """
 import os, sys
 if "RANK" not in os.environ:  # the launcher: it imports vLLM, in seven seconds, and all runs are forked from it
-    from paw.rollout.engines.vllm import import_vllm
+    from paw.rollouts.engines.vllm import import_vllm
     import_vllm().LLM
     import vllm.v1.worker.gpu_model_runner
     if alone := os.fork():
@@ -235,13 +235,13 @@ OUT_OF_MEMORY = """
 import os
 if os.environ.get("RANK") == "1":
     import torch
-    import paw.train
-    optimize = paw.train.optimize
+    import paw.trainer
+    optimize = paw.trainer.optimize
     def starved(run, rows):
         if run.step == 1:
             torch.empty(2**60, dtype=torch.uint8)
         return optimize(run, rows)
-    paw.train.optimize = starved
+    paw.trainer.optimize = starved
 """
 
 
@@ -260,16 +260,16 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
 NOT_A_NUMBER = """
 import os
 if os.environ["RANK"] == "1":
-    import paw.train
+    import paw.trainer
     from paw.algo import loss
-    joint_loss, optimize, step = loss.joint_loss, paw.train.optimize, [0]
+    joint_loss, optimize, step = loss.joint_loss, paw.trainer.optimize, [0]
     def learned(run, rows):
         step[0] = run.step
         return optimize(run, rows)
     def poisoned(*args, **options):
         out = joint_loss(*args, **options)
         return out._replace(loss=out.loss * float("nan")) if step[0] >= 1 else out
-    paw.train.optimize, loss.joint_loss = learned, poisoned
+    paw.trainer.optimize, loss.joint_loss = learned, poisoned
 """
 
 

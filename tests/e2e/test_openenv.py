@@ -11,7 +11,7 @@ import pytest
 
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
-from paw.rollout.guard import Guarded
+from paw.rollouts.guard import Guarded
 from paw.tools.played import load_played
 from paw.types import Reply, ToolCall
 

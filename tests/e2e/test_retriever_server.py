@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paw.envs import serving
 from paw.envs.search.retrieval import Hit, make_retriever, remote, server
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
@@ -88,7 +89,7 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             415: http.post("/retrieve", data={"query": "a"}),
             404: http.post("/search", json={"query": "a"}),
             405: http.get("/retrieve"),
-            413: http.post("/retrieve", content=stream(server.MAX_BYTES + 1), headers=json_type),
+            413: http.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=json_type),
         }
         for status, answer in answers.items():
             assert answer.status_code == status and answer.json()["error"], answer.text

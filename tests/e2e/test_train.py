@@ -1,11 +1,11 @@
 """Training, evaluation, rollouts, export and report, as a user runs them."""
 
+import asyncio
 import hashlib
 import json
 import math
 import os
 import re
-import runpy
 import tomllib
 from pathlib import Path
 
@@ -181,16 +181,38 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
     assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
 
 
-def test_the_examples_of_the_python_page_run(quick, paw_env, tmp_path, monkeypatch):
-    load, brief = paw.load, quick | {"run.updates": 1, "eval.games": 2}
+def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
+    """Its blocks in their order, in one process and one namespace, inside a running event loop; fewer updates."""
+    brief = quick | {"run.updates": 1, "eval.games": 2}
+    load = paw.load
+
+    def brief_load(recipe, **changes):
+        own_model = "model.path" in changes  # which has no warm-up
+        return load(recipe, **changes | {key: brief[key] for key in brief if not (own_model and key[:7] == "warmup.")})
+
+    async def run_cells(cells, names):
+        for number, cell in enumerate(cells, start=1):
+            exec(compile(cell, f"docs/python.md, block {number}", "exec"), names)  # noqa: S102
+            await asyncio.sleep(0)
+            monkeypatch.setitem(CALLBACKS, "report", "builtins:object")  # the first is enough: one takes seconds
+
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paw, "load", lambda recipe, **changes: load(recipe, **{**changes, **brief}))
+    monkeypatch.setattr(paw, "load", brief_load)
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
-    examples = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "page.py").write_text("\n".join(examples))
-    names = runpy.run_path("page.py")
+    cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names = {"__name__": "__main__"}
+    asyncio.run(run_cells(cells, names))
+
     assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html" and names["report"].is_file()
-    assert names["watched"].is_file() and names["watched"].parent.name == "watched"
-    monkeypatch.setitem(CALLBACKS, "report", "builtins:object")  # takes seconds, and two were written
+    assert names["table"].index.tolist() == [0, 1] and names["table"]["policy/loss"].notna().tolist() == [False, True]
+    assert (names["result"]["games"], names["result"]["failures"]) == (32, 0)
+    assert [len(group.trajectories) for group in names["groups"]] == [2, 2]
+    episodes = lines(tmp_path / "episodes.jsonl")
+    assert len(episodes) == sum(len(t.turns) for group in names["groups"] for t in group.trajectories)
+    assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "runs" / "further" / "hf").is_dir()
+    assert names["plan"].fits and names["plan"].config.lora.rank == 32
+    assert digests(tmp_path / "model") == digests(tmp_path / "runs" / "quickstart" / "hf")
+    assert names["watched"].parent.name == "watched"
     assert paw.train(names["config"]).parent.name == "centred"
+    assert "32 games" in capfd.readouterr().out

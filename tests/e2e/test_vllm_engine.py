@@ -19,11 +19,11 @@ from paw.config import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.policy import Policy
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.engines.vllm import VllmEngine, _global_state_kept, import_vllm
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import StaleWeightsError, push_weights, sampler_mismatch
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept, import_vllm
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
 from paw.types import Sample
 
 pytestmark = [

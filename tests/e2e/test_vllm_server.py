@@ -26,14 +26,14 @@ from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
 from paw.recipe import load
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.server import Fleet, ServerEngine
-from paw.rollout.engines.servers import Servers, vllm_command
-from paw.rollout.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
-from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.sync import Weights, push_weights
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.servers import Servers, vllm_command
+from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
+from paw.rollouts.engines.vllm import VllmEngine
+from paw.rollouts.sync import Weights, push_weights
 from paw.run import open_run
-from paw.train import prepare
+from paw.trainer import prepare
 from paw.types import Reply, ToolCall
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -76,6 +76,10 @@ def make_model(folder, seed=0):
         for parameter in model.parameters() if seed else ():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=g))
     return model
+
+
+def vocabulary(folder):
+    return json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +139,7 @@ def pids(folder, port=""):
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (path / "cmdline").read_bytes().decode().split("\0")
-            if str(folder) in words and (not port or port in words) and "paw.rollout.engines.watch" not in words:
+            if str(folder) in words and (not port or port in words) and "paw.rollouts.engines.watch" not in words:
                 found.append(int(path.name))
     return found
 
@@ -179,18 +183,21 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
         assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
 
 
-def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path):
+def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
     """An update in which vLLM writes calls, its parser of the template's format reads them, and the results come back
-    through the template, to ids that stay; its log-probs are the trainer's."""
+    through the template, to ids that stay; its log-probs are the trainer's. The URLs have a password, which no file of
+    the run has."""
     (tmp_path / "adder.py").write_text(ADDER)
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
+    urls = [url.replace("://", "://me:p4ssw0rd@") for url in servers.urls]
     keys = {
-        "model.path": model, "engine.type": "server", "engine.urls": json.dumps(servers.urls), "wm.alpha": 1.0,
+        "model.path": model, "engine.type": "server", "engine.urls": json.dumps(urls), "wm.alpha": 1.0,
         "env.name": f"{tmp_path / 'adder.py'}:Adder", "env.max_turns": 4, "model.tool_parser": "hermes",
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
-        "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "float32",
+        "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "auto",
     }  # fmt: skip
+    monkeypatch.setattr("paw.model.dtype.cpu_features", frozenset)  # "auto" is float32 here, for what servers get too
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
@@ -213,12 +220,15 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         first = chat.decode(trajectory.turns[0].prompt_ids)
         assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
     assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
-    assert several and len(joined) < len(samples)
+    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
+    files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
+    assert files and not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
-    fleet = Fleet(servers.urls, files, end_ids=ends, timeout_s=60, ranks=Ranks(), entropy=True)
+    words = vocabulary(folder)
+    fleet = Fleet(servers.urls, files, end_ids=ends, vocabulary=words, timeout_s=60, ranks=Ranks(), entropy=True)
     over_http = ServerEngine(fleet, LIMIT)
     here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
     for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
@@ -256,7 +266,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, 
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
     models.append(adapted(models[0], seed=1))
-    options = {"end_ids": [257], "timeout_s": 60, "ranks": Ranks()}
+    options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 60, "ranks": Ranks()}
     merging = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options)
     whole = ServerEngine(merging, LIMIT)
     push_weights(models[0], whole, version=0)
@@ -312,7 +322,14 @@ def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
     large = LoraConfig(rank=9)
     transfers = FileTransfer(torch.float32, 60), AdapterTransfer(torch.float32, 60, None, large)
     fleet = Fleet(
-        servers.urls, transfers[0], end_ids=[], timeout_s=60, ranks=Ranks(), adapters=transfers[1], have_base=True
+        servers.urls,
+        transfers[0],
+        end_ids=[],
+        vocabulary=vocabulary(folder),
+        timeout_s=60,
+        ranks=Ranks(),
+        adapters=transfers[1],
+        have_base=True,
     )
     model = make_model(folder)
     add_adapters(model, large, seed=0)
@@ -380,7 +397,8 @@ def test_weights_reach_a_server_by_nccl(folder):
     try:
         started.wait()
         transfer = NcclTransfer(torch.bfloat16, 120, "127.0.0.1")
-        fleet = Fleet(started.urls, transfer, end_ids=[257], timeout_s=120, ranks=Ranks(), entropy=True)
+        options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 120, "ranks": Ranks()}
+        fleet = Fleet(started.urls, transfer, **options, entropy=True)
         engine, model = ServerEngine(fleet, LIMIT), make_model(folder, seed=1).to("cuda", torch.bfloat16)
         for version in range(2):
             push_weights(model, engine, version=version)

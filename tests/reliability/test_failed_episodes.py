@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paw.rollout.success import wilson
+from paw.rollouts.success import wilson
 
 GAME = """
 from paw.types import Outcome, Task

@@ -58,6 +58,7 @@ def test_collapse_is_told_once_when_the_signature_completes():
     mixed = [entry for line in history[:11] for entry in (line, {})][:-1]  # rows without the metrics do not count
     message = collapse_warning(mixed) or ""
     assert "advantage.penalty_only" in message and "\n" not in message
+    assert "penalty_only" not in (collapse_warning(mixed, in_groups=False) or "penalty_only")  # PPO has no such key
     for name, other in NO_ALARM.items():
         assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
 
@@ -66,7 +67,8 @@ def test_returns_above_the_largest_are_told_once():
     history = [{"reward/mean": value} for value in (0.5, 3.0, 4.0)]
 
     def told(n, **wm):
-        config = SimpleNamespace(wm=SimpleNamespace(**{"enabled": True, "weight": "adaptive", **wm}))
+        wm = SimpleNamespace(**{"enabled": True, "weight": "adaptive", **wm})
+        config = SimpleNamespace(wm=wm, advantage=SimpleNamespace(type="grpo"))
         log, factory = SimpleNamespace(history=history[:n]), SimpleNamespace(reward_max=1.0)
         return list(alarms(SimpleNamespace(log=log, factory=factory, config=config)))
 
@@ -115,7 +117,7 @@ def test_a_closed_terminal_tells_twice_and_stops_nothing_at_once():
 
 def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    words = [sys.executable, "-m", "paw.rollout.engines.watch", *command]
+    words = [sys.executable, "-m", "paw.rollouts.engines.watch", *command]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin and child.stdout and child.stdout.read(1)  # the server has begun
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paw import train
+from paw import trainer
 from paw.state import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
     paw_here, command, assert_same, whole, read_metrics, tmp_path, monkeypatch
 ):
     """A finished run stays as it is."""
-    run, optimize = tmp_path / "run", train.optimize
+    run, optimize = tmp_path / "run", trainer.optimize
 
     def stop_in_update_3(run, samples):
         if run.step == 2:
@@ -113,7 +113,7 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
         return optimize(run, samples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "optimize", stop_in_update_3)
+        patch.setattr(trainer, "optimize", stop_in_update_3)
         done = paw_here(*command)
     assert "SIGTERM: finishing this update, then saving (again: stop now)" in done.stderr
     assert "stopped after update 3 of" in done.stdout and "the same command with --resume goes on" in done.stdout

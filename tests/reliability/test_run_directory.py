@@ -104,14 +104,15 @@ def test_two_runs_of_one_recipe_at_the_same_moment(paw_here, paw_start, quick, q
     while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
         assert all(child.poll() is None for child in children), [child.stderr.read() for child in children]
         time.sleep(0.05)
-    for child in children:
-        child.send_signal(signal.SIGSTOP)  # at work, however long the next command takes to start
+    trainers = [child.trainer for child in children]
+    for trainer in trainers:
+        os.kill(trainer, signal.SIGSTOP)  # at work, however long the next command takes to start
     done = paw_here(*words, {"run.name": "quickstart"}, "--resume", "auto", code=2)
     pid = (tmp_path / "quickstart" / ".lock").read_text().strip()
-    assert int(pid) in [child.pid for child in children]
+    assert int(pid) in trainers
     assert done.stderr == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
-    for child in children:
-        child.send_signal(signal.SIGCONT)
+    for trainer in trainers:
+        os.kill(trainer, signal.SIGCONT)
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     for name in names:
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -16,9 +16,9 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollout.chat import shown
-from paw.rollout.episode import Episode, Model, asked, find_agent
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.chat import shown
+from paw.rollouts.episode import Episode, Model, asked, find_agent
+from paw.rollouts.scheduler import Rollouts
 from paw.types import Trajectory
 
 

@@ -14,7 +14,7 @@ from paw.envs.base import eval_tasks
 from paw.errors import UserError, progress
 from paw.model.policy import Policy
 from paw.plugins import load
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.callbacks import Progress, Report, sample_episode
 from paw.types import Outcome, Trajectory, Turn
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paw.envs.tags import TaggedStyle
 from paw.errors import UserError
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.state.export import _with_options
 
 CORPUS = [

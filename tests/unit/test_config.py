@@ -383,10 +383,24 @@ def test_a_program_hands_over_what_it_made():
         ),
         ({"policy.loss": "gspo", "policy.dual_clip": "2"}, "it needs policy.loss = 'ppo'"),
         ({"rollout.ahead": "1"}, "it needs engine.type = 'server'"),
+        (
+            {"advantage.type": "ppo", "advantage.penalty_only": "drop"},
+            "command line: unknown key 'advantage.penalty_only'; it needs advantage.type other than 'ppo'",
+        ),
     ],
 )
 def test_settings_that_would_do_nothing_or_harm(changes, message):
     assert message in problem("quickstart", changes)
+
+
+def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
+    """A recipe that sets both is refused; one that is built on another leaves the other's choice behind."""
+    path = recipe(MODEL + '[advantage]\ntype = "ppo"\npenalty_only = "drop"\n')
+    assert problem(path) == f"{path}: unknown key 'advantage.penalty_only'; it needs advantage.type other than 'ppo'"
+    path = recipe('base = ["own-environment", "ppo"]\n[env]\nname = "alfworld"\n')
+    for chosen in (load(path), load("quickstart", {"advantage.type": "ppo"})):
+        assert (chosen.advantage.type, chosen.advantage.penalty_only) == ("ppo", "keep")
+    assert load("quickstart").advantage.penalty_only == "drop"
 
 
 def test_one_server_is_a_list_of_one():

@@ -19,13 +19,13 @@ from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Completion
-from paw.rollout.marks import PROBE
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.marks import PROBE
+from paw.rollouts.scheduler import Rollouts
 from paw.run import open_run
 from paw.tools import sft
-from paw.train import prepare
+from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall
 
 RESULTS = ["<tool_response>", "</tool_response>"]
@@ -340,11 +340,13 @@ def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     for i, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0
         assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
+        ended = turn.response_ids[-1] in chat.end_ids
+        assert not sample.separator_ids or (sample.separator_ids[0] in chat.end_ids) == (not ended)
         if sample.step:  # one sequence: the target stands in the prompt, no token is added
             before = turns[i - 1]
             assert (
                 turn.prompt_ids[: len(before.prompt_ids + before.response_ids)]
                 == before.prompt_ids + before.response_ids
             )
-            assert (i in first_of) == (before.response_ids[-1] not in chat.end_ids)
-    assert len(joined) < len(samples)
+            assert i not in first_of
+    assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)

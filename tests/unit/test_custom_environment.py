@@ -149,5 +149,5 @@ def test_the_examples_of_the_page_keep_the_rules():
     for given, endless in ((Count, False), (CountFactory, True)):
         config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})
         found = check(Subject(lambda config=config: make_factory(config), config.env))
-        assert [finding.seen for finding in found if not finding.ok] == [] and len(found) == 14
+        assert [finding.seen for finding in found if not finding.ok] == [] and len(found) == 15
         assert ("'train': endless" in found[1].seen) == endless

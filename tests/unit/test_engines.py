@@ -9,10 +9,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from paw.errors import UserError
 from paw.model.policy import full_parameters
-from paw.rollout.engines.base import Completion, Request
-from paw.rollout.engines.transformers import TransformersEngine, sample, uniforms
-from paw.rollout.engines.vllm import VllmEngine
-from paw.rollout.sync import StaleWeightsError, sampler_mismatch
+from paw.rollouts.engines.base import Completion, Request
+from paw.rollouts.engines.transformers import TransformersEngine, sample, uniforms
+from paw.rollouts.engines.vllm import VllmEngine
+from paw.rollouts.sync import StaleWeightsError, sampler_mismatch
 
 VOCAB, END = 61, 3
 

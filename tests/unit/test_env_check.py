@@ -2,20 +2,28 @@
 
 import json
 import math
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from paw import cli
 from paw.config import EnvConfig
+from paw.envs.conversation import Conversation
 from paw.envs.load import OwnFactory
 from paw.errors import UserError
 from paw.plugins import import_file
+from paw.tools.env_calls import valid_call
 from paw.tools.env_check import RULES, check
 from paw.tools.env_replay import Subject
-from paw.types import Task
+from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 Guess = import_file(str(EXAMPLE), "").Guess
@@ -74,6 +82,13 @@ class Shared(Guess):
         return replace(super().step(response), observation=f"Guess {count(Shared)}.")
 
 
+ADD = {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}
+
+
+def called(response) -> bool:
+    return bool(getattr(response, "calls", []))
+
+
 FAULTS = {
     "members": (broken(reward_max="ten"), "reward_max = 'ten'; for what it must be see EnvFactory in paw/"),
     "tasks": (tasks(lambda split, i: f"{next(COUNTER)}"), "asked again: "),
@@ -94,6 +109,10 @@ FAULTS = {
         broken(admissible_actions=lambda self: ["seven"]),
         "'seven', of oracle() or format_action(),",
     ),
+    "tools": (
+        broken(tools=[ADD], step=lambda self, response: Guess.step(self, response) if not called(response) else 1 / 0),
+        'the call add({"n": ',
+    ),
     "closes": (broken(close=lambda self: delattr(self, "secret")), "raised AttributeError"),
 }
 OTHERS = [
@@ -104,6 +123,7 @@ OTHERS = [
     ("outcomes", on_step(lambda self, o: replace(o, observation=None)), "Outcome.observation is None; it must be text"),
     ("outcomes", broken(context=lambda self: ""), "context() is empty"),
     ("task ids", tasks(lambda split, i: f"{split}/{i % 5}"), "two tasks of 'valid_unseen'"),
+    ("task ids", listed(lambda split, seed: [Task(f"{split}/1", "All", 1)]), "'All', which reports call all kinds tog"),
     ("task ids", tasks(lambda split, i: f"{split != 'train'}/{i}"), "in 'valid_unseen' and in the warm-up; keep"),
     ("rewards", on_step(lambda self, o: replace(o, won=True)), "won and not done"),
 ]
@@ -121,7 +141,9 @@ def test_each_rule_can_fail(rule, given, seen):
 def test_the_example_keeps_them(capsys):
     assert cli.main(["env", "check", f"{EXAMPLE}:Guess"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("ok    members                  guess\nok    tasks                    'train': 90, 'valid")
+    lines = re.sub(r"\d+\.\d s", "0.0 s", out)  # each with its seconds
+    start = "ok      0.0 s  members                  guess\nok      0.0 s  tasks                    'train': 90, 'valid"
+    assert lines.startswith(start) and "tools                    none offered: no call was tried\n" in lines
     assert f"\nall {len(RULES)} rules hold; " in out and out.endswith(" steps/s\n")
 
 
@@ -134,6 +156,7 @@ def test_what_is_built_in_keeps_them(words, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["env"] == words.split()[0] and found["steps_per_second"] > 100
     assert [rule["rule"] for rule in found["rules"]] == list(FAULTS)  # none is left out
+    assert all(rule["seconds"] >= 0 for rule in found["rules"]) and not found["stopped"]
 
 
 def test_a_broken_one_is_reported(tmp_path, capsys):
@@ -141,7 +164,154 @@ def test_a_broken_one_is_reported(tmp_path, capsys):
     path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("    tasks =", "    reward_max = 0.5\n    tasks ="))
     assert cli.main(["env", "check", f"{path}:Guess"]) == 1
     out = capsys.readouterr().out
-    assert "\nFAIL  rewards                  the rewards of an episode sum to 1" in out
+    assert re.search(r"\nFAIL +\d+\.\d s  rewards                  the rewards of an episode sum to 1", out)
     assert f"\n1 of {len(RULES)} rules failed; " in out
     assert cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0  # nobody wins
     assert json.loads(capsys.readouterr().out)["ok"]
+
+
+NUMBERS = {"type": "array", "items": {"type": "number", "multipleOf": 0.5, "exclusiveMinimum": 2, "maximum": 3}}
+TREE = {"leaf": {"type": "boolean"}, "more": {"$ref": "#/$defs/tree"}}
+SCHEMAS = {
+    "nothing": {},
+    "texts": {
+        "properties": {
+            "a": {"type": "string", "minLength": 30},
+            "b": {"enum": ["x", "y"]},
+            "c": {"type": ["null", "string"], "format": "date"},
+            "d": {"pattern": "^[0-9]+$"},
+        },
+        "required": ["a", "b", "c", "d"],
+        "additionalProperties": False,
+    },
+    "numbers": {
+        "properties": {
+            "n": {"type": "integer", "minimum": -5, "maximum": -3},
+            "m": {"type": "integer", "exclusiveMaximum": 10, "multipleOf": 7},
+            "l": {**NUMBERS, "minItems": 3},
+        },
+        "required": ["n", "m", "l"],
+    },
+    "choices": {"properties": {"o": {"anyOf": [{"type": "null"}, {"const": 3}]}}, "required": ["o"]},
+    "parts": {
+        "$defs": {
+            "tree": {
+                "properties": {"leaf": {"type": "boolean"}, "more": {"$ref": "#/$defs/tree"}},
+                "required": ["leaf"],
+            }
+        },
+        "allOf": [{"properties": {"t": {"$ref": "#/$defs/tree"}}}, {"required": ["t"]}],
+    },
+    "wide": {
+        "$defs": {
+            "x": {
+                "type": "object",
+                "properties": {k: {"$ref": "#/$defs/x"} for k in "abcdefghij"},
+                "required": [*"abcdefghij"],
+            }
+        },
+        "$ref": "#/$defs/x",
+    },
+    "huge": {"properties": {"n": {"type": "number", "minimum": 1e308, "multipleOf": 1e-300}}, "required": ["n"]},
+    "secret": {"properties": {"key": {"pattern": "^sesame-[0-9]{9}$"}}, "required": ["key"]},
+}
+
+NONE = ("wide", "huge", "secret")
+
+
+def tool_named(name):
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}}
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name not in NONE])
+def test_calls_are_made_from_schemas(name):
+    made = [valid_call(tool_named(name), number) for number in range(10)]
+    assert all(call is not None and call.name == name for call in made)
+    for call in made:
+        jsonschema.validate(call.arguments, SCHEMAS[name])
+    assert made == [valid_call(tool_named(name), number) for number in range(10)]
+
+
+def test_no_call_is_made_where_no_arguments_are_found():
+    """One has no end, of the others no text and no number fits."""
+    assert [valid_call(tool_named(name), 0) for name in NONE] == [None] * 3
+
+
+class Shelf(Conversation):
+    """Two things are put on a shelf. Some tools cannot be called."""
+
+    tasks = [Task(str(n)) for n in range(20)]
+    tools = [
+        {"name": "put", "inputSchema": {"properties": {"thing": {"enum": ["cup", "jug"]}}, "required": ["thing"]}},
+        {"name": "unlock", "inputSchema": SCHEMAS["secret"]},
+        {"name": "look", "description": "?"},
+    ]
+    calls: list[str] = []
+
+    def begin(self, task):
+        self.things = []
+        return [{"role": "user", "content": "Put."}]
+
+    def call(self, call):
+        Shelf.calls.append(str(call))
+        self.things += call.arguments.get("thing", "").split()
+        done = len(self.things) == 2
+        return Outcome(f"{self.things}", float(done), done=done, won=done, valid=call.name == "put")
+
+    def say(self, text):
+        return Outcome("Put.", 0.0, done=False, won=False, action=text)
+
+
+def test_tools_are_called_and_those_that_are_not_are_named():
+    env = EnvConfig(name="x.py:X", max_turns=8)
+    found = {finding.rule: finding for finding in check(Subject(lambda: OwnFactory(Shelf, env, "env"), env))}
+    assert all(finding.ok for finding in found.values()), found
+    assert found["tools"].seen == (
+        "2 of 3 called, 1 of the calls valid; not called: unlock (no arguments were found that fit the schema)"
+    )
+    assert {"put" in call for call in Shelf.calls} == {True, False}
+    assert found["rewards"].seen == "returns up to 1 of 1"  # calls win, in the episodes of all rules
+
+
+SLOW = """
+import time
+from paw.types import Outcome, Task
+
+class Slow:
+    tasks = [Task(str(n)) for n in range(20)]
+    resets = 0
+
+    def reset(self, task):
+        Slow.resets += 1
+        if Slow.resets == 6:
+            time.sleep(60)
+        return "begin"
+
+    def context(self):
+        return "go on"
+
+    def step(self, response):
+        return Outcome("end", 0.0, done=True, won=False, valid=bool(response.strip()))
+"""
+
+
+@pytest.mark.parametrize("json_out", [False, True])
+def test_ctrl_c_prints_what_was_found_and_what_takes_long_says_so(json_out, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["env", "check", "slow.py:Slow", *["--json"] * json_out]
+    code = f"import paw.cli, paw.tools.env_check as c; c.TELL_S = 0.05; paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=tmp_path, **pipes) as child:
+        waiting = r"paw env check: deterministic: 2 episodes begun, 1 turns, \d+ s\n"
+        assert any(re.fullmatch(waiting, line) for line in child.stderr)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and "Traceback" not in err
+    if json_out:
+        found = json.loads(out)
+        assert found["stopped"] and not found["ok"] and len(found["rules"]) == 4
+    else:
+        lines = out.splitlines()
+        assert [line.split()[0] for line in lines[:4]] == ["ok"] * 4
+        assert lines[4:] == [f"stopped: 0 of 4 rules failed, {len(RULES) - 4} not checked"]

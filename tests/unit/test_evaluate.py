@@ -3,7 +3,7 @@
 import pytest
 
 from paw.config import EndpointConfig
-from paw.rollout.success import kinds, success_metrics, wilson
+from paw.rollouts.success import kinds, success_metrics, wilson
 from paw.tools.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 

@@ -6,8 +6,8 @@ from toyworld import Scripted, make_chat
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
 from paw.tools.played import load_played
@@ -92,6 +92,16 @@ def test_an_episode_is_a_conversation(tmp_path):
         assert outcome.done and outcome.won == (outcome.observation == "right") == (outcome.reward == 1.0)
         returns.add(outcome.reward)
     assert returns == {0.0, 1.0}
+
+
+def test_it_plays_in_a_process(tmp_path):
+    config = load(tmp_path, "paw/Door-v0", processes="1")
+    factory = make_factory(config)
+    environment = Guarded(factory.make(), config.env)
+    assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) and environment.admissible_actions() == ["push", "pull"]
+    assert not environment.step("5").valid and environment.step("pull").valid
+    with pytest.raises(UserError, match="it cannot be made: NameNotFound"):
+        make_factory(load(tmp_path, "paw/Lettre-v0", processes="1"))
 
 
 def test_one_that_hangs_costs_its_episode(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -139,27 +138,6 @@ def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path)
         count += 1
     assert count == 3893
     assert all(kinds.values())
-
-
-def test_speed():
-    """20,000 steps per CPU second, best of three, reading the admissible commands and the win flag after every one."""
-    played, rng = [], random.Random(0)
-    for seed in range(20):
-        household, commands = Household(*games("train", 0, 1, seed=seed)), []
-        for _ in range(50):
-            commands.append(oracle(household) if rng.random() < 0.3 else rng.choice(household.admissible))
-            household.step(commands[-1])
-        played.append((household, commands))
-    best = 0.0
-    for _ in range(3):
-        start = time.process_time()
-        for household, commands in played:
-            household.reset()
-            for command in commands:
-                household.step(command)
-                assert household.admissible and household.won is not None
-        best = max(best, 1000 / (time.process_time() - start))
-    assert best >= 20_000, f"{best:.0f} steps/s"
 
 
 def test_a_damaged_file_is_one_clear_line(tmp_path):

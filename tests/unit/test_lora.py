@@ -13,10 +13,10 @@ from paw.errors import UserError
 from paw.model.lora import adapters_off, add_adapters, check_targets
 from paw.model.policy import DTYPES, Policy, full_parameters
 from paw.recipe import dump
-from paw.rollout.engines.base import Request
-from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.sync import push_weights, sampler_mismatch
-from paw.train import train
+from paw.rollouts.engines.base import Request
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.sync import push_weights, sampler_mismatch
+from paw.trainer import train
 
 pytest.importorskip("peft")
 CONFIG = LoraConfig(rank=4, alpha=6.0)

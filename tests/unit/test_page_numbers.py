@@ -123,6 +123,12 @@ def readme() -> Iterator[str]:
     yield f"and {time:.2f} and {memory:.2f} times in float32"
     numbers = (*ratios["bfloat16", "TRL"], *ratios["float32", "TRL"])
     yield "it is {:.2f} and {:.2f} times in bfloat16, {:.2f} and {:.2f} in float32".format(*numbers)
+    rows, tokens, time = profiled("profile_cpu")
+    yield f"GRPO + PaW trains on {tokens} tokens in an update, and a step, its rollout included, takes {time} of GRPO's"
+    about = [rows[0][key] for key in ("turns", "device", "torch", "paw")]
+    yield "({:,.0f} turns; {}, torch {}, PaW {}, ".format(*about) + f"{rows[-1]['repeat']} repeats; "
+    _, tokens, time = profiled("profile_cpu_synthetic")
+    yield f"At ALFWorld's sizes it is {tokens} tokens and, without the rollout, {time} of the time"
     over = read("rollout_cpu", envs="16", env_ms="0.0")
     for model in {row["model"] for row in over}:
         steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
@@ -407,6 +413,16 @@ def retriever() -> Iterator[str]:
         yield f"| {label} | {' | '.join(f'{wall} ({cpu})' for wall, cpu in cells('process', batch))} |"
     rates = [one(read("retriever_cpu"), "a_second", retriever=name, case="http") for name in ("bm25", "dense")]
     yield f"| queries/s over HTTP, 16 clients | {rates[0]:.0f} | {rates[1]:.0f} |"
+
+
+def profiled(name: str) -> tuple[Rows, str, str]:
+    """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a step)."""
+    rows = [{k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])} for row in read(name)]
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    grpo, paw = (pick(rows, variant, ["update"], "tokens")[0] for variant in variants)
+    point, low, high = overhead(*(pick(rows, variant, phases, "seconds") for variant in variants))
+    return rows, f"{100 * paw / grpo - 100:+.1f} %", f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def profile() -> Iterator[str]:

@@ -293,6 +293,46 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     assert found["settings"]["optim.name"] == "adamw" and found["settings"]["lora.rank"] == 0
 
 
+def planned(capsys, *words, code=0):
+    """What `paw plan ... --json` prints for Qwen3-4B on a card of 24 GB."""
+    assert cli.main(["plan", "--model", "Qwen/Qwen3-4B", "--gpus", "1x24GB", "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_share_of_the_card_between_the_steps_is_found(capsys):
+    """With adapters 0.50 of it holds too few sequences, and 0.55 leaves the trainer too little room."""
+    for share in ("0.50", "0.55"):
+        planned(capsys, "--lora.rank", "32", "--engine.gpu_memory_utilization", share, code=1)
+    found = planned(capsys, "--lora.rank", "32")
+    assert found["fits"] and 0.50 < found["settings"]["engine.gpu_memory_utilization"] < 0.55
+    assert found["settings"]["policy.kl_coef"] == 0.01  # nothing else about the learning was changed
+
+
+def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
+    tried = planned(capsys, "--optim.name", "adamw")  # which is what adapters are trained with
+    assert tried["fits"] and (tried["settings"]["lora.rank"], tried["settings"]["policy.kl_coef"]) == (32, 0.01)
+    small_host = planned(capsys, "--host-gib", "16")  # what the fallbacks before offload does not fit there
+    assert small_host["fits"] and small_host["settings"]["lora.rank"] == 32
+
+    pinned = ["--optim.name", "flash-adamw", "--optim.offload", "false"]  # no adapters with that optimizer
+    refused = planned(capsys, *pinned, code=1)
+    assert not refused["fits"] and "--lora.rank 32" in refused["adapters"]
+    offered = refused["adapters"].split()
+    assert planned(capsys, *offered)["fits"]
+    assert cli.main(["plan", "--model", "Qwen/Qwen3-4B", "--gpus", "1x24GB", *pinned]) == 1
+    assert f"with adapters it would fit: {refused['adapters']}" in capsys.readouterr().out
+    assert planned(capsys, *pinned, "--lora.rank", "0", code=1)["adapters"] == ""  # not wanted
+
+
+def test_the_plan_names_the_workload_that_it_assumes(capsys):
+    words = ["--gpus", "1x80GB", "--rollout.tasks", "4", "--rollout.max_prompt_tokens", "4096"]
+    for what, origin in ((["quickstart", "--model", NAME], "quickstart"), (["--model", NAME], "alfworld-gigpo-paw")):
+        cli.main(["plan", *what, *words])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("workload of ")]
+        assert f"workload of {origin}" in line and ("another: paw plan RECIPE" in line) == (what[0] == "--model")
+        assert "4 tasks x " in line and "prompts of 4,096 tokens at most" in line and "KV cache of 8 sequences" in line
+
+
 def test_a_refusal_names_numbers_and_settings_that_pass():
     config, shape = changed(load("alfworld-gigpo-paw"), {"model.path": NAME}), shape_of(NAME)
     with pytest.raises(UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0") as refusal:

@@ -18,16 +18,16 @@ from paw import cli
 from paw.errors import UserError
 from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import dump, validate
-from paw.rollout.chat import Chat
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
 from paw.run import open_run
 from paw.tools import quickstart, shapes
 from paw.tools.plan import Play
 from paw.tools.played import load_played
 from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
-from paw.train import prepare, update
+from paw.trainer import prepare, update
 
 
 @pytest.fixture(scope="module")

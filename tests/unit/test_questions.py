@@ -12,7 +12,7 @@ from paw.envs import make_factory, questions
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
-from paw.rollout.guard import make_threads
+from paw.rollouts.guard import make_threads
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} #### {n + n}", "level": n % 2} for n in range(30)]
 OWN = """
@@ -60,6 +60,18 @@ def refused(data, **keys) -> str:
         factory(data, **keys)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_a_kind_that_means_all_of_them_is_refused_and_a_split_of_that_name_is_none(tmp_path):
+    rows = [{**row, "level": "All" if i == 4 else "easy"} for i, row in enumerate(ROWS)]
+    said = refused(write(tmp_path / "levels.jsonl", rows), kind="level")
+    problem = "train, row 5: 'level' is 'All', which reports call all kinds together; rename it there, or name another"
+    assert f"{problem} column with env.kind" in said
+    import datasets
+
+    datasets.DatasetDict({"all": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "set")
+    made = factory(tmp_path / "set", train_split="all")
+    assert {task.kind for task in train_tasks(made, 0, 20, 0)} == {"task"}
 
 
 def test_a_set_is_the_same_from_any_file_and_a_tenth_is_held_out(tmp_path):

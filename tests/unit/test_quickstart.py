@@ -1,6 +1,9 @@
 """The quickstart model: a tokenizer that loses nothing, a folder that loads anywhere, a warm-up that is cached."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import islice
 
 import pytest
@@ -12,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
 from paw.envs.settings import AlfworldConfig
-from paw.rollout.chat import Chat
-from paw.tools import quickstart
+from paw.rollouts.chat import Chat
+from paw.tools import quickstart, warmup
 from paw.tools.warmup import Muon, demonstrations, ensure_warm_model
 
 SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END]
@@ -116,6 +119,26 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     loss, loss_at_start = (json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start))
     assert loss < 0.6 * loss_at_start
     assert len(AutoTokenizer.from_pretrained(folder)) == AutoModelForCausalLM.from_pretrained(folder).vocab_size
+
+
+def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
+    """Of the command, before torch is imported, which this child cannot; of the warm-up, before a game is played."""
+    words = ["train", "quickstart", "--run.dir", str(tmp_path), "--gpus", "2"]
+    code = f"import sys; sys.modules['torch'] = None; import paw.cli; paw.cli.main({words})"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PAW_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "import of torch halted" in done.stderr
+    assert done.stdout.startswith("warm-up: loading PyTorch; ") and done.stdout.count("\n") == 1
+
+    class Unplayable:
+        def __getattr__(self, name):
+            raise LookupError("played")
+
+    said = []
+    config = Config(model=ModelConfig(path="quickstart"), env=ENV)
+    with pytest.raises(LookupError, match="played"):
+        warmup._warm_up(config, Unplayable(), said.append, tmp_path)
+    assert said == ["warm-up: 12,000 turns of expert play, whose words are the vocabulary"]
 
 
 def test_muon_is_torchs_in_float32(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from paw import cli
 from paw.errors import UserError
-from paw.rollout.success import wilson
+from paw.rollouts.success import wilson
 from paw.tools.report import SECTIONS, write_report
 
 KINDS = ["pick", "look", "clean"]

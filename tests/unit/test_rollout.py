@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -16,9 +17,9 @@ from paw.algo.samples import sequences, to_samples
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks
 from paw.model.parallel import DistributedRanks
-from paw.rollout.engines.base import Request
-from paw.rollout.episode import derive_seed, plain
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.engines.base import Request
+from paw.rollouts.episode import derive_seed, plain
+from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Task
 
 CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
@@ -465,19 +466,20 @@ class Talk(Game):
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
-    """Turns whose answer ended share a sequence, in which the observations stand already; none is encoded again."""
-    chat, ended = make_chat(), 0
-    groups, stats = play(scripted(model, playing(Talk)))
-    assert stats.failures == []
+    """Its turns share a sequence, in which the observations stand already; none is encoded again. After an answer that
+    was cut at rollout.max_response_tokens comes its end token."""
+    chat, counts = make_chat(), Counter()
+    (end,) = chat.response_ids("")
+    played = [play(scripted(model, playing(Talk), config=changed(rollout={"max_response_tokens": n}))) for n in (3, 1)]
+    assert [stats.failures for _, stats in played] == [[], []]
+    groups = played[0][0] + played[1][0]
     for before, after in (pair for episode in episodes_of(groups) for pair in itertools.pairwise(episode.turns)):
-        if before.response_ids[-1] in chat.end_ids:
-            user = chat.observation_ids(before.outcome.observation, 99)
-            said = before.prompt_ids + before.response_ids + chat.separator_ids + user
-            assert after.prompt_ids == said + chat.reply_ids
-            ended += 1
-        else:  # cut at max_tokens: the template's own end of turn is put after the text
-            assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
-    assert ended > 4
+        cut = before.response_ids[-1] not in chat.end_ids
+        user = chat.observation_ids(before.outcome.observation, 99)
+        said = before.prompt_ids + before.response_ids + [end] * cut + chat.separator_ids + user
+        assert after.prompt_ids == said + chat.reply_ids
+        counts[cut] += 1
+    assert counts[True] > 4 and counts[False] > 4
     samples = to_samples(
         groups,
         separator_ids=chat.separator_ids,
@@ -486,7 +488,7 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
     )
     for sample in samples:
         sample.wm_weight = 1.0
-    assert len(sequences(samples, with_observation=True)) == len(samples) - ended
+    assert len(sequences(samples, with_observation=True)) == len(episodes_of(groups)) == 24
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from paw.envs.search.embedding import PACKAGES, Embedding
 from paw.errors import UserError
 from paw.model.policy import Policy
 from paw.recipe import validate
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.tools import rwml
 from paw.types import Task
 

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import VOCAB, Objective, dense, fill, make_row, packed, relative, tiny_policy
+from joint import VOCAB, Objective, dense, fill, make_lm, make_row, packed, relative, tiny_policy
 
+from paw.algo import loss as losses
 from paw.algo.loss import log_probs
 from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
+from paw.model.policy import Policy
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-SEPARATOR, REPLY = [7, 8], [9, 6]
+END, SEPARATOR, REPLY = [5], [7, 8], [9, 6]
 CPU = torch.device("cpu")
 
 
@@ -75,9 +77,10 @@ def test_collate_as_documented():
     assert batch.observation.tolist() == [False, False, True, True, False, False]
 
 
-def conversation(*, turns=5, seed=0, mangled=()):
+def conversation(*, turns=5, seed=0, mangled=(), cut=()):
     """Three groups of two trajectories, each a conversation: the next prompt is this one, the response, the observation
-    as a user's message, and the template's way to the next response. `mangled` turns see another text than they return.
+    as a user's message, and the template's way to the next response. `mangled` turns see another text than they return;
+    responses of `cut` turns have no end token, which stands before the user's message.
     """
     rng, groups = random.Random(seed), []
 
@@ -92,11 +95,12 @@ def conversation(*, turns=5, seed=0, mangled=()):
                 response, observation = ids(rng.randint(1, 4)), ids(5) if t < turns - 1 else []
                 reward = 10.0 * (t == turns - 1 and member == 0)
                 turn = make_turn(t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1)
-                played.append(
-                    replace(turn, prompt_ids=prompt, response_ids=response, sampled_logp=[-1.0] * len(response))
-                )
+                turn = replace(turn, prompt_ids=prompt, response_ids=response, sampled_logp=[-1.0] * len(response))
+                end = END if t in cut else []
+                turn.separator_ids = END + SEPARATOR if t in cut else None
+                played.append(turn)
                 shown = ids(5) if t in mangled else observation
-                prompt = prompt + response + SEPARATOR + shown + REPLY
+                prompt = prompt + response + end + SEPARATOR + shown + REPLY
             group.trajectories.append(Trajectory(group.task, member, played))
         groups.append(group)
     return groups
@@ -148,6 +152,39 @@ def test_a_target_that_is_not_in_the_next_prompt_is_appended():
     loss, gradient = packed(policy, samples, objective, update_samples=30)
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
     assert loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
+
+
+OBJECTIVES = {
+    "ppo": Objective(kl_coef=0.1, entropy_coef=0.01, rho=0.05),
+    "gspo": Objective(policy="gspo", norm="sample", wm="ce"),
+}
+
+
+@pytest.mark.parametrize("of", OBJECTIVES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
+    """Cut answers share their sequence with what follows; loss and gradient are those of each row alone, and those of
+    full logits in float64. Only response tokens count as such."""
+    policy, objective = Policy(make_lm(), dtype=dtype), OBJECTIVES[of]
+    samples = prepared(policy, conversation(cut={0, 1, 3}), wm=True)
+    alone = [replace(sample, continues=False) for sample in samples]
+    assert len(sequences(samples, with_observation=True)) == 6 and len(sequences(alone, with_observation=True)) == 30
+    assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
+    expected, exact, *_ = dense(policy, samples, objective, update_samples=30)
+    one, many = (packed(policy, s, objective, update_samples=30) for s in (samples, alone))
+    error, usual = (relative(gradient, exact) for _, gradient in (one, many))
+    if dtype == "float32":
+        assert error < 1e-5 and one[0] == pytest.approx(expected, rel=1e-5)
+    else:
+        assert error < 2 * usual + 1e-4 and one[0] == pytest.approx(expected, abs=2 * abs(many[0] - expected) + 1e-3)
+
+    (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
+    out, tokens = objective.forward(policy, batch, samples, 30)
+    sums = dict(zip(losses.SUMS, losses.tally(out, tokens, *objective.terms), strict=True))
+    assert sums["actions"] == sum(len(sample.response_ids) for sample in samples)
+    assert sums["observations"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
+    scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
+    assert [len(logp) for logp, _ in scored.values()] == [len(sample.response_ids) for sample in samples]
 
 
 def test_minibatches_keep_sequences_together_and_ranks_share_them():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from paw.algo.loss import log_probs
 from paw.errors import UserError
 from paw.recipe import load
-from paw.rollout.chat import Chat
+from paw.rollouts.chat import Chat
 from paw.types import Outcome, Sample, Turn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -14,8 +14,8 @@ from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import NextStateConfig, ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.rwml import cut
 from paw.types import Reply, Task, ToolCall
 
@@ -182,7 +182,7 @@ def test_no_tau2_or_another(path, tmp_path, monkeypatch):
 def test_it_keeps_the_rules(capsys):
     assert cli.main(["env", "check", "tau2", "--env.max_turns", "6"]) == 0
     out = capsys.readouterr().out
-    assert "'train': 8, 'test': 4\n" in out and "all 14 rules hold" in out
+    assert "'train': 8, 'test': 4\n" in out and "all 15 rules hold" in out
 
 
 def script(prompt):

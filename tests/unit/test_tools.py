@@ -11,9 +11,9 @@ from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.envs.tools import checked_tools
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollout.episode import Episode
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
+from paw.rollouts.episode import Episode
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Reply, Task, ToolCall, Trajectory
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

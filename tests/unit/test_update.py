@@ -18,13 +18,13 @@ from paw.config import Config
 from paw.envs.base import train_tasks
 from paw.model.policy import load_policy, load_tokenizer
 from paw.recipe import validate
-from paw.rollout.chat import Chat
-from paw.rollout.engines.transformers import TransformersEngine
-from paw.rollout.scheduler import Rollouts
-from paw.rollout.sync import StaleWeightsError, push_weights
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import StaleWeightsError, push_weights
 from paw.run import open_run
 from paw.tools import quickstart
-from paw.train import optimize, prepare, update
+from paw.trainer import optimize, prepare, update
 from paw.types import Sample
 from paw_kernels import token_loss, token_stats
 

@@ -1,7 +1,10 @@
 """Environments written with verifiers (`verifiers_packages`), played by the real package."""
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,9 +21,9 @@ from paw.envs.inverted import InvertedEnv
 from paw.errors import EnvironmentFailure, UserError
 from paw.plugins import CALLBACKS, give
 from paw.recipe import load
-from paw.rollout.guard import Guarded
-from paw.rollout.scheduler import Rollouts
-from paw.train import train
+from paw.rollouts.guard import Guarded
+from paw.rollouts.scheduler import Rollouts
+from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'")
@@ -231,8 +234,36 @@ def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
         make_factory(config_of("sums"))
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_tool_servers_too():
+    def servers() -> set[str]:
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                if b"library" in words and str(PACKAGES).encode() in (process / "environ").read_bytes():
+                    found.add(process.name)
+        return found
+
+    words = ["env", "check", "verifiers", "--env.id", "library", "--env.eval_split", "test", "--env.max_turns", "2"]
+    code = f"import paw.cli, paw.tools.env_check as c; c.TELL_S = 0.05; paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, sys.path)])}
+    before = servers()
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) as child:
+        own = {str(child.pid)}
+        assert any("outcomes: 1 episodes begun" in line for line in child.stderr)
+        started = servers() - before - own
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=60)
+    assert child.returncode == 130 and started
+    deadline = time.monotonic() + 20
+    while servers() & started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not servers() & started
+
+
 def test_it_keeps_the_rules(capsys):
     words = ["env", "check", "verifiers", "--env.id", "guess", "--env.tasks", "40", "--env.max_turns", "3"]
     assert cli.main(words) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "'train': 36, 'eval': 4\n" in out and "all 14 rules hold" in out
+    assert "'train': 36, 'eval': 4\n" in out and "all 15 rules hold" in out

@@ -12,9 +12,9 @@ from paw.config import WarmupConfig
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.base import admissible_responses, warmup_tasks
 from paw.envs.settings import AlfworldConfig
-from paw.rollout.chat import Chat
-from paw.rollout.engines.base import Completion
-from paw.rollout.engines.transformers import TransformersEngine
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.engines.transformers import TransformersEngine
 from paw.tools import quickstart
 
 ENV = AlfworldConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)

@@ -14,7 +14,7 @@ from paw.envs.search.prompt import SEARCH, SYSTEM, Action, ChatStyle, CompactSty
 from paw.envs.search.retrieval import Hit, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
-from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
+from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe, masked
 from paw.types import Outcome, Reply, Task, ToolCall
 
 Search = Callable[[Question, str], list[Hit]]
@@ -95,7 +95,7 @@ class SearchFactory(EnvFactory):
         """Hash of the questions (of generated ones with their documents), and what searches."""
         config = self.config
         corpus = f" {config.corpus.name}" if config.corpus else ""
-        engine = f"{config.retriever}{corpus} top {config.topk}"
+        engine = f"{masked(config.retriever)}{corpus} top {config.topk}"
         if self._worlds:
             return f"generated {config.entities} {world.digest(self._worlds)}, {engine}"
         assert config.data is not None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paw.config import Config
-from paw.errors import UserError, nearest, to_stderr
+from paw.errors import UserError, masked, nearest, to_stderr
 from paw.files import writing
 from paw.keys import flatten
 from paw.recipe import load
@@ -160,8 +160,8 @@ def plan(
 
 def difference(path: Path, now: Config) -> str:
     """The first key in which two configurations would learn differently, and both values."""
-    wanted = flatten(now)
-    for key, value in flatten(load(path)).items():
+    wanted = masked(flatten(now))
+    for key, value in masked(flatten(load(path))).items():
         if key not in IGNORED and value != wanted.get(key):
             return f"{key} = {value!r}, not {wanted.get(key)!r}"
     return ""

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
-from paw.envs.checked import problem
-from paw.envs.http import KEEP_S, BadAnswer, Loop, bounded, import_httpx
+from paw.envs.checked import FIRST_ERROR, problem
+from paw.envs.http import BadAnswer, BlockingHttpClient
 from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
@@ -32,8 +32,11 @@ class Item(BaseModel):
         return {**inner, "score": item.get("score", 0.0)} if isinstance(inner, dict) else item
 
 
+Items = Annotated[list[Item], FIRST_ERROR]
+
+
 class Answer(BaseModel):
-    result: list[list[Item]]
+    result: Annotated[list[Items], FIRST_ERROR]
 
 
 class RemoteRetriever:
@@ -44,14 +47,9 @@ class RemoteRetriever:
     """
 
     def __init__(self, url: str, *, timeout_s: float):
-        httpx = import_httpx(f"env.retriever = '{url}'")
-        self._httpx = httpx
         self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._timeout_s, self._tries = timeout_s, TRIES
-        # As many connections as callers, and no proxy: an address of the cluster is not to be asked of one.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S)
-        self._loop = Loop()
-        self._client = bounded(httpx.AsyncClient)(timeout=timeout_s, limits=limits, trust_env=False)
+        self._client = BlockingHttpClient(f"env.retriever = '{url}'", timeout_s=timeout_s)
         self.search(["retriever"], 1)
         self._tries = PATIENT_TRIES
 
@@ -75,8 +73,8 @@ class RemoteRetriever:
         for tried in range(self._tries):
             time.sleep(PAUSE_S * min(60, 2 ** (tried - 1)) if tried else 0)
             try:
-                answer = self._loop.run(self._client.post(self._url, json=request), self._timeout_s)
-            except (TimeoutError, self._httpx.TimeoutException):
+                answer = self._client.ask("POST", self._url, request)
+            except TimeoutError:
                 reason = f"no answer within env.timeout_s = {self._timeout_s:g}"
                 break
             except BadAnswer as error:
@@ -85,9 +83,9 @@ class RemoteRetriever:
             except Exception as error:  # no connection, a broken one, no address at all
                 reason = clean(error) or type(error).__name__
                 continue
-            if answer.status_code == 200:
+            if answer.status == 200:
                 return answer.text
-            reason = f"status {answer.status_code}: {clean(answer.text, 200)}"
-            if answer.status_code < 500 or (answer.status_code not in AWAY and tried + 1 >= TRIES):
+            reason = f"status {answer.status}: {clean(answer.text, 200)}"
+            if answer.status < 500 or (answer.status not in AWAY and tried + 1 >= TRIES):
                 break
         raise UserError(f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")

@@ -1,0 +1,301 @@
+"""One process of env.processes: what the trainer says to it and hears from it, and how it ends.
+
+It is told what to do in pickles, for a task's payload may be any object of Python. What it says is plain data: one JSON
+object a line, checked here. It runs `paw.rollouts.env_process`.
+"""
+
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from paw.envs.checked import Strict, checked
+from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
+from paw.types import Outcome, Reply, ToolCall
+
+WORKER = "paw.rollouts.env_process"
+"""The module that a worker runs. Its guard is above this package, so nothing of it is imported here."""
+START_TIMEOUT_S = 300.0
+"""Seconds for a worker to start, import the environment and load its data."""
+CLOSE_S = 3.0
+"""Seconds for workers to close their environments."""
+TICK_S = 0.2
+MAX_ANSWER_BYTES = 1 << 26
+NOT_SENT = (
+    "env.processes: what {method}() takes cannot be sent to a process ({why}): make the payload of tasks plain data or "
+    "objects of classes that can be imported, or set env.processes = 0"
+)
+AT_ONCE = 64
+"""Calls at once of environments that block, in all workers together."""
+
+
+class Spoken(Strict):
+    """A `Reply` of an oracle, as JSON."""
+
+    text: str
+    content: str
+    calls: list[ToolCall]
+    problem: str
+
+    def reply(self) -> Reply:
+        return Reply(self.text, self.content, self.calls, self.problem)
+
+
+class Failure(Strict):
+    """What an environment raised."""
+
+    kind: str
+    """Name of the exception."""
+    message: str
+    ends_run: bool = False
+    """Whether it is a UserError."""
+    no_oracle: bool = False
+    """Whether it is a NoOracleError."""
+
+
+class Answer(Strict):
+    """What a worker says to the call `key`; which fields are set depends on the method. The first, key 0, says that the
+    worker has started."""
+
+    key: int
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """A conversation, in place of a text."""
+    spoken: Spoken | None = None
+    actions: list[str] | None = None
+    outcome: Outcome | None = None
+    tools: list[dict[str, Any]] | None = None
+    task: str | None = None
+    """The task in words, of an environment that says it."""
+    demonstrates: bool = True
+    """Whether the environments have an oracle."""
+    blocks: bool = False
+    """Whether several calls at once make sense."""
+    failure: Failure | None = None
+
+
+@dataclass
+class Call:
+    """A question that a worker has not answered yet."""
+
+    answer: Future[Answer]
+    timeout_s: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker needs to make the factory."""
+
+    config: str
+    """The section [env] as JSON."""
+    folder: Path
+    """The current folder when the factory was made: names of files count from there."""
+
+
+class Worker:
+    """One process with its share of the environments.
+
+    A thread starts it, hears its answers, and ends it when it is silent; the kernel ends it with that thread.
+    """
+
+    def __init__(self, start: Start, timeout_s: float) -> None:
+        self._start, self._timeout_s = start, timeout_s
+        self.environments = 0
+        """How many it has."""
+        self.lost = ""
+        """How it ended, "" while it runs."""
+        self._forgotten: deque[int] = deque()
+        """Numbers of environments that nobody has any more."""
+        self._keys = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._at_once = 1
+        self._places = threading.Semaphore(self._at_once)
+        self._socket, self._theirs = socket.socketpair()
+        self._requests = Connection(os.dup(self._socket.fileno()), readable=False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.started = self._expect(0, max(START_TIMEOUT_S, timeout_s))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._send(start.config)
+
+    def call(self, method: str, environment: int, *arguments: Any) -> Answer:
+        """Call a method of the environment of that number. Raises what it raised; TimeoutError or EnvironmentFailure if
+        the process hung or ended."""
+        try:
+            given = bytes(ForkingPickler.dumps(arguments))
+        except Exception as error:  # of pickle, or of a payload's own methods
+            raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
+        self.started.result()
+        with self._places:
+            key = next(self._keys)
+            answer = self._expect(key, self._timeout_s)
+            forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+            self._send((key, method, environment, given, forgotten))
+            return answer.result()
+
+    def allow(self, at_once: int) -> None:
+        """Have up to that many calls at once."""
+        with self._lock:
+            more = max(0, at_once - self._at_once)
+            self._at_once += more
+        if more:
+            self._places.release(more)
+
+    def forget(self, environment: int) -> None:
+        """Nobody has that environment any more."""
+        self._forgotten.append(environment)
+        self.environments -= 1
+
+    def end(self) -> None:
+        """Tell it to close its environments and to end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end for so long, then kill it."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._kill()
+            self._thread.join(CLOSE_S)
+
+    def _expect(self, key: int, timeout_s: float) -> Future[Answer]:
+        call = Call(Future(), timeout_s, time.monotonic() + timeout_s)
+        with self._lock:
+            if self.lost:
+                raise EnvironmentFailure(self.lost)
+            self._calls[key] = call
+        return call.answer
+
+    def _send(self, message: Any) -> None:
+        with self._sending, suppress(OSError):  # of a process that has ended, which `_listen` hears
+            self._requests.send(message)
+
+    def _run(self) -> None:
+        try:
+            self._process = self._launch()
+            reason = self._listen(self._process)
+        except Exception as error:  # nobody must wait for ever
+            reason = f"its process was given up: {describe(error)}"
+        if self._process:
+            self._kill()
+            self._process.wait()
+        with self._lock:
+            self.lost = reason
+            calls = list(self._calls.values())
+        for call in calls:
+            call.answer.set_exception(EnvironmentFailure(reason))
+        with self._sending:
+            self._requests.close()
+        self._socket.close()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        with self._theirs:
+            return subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(self._theirs.fileno()), str(os.getpid())],
+                cwd=self._start.folder,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self._theirs.fileno()],
+                start_new_session=True,  # signals of the terminal are the trainer's; what it starts is killed with it
+            )
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> str:
+        """Pass its answers on until it ends, is late or says nonsense; returns which."""
+        received = bytearray()
+        looked = time.monotonic()
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
+        while True:
+            if readable.poll(TICK_S * 1000):
+                chunk = self._socket.recv(1 << 16)
+                if not chunk:
+                    return _ending(process)
+                received += chunk
+                if b"\n" in chunk:
+                    *lines, rest = bytes(received).split(b"\n")
+                    received = bytearray(rest)
+                    try:
+                        for line in lines:
+                            self._hear(checked(Answer, line, "it answered"))
+                    except UserError as error:
+                        return f"its process was ended: {error}"
+                if len(received) > MAX_ANSWER_BYTES:
+                    return f"its process was ended: it answered more than {MAX_ANSWER_BYTES} bytes"
+            elif _has_ended(process):  # something that it has forked may hold the connection open
+                return _ending(process)
+
+            now = time.monotonic()
+            asleep = now - looked - TICK_S
+            looked = now
+            with self._lock:
+                if asleep > 1.0:  # this process was stopped, or busy: nobody was late meanwhile
+                    for call in self._calls.values():
+                        call.deadline += asleep
+                late = {key: call for key, call in self._calls.items() if now > call.deadline}
+                for key in late:
+                    del self._calls[key]
+            for call in late.values():
+                call.answer.set_exception(TimeoutError(f"no answer within {call.timeout_s:g} s"))
+            if late:
+                return f"another environment of its process gave no answer within {self._timeout_s:g} s"
+
+    def _hear(self, answer: Answer) -> None:
+        with self._lock:
+            call = self._calls.pop(answer.key, None)
+        if call is None:
+            raise UserError("it answered what nobody had asked")
+        if answer.failure is None:
+            call.answer.set_result(answer)
+        else:
+            call.answer.set_exception(_raised(answer.failure))
+
+    def _kill(self) -> None:
+        """With all that it has started."""
+        if self._process and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Its number stays its own: it is not reaped."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended that has closed its connection, or is gone."""
+    deadline = time.monotonic() + CLOSE_S
+    while not _has_ended(process):
+        if time.monotonic() > deadline:
+            return "its process closed the connection"
+        time.sleep(0.01)
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    if status.si_code == os.CLD_EXITED:
+        return f"its process ended with exit code {status.si_status}"
+    return f"its process was killed by {signal.Signals(status.si_status).name}"
+
+
+def _raised(failure: Failure) -> Exception:
+    """What an environment raised, as what the trainer raises: of the same name, so that it reads as in a thread."""
+    if failure.ends_run:
+        return UserError(failure.message)
+    if failure.no_oracle:
+        return NoOracleError(failure.message)
+    name = failure.kind if failure.kind.isidentifier() else EnvironmentFailure.__name__
+    return type(name, (EnvironmentFailure,), {})(failure.message)

@@ -1,0 +1,315 @@
+"""Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
+
+Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or `reload_weights`. `send` goes
+on when a server fails, and tells which. What a server answers is bounded in time and size, and checked.
+"""
+
+import importlib
+import json
+import shutil
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from paw.config import LoraConfig
+from paw.envs.checked import Strict, problem
+from paw.envs.http import BlockingHttpClient, HttpAnswer
+from paw.errors import clean, describe
+from paw.files import writing
+from paw.model.host import in_parts
+from paw.rollouts.engines.vllm import import_vllm, lora_options, write_adapters
+from paw.rollouts.engines.weight_folders import make_weight_folder
+
+if TYPE_CHECKING:
+    from paw.rollouts.sync import Weights
+
+SHARD_BYTES = 2 << 30
+"""Of a file: what rank 0 holds in memory at once."""
+QUICK_S = 60.0
+"""Seconds for calls that give a server no work: the other servers are paused while one of them is waited for."""
+ANSWER_BYTES = 1 << 20
+"""Of an answer, which says little more than that it is done."""
+MAX_GPUS = 4096
+"""Of a server, which has a worker on each."""
+MAX_ADAPTERS = 64
+"""Of a worker: servers are started for one."""
+
+
+class Done(Strict):
+    success: bool
+
+
+class WorldSize(Strict):
+    world_size: int = Field(ge=1, le=MAX_GPUS)
+
+
+AdapterNumber = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class AdapterNumbers(Strict):
+    """Of the adapters that each worker holds."""
+
+    results: list[Annotated[list[AdapterNumber], Field(max_length=MAX_ADAPTERS)]] = Field(
+        min_length=1, max_length=MAX_GPUS
+    )
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Transfer(ABC):
+    """How rank 0 sends weights; the other ranks take part in gathering alone. `timeout_s` is for each whole answer."""
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float) -> None:
+        self.dtype = dtype
+        self._client = BlockingHttpClient("engine.type = 'server'", timeout_s=timeout_s)
+        self._quick_s = min(timeout_s, QUICK_S)
+        self._threads = ThreadPoolExecutor(max_workers=64)
+
+    def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
+        """Load the weights into every server, which then answers with this version. Returns what went wrong, by URL.
+
+        Always makes one whole pass over `weights`. Requests that are running go on with the new weights: what they
+        computed before is computed again, so that each token's log-prob is that of one version.
+        """
+        self._prepare(weights, version)
+        faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep", quick=True))
+        return faults | self._load(weights, [url for url in urls if url not in faults], version)
+
+    def _prepare(self, weights: "Weights", version: int) -> None:  # noqa: B027
+        """What can be done while the servers are sampling."""
+
+    @abstractmethod
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
+        """Load the weights into servers that are paused, and have each go on with them, see `_resume`; what went wrong,
+        by URL."""
+
+    def _resume(self, url: str, version: int) -> None:
+        """Have a server that has loaded the weights go on, under their version."""
+        reset = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
+        if not _read(Done, reset, "reset_prefix_cache").success:
+            raise RuntimeError("it keeps its prefix cache, which is of other weights")
+        self.post(url, "update_weight_version", {"new_version": str(version)}, quick=True)
+        self.post(url, "resume", quick=True)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def ask(
+        self, method: str, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
+    ) -> HttpAnswer:
+        """What the server answers, whatever the status; `quick`: to a call that gives it no work."""
+        limit_s = self._quick_s if quick else None
+        return self._client.ask(method, f"{url}/{path}", body, timeout_s=limit_s, max_bytes=ANSWER_BYTES)
+
+    def post(self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False) -> Any:
+        """The JSON that the server answers. Raises RuntimeError for anything but 200."""
+        answer = self.ask("POST", url, path, body, quick=quick)
+        if answer.status == 404:
+            raise RuntimeError(f"it has no /{path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
+        if answer.status != 200:
+            raise RuntimeError(f"/{path}: status {answer.status}: {clean(answer.text, 200)}")
+        return json.loads(answer.body) if answer.body else None
+
+    def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
+        """Call `call(url)` for all servers at once; what it raised, by URL."""
+        calls = {url: self._threads.submit(call, url) for url in urls}
+        return {url: describe(error) for url, future in calls.items() if (error := future.exception())}
+
+
+class FileTransfer(Transfer):
+    """Safetensors files in a folder under `folder` (default: in memory, /dev/shm), which the servers must see too."""
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None = None) -> None:
+        super().__init__(dtype, timeout_s)
+        self._folder = make_weight_folder(folder)
+
+    def _prepare(self, weights: "Weights", version: int) -> None:
+        from safetensors.torch import save_file
+
+        folder = self._folder / str(version)
+        with writing(folder, " (engine.weights_dir says where)"):
+            folder.mkdir(exist_ok=True)
+            cast = ((name, tensor.to(self.dtype)) for name, tensor in weights)
+            for number, part in enumerate(in_parts(cast, SHARD_BYTES)):
+                # A tied head has the embedding's memory, which the format refuses.
+                own = {name: tensor.clone() if name == "lm_head.weight" else tensor for name, tensor in part.items()}
+                save_file(own, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
+        path = str(self._folder / str(version))
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+
+        def load(url: str) -> None:
+            self.post(url, "collective_rpc", body)
+            self._resume(url, version)
+
+        faults = self.each(urls, load)
+        shutil.rmtree(path, ignore_errors=True)
+        return faults
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class AdapterTransfer(FileTransfer):
+    """LoRA adapters for servers that have the base weights: a folder of peft's, by vLLM 0.32's own LoRA support.
+
+    Those of each version take the place of the last ones: requests that run go on with the new ones.
+    vLLM knows them by the name `model`, under which it answers, and reads them when they are first needed.
+    """
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None, lora: LoraConfig) -> None:
+        super().__init__(dtype, timeout_s, folder)
+        self._lora, self.model = lora, self._folder.name
+
+    def _prepare(self, weights: Any, version: int) -> None:
+        write_adapters(self._folder, weights, self.dtype, self._lora, "new")
+
+    def _load(self, weights: Any, urls: list[str], version: int) -> dict[str, str]:
+        (self._folder / "new").replace(self._folder / "adapter_model.safetensors")  # while nobody samples
+
+        def load(url: str) -> None:
+            self._take(url)
+            self._resume(url, version)
+
+        return self.each(urls, load)
+
+    def _take(self, url: str) -> None:
+        body = {"lora_name": self.model, "lora_path": str(self._folder)}
+        answer = self.ask("POST", url, "v1/load_lora_adapter", body)
+        if answer.status == 200:
+            return
+        if "already been loaded" not in answer.text:
+            needs = f"--enable-lora --max-lora-rank {lora_options(self._lora)['max_lora_rank']}"
+            raise RuntimeError(
+                f"it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needs}, or use"
+                f" --lora.send merged (status {answer.status}: {clean(answer.text, 200)})"
+            )
+        # Not by load_inplace, with which vLLM reads the files again at every step, nor under another name, which
+        # requests that run do not have: dropped by its number, it is read again from the same place.
+        held = self.post(url, "collective_rpc", {"method": "list_loras"})
+        for number in _read(AdapterNumbers, held, "collective_rpc").results[0]:
+            self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
+
+
+class NcclTransfer(Transfer):
+    """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
+
+    The group is made again where other servers than before can be reached: one that restarted is not in it. Servers
+    need --weight-transfer-config '{"backend": "nccl"}'. One that dies while weights are on their way holds up the run.
+    """
+
+    def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
+        super().__init__(dtype, timeout_s)
+        self._address, self._members = address, list[str]()
+        self._engine: Any = None
+
+    def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
+        sizes: dict[str, int] = {}
+        source = _Source(weights, self.dtype)
+
+        def meet(url: str) -> None:
+            answer = self.ask("GET", url, "get_world_size", quick=True)
+            if answer.status != 200:
+                raise RuntimeError(f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}")
+            sizes[url] = _read(WorldSize, json.loads(answer.body), "get_world_size").world_size
+
+        faults = self.each(urls, meet)
+        members = [url for url in urls if url in sizes]
+        try:
+            if members and members != self._members:
+                self._join({url: sizes[url] for url in members})
+            if members:
+                self._engine.source = source
+                self._engine.send_weights()
+            self._members = members
+        except Exception as error:
+            self._members, reason = [], describe(error)
+            faults |= dict.fromkeys(members, reason)
+        source.finish()
+        return faults | self.each([url for url in urls if url not in faults], lambda url: self._resume(url, version))
+
+    def _join(self, sizes: dict[str, int]) -> None:
+        import_vllm("engine.transfer = 'nccl'")
+        nccl: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+        if self._engine:
+            self._engine.shutdown()
+            self.each(sizes, lambda url: self.post(url, "shutdown_weight_transfer_engine"))
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        info = nccl.NCCLTrainerInitInfo(self._address, port, 1 + sum(sizes.values()), rank=0)
+        source: Any = _Source((), self.dtype)  # each `send` brings its own
+        self._engine = nccl.NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Servers(self, sizes), source=source
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._engine:
+            self._engine.shutdown()
+
+
+def _read(kind: type[M], answer: Any, path: str) -> M:
+    """An answer's JSON as a `kind`. Raises RuntimeError if it is none."""
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        raise RuntimeError(f"/{path}: not vLLM's answer: {problem(error)}") from None
+
+
+class _Servers:
+    """vLLM's VLLMWeightSyncClient for several servers, each of which has as many ranks of the group as GPUs."""
+
+    def __init__(self, transfer: Transfer, sizes: dict[str, int]) -> None:
+        self._transfer, self._sizes = transfer, sizes
+
+    def _all(self, path: str, bodies: dict[str, dict[str, Any]]) -> None:
+        faults = self._transfer.each(bodies, lambda url: self._transfer.post(url, path, bodies[url]))
+        if faults:
+            raise RuntimeError("; ".join(f"{url}: {fault}" for url, fault in faults.items()))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        before = accumulate(self._sizes.values(), initial=1)  # rank 0 is the trainer
+        infos = {url: init_info | {"rank_offset": offset} for url, offset in zip(self._sizes, before, strict=False)}
+        self._all("init_weight_transfer_engine", {url: {"init_info": info} for url, info in infos.items()})
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update", {url: {} for url in self._sizes})
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", {url: {"update_info": update_info} for url in self._sizes})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update", {url: {} for url in self._sizes})
+
+
+class _Source:
+    """vLLM's WeightSource for one pass over the weights, in the dtype in which they travel."""
+
+    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
+        self._weights, self._dtype, self._rest = weights, dtype, None
+
+    def metadata(self) -> list[Any]:
+        base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+        return [base.ParamMeta(name, self._dtype, shape) for name, shape in self._weights.shapes()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._rest = iter(self._weights)
+        for name, tensor in self._rest:
+            yield name, tensor.detach().to(self._dtype)
+
+    def finish(self) -> None:
+        """Pass over what is left, which takes all ranks."""
+        for _ in self._weights if self._rest is None else self._rest:
+            pass

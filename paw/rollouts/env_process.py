@@ -1,0 +1,185 @@
+"""A worker process of env.processes: it makes environments and calls their methods, as the trainer tells it to.
+
+The trainer's side, and what the two say to each other, is `paw.envs.process`. What an environment returns is checked
+here, as it is in the trainer without processes, and leaves as one JSON object a line.
+"""
+
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, fields
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn, cast
+
+from paw import plugins
+from paw.config import EnvConfig
+from paw.envs.base import EnvFactory
+from paw.envs.load import load_factory
+from paw.envs.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
+from paw.errors import LINE_CHARS, EnvironmentFailure, NoOracleError, UserError, clean, describe, quietly
+from paw.keys import section_type
+from paw.lifeline import die_with_parent
+from paw.rollouts.guard import Guarded
+from paw.state.signals import STOPS
+from paw.types import Outcome, Reply
+
+Fields = dict[str, Any]
+"""Of an `Answer`."""
+
+
+class Environments:
+    """The environments of this process, by number."""
+
+    def __init__(self, config: EnvConfig, send: Callable[[Fields], None]) -> None:
+        self._config, self._send = config, send
+        self.factory = _make_factory(config)
+        self._made: dict[int, Guarded] = {}
+        self._threads = ThreadPoolExecutor(AT_ONCE)
+        self._blocks = self.factory.may_block
+
+    def play(self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]) -> None:
+        """Answer a call: here, one after the other, or of environments that block in threads, many at once."""
+        for gone in forgotten:
+            self._made.pop(gone, None)
+        if self._blocks:
+            self._threads.submit(self._answer, key, method, number, arguments)
+        else:
+            self._answer(key, method, number, arguments)
+
+    def close(self) -> None:
+        for environment in list(self._made.values()):
+            with quietly():
+                environment.close()
+
+    def _answer(self, key: int, method: str, number: int, arguments: bytes) -> None:
+        try:
+            answer = self._call(method, number, arguments)
+        except BaseException as error:
+            answer = _failure(error)
+        self._send({"key": key, **answer})
+
+    def _call(self, method: str, number: int, pickled: bytes) -> Fields:
+        try:
+            arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
+        except Exception as error:
+            raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
+        if method == "make":
+            environment = self.factory.make()
+            self._blocks = self._blocks or inspect.iscoroutinefunction(getattr(environment, "step", None))
+            self._made[number] = Guarded(environment, self._config)
+            return {"blocks": self._blocks}
+        environment = self._made[number]
+        value = getattr(environment, method)(*arguments)
+        match method:
+            case "reset":
+                return {"text": value, "tools": environment.tools, "task": _task_of(environment)}
+            case "step":
+                outcome = {field.name: getattr(value, field.name) for field in fields(Outcome)}
+                return {"outcome": outcome, "task": _task_of(environment)}
+            case "context":
+                return {"text": value} if isinstance(value, str) else {"messages": value}
+            case "admissible_actions":
+                return {"actions": value}
+            case "close":
+                return {}
+            case _:
+                return {"spoken": _spoken(value)} if isinstance(value, Reply) else {"text": value}
+
+
+def _failure(error: BaseException) -> Fields:
+    ends_run = isinstance(error, UserError)
+    found = {
+        "kind": type(error).__name__,
+        "message": clean(error, LINE_CHARS if ends_run else 500),
+        "ends_run": ends_run,
+        "no_oracle": isinstance(error, NoOracleError),
+    }
+    return {"failure": found}
+
+
+def _make_factory(config: EnvConfig) -> EnvFactory:
+    if config.name in plugins.ENVS:
+        return plugins.load("envs", config.name)(config)
+    return load_factory(None, config)
+
+
+def _task_of(environment: Guarded) -> str | None:
+    with quietly():
+        task = getattr(environment, "task", None)
+        return str(task) if isinstance(task, str) else None
+    return None
+
+
+def _spoken(reply: Reply) -> Fields:
+    calls = [asdict(call) for call in reply.calls]
+    return {"text": str(reply), "content": reply.content, "calls": calls, "problem": reply.problem}
+
+
+def _encode(answer: Fields) -> bytes:
+    """Lone surrogates, which no reader of JSON takes, become question marks."""
+    try:
+        line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        if len(line) > MAX_ANSWER_BYTES:
+            raise EnvironmentFailure(f"it returned more than {MAX_ANSWER_BYTES} bytes in all")
+    except (EnvironmentFailure, TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"key": answer["key"], **_failure(error)}).encode() + b"\n"
+    return line
+
+
+def main(descriptor: int, trainer: int) -> NoReturn:
+    die_with_parent(trainer)
+    os.set_inheritable(descriptor, False)
+    # Of a terminal or a launcher: they are the trainer's, which saves first. What is started here has the usual ones.
+    for number in STOPS:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_usual_signals)
+    requests = Connection(descriptor)
+    answering = threading.Lock()
+
+    def send(answer: Fields) -> None:
+        line = _encode(answer)
+        with answering:
+            while line:
+                line = line[os.write(descriptor, line) :]
+
+    environments = None
+    with suppress(EOFError, OSError):  # the trainer has ended, or needs this no more
+        environments = _start(requests.recv(), send)
+        while environments:
+            environments.play(*requests.recv())
+    if environments:
+        threading.Timer(CLOSE_S, os._exit, (1,)).start()
+        environments.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
+
+
+def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
+    """The environments of a section [env] as JSON; None if they cannot be had, which the trainer is told."""
+    try:
+        kind = section_type(EnvConfig, json.loads(section)["name"])
+        config = cast(EnvConfig, kind.model_validate_json(section))
+        environments = Environments(config, send)
+    except BaseException as error:
+        send({"key": 0, **_failure(error)})
+        return None
+    send({"key": 0, "demonstrates": getattr(environments.factory, "demonstrates", True)})
+    return environments
+
+
+def _usual_signals() -> None:
+    for number in STOPS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

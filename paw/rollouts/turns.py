@@ -1,0 +1,39 @@
+"""What an agent passes to the model, and what it and a reward function leave of an episode's turns, checked."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paw.errors import shown
+from paw.types import Outcome, Turn
+
+
+def checked_stop(stop: Iterable[Any]) -> list[str]:
+    """The stop strings of a call. Raises ValueError for what is no text: in the agent, not later in the engine."""
+    words = list(stop)
+    for word in words:
+        if not isinstance(word, str) or not word:
+            raise ValueError(f"stop has {shown(word)}; it must be texts, none of them empty")
+    return words
+
+
+def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
+    """What is wrong with the turns; "" if nothing is. Training needs each token (`with_tokens`) with its log-prob."""
+    for number, turn in enumerate(turns):
+        if not isinstance(turn.outcome, Outcome) or not math.isfinite(turn.outcome.reward):
+            return f"turn {number} has the outcome {shown(turn.outcome)}"
+        if problem := _tokens_problem(turn) if with_tokens else "":
+            return f"turn {number} has {problem}"
+    return ""
+
+
+def _tokens_problem(turn: Turn) -> str:
+    if not turn.prompt_ids:
+        return "no prompt_ids"
+    if not turn.response_ids:
+        return "no response_ids"
+    for name in ("sampled_logp", "entropy", "versions"):
+        values = getattr(turn, name)
+        if values is not None and len(values) != len(turn.response_ids):
+            return f"{len(turn.response_ids)} response_ids and {len(values)} of {name}"
+    return ""

