@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paw.config import Config
     from paw.tools.evaluate import evaluate
     from paw.tools.export import export
-    from paw.tools.fit import plan
+    from paw.tools.planning import plan
     from paw.tools.player import rollout
     from paw.tools.rundir import metrics
     from paw.tools.sft import sft
@@ -25,7 +25,7 @@ _HOMES = {
     "evaluate": "paw.tools.evaluate",
     "export": "paw.tools.export",
     "metrics": "paw.tools.rundir",
-    "plan": "paw.tools.fit",
+    "plan": "paw.tools.planning",
     "rollout": "paw.tools.player",
     "sft": "paw.tools.sft",
     "train": "paw.trainer",

@@ -54,7 +54,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
             add("--hosts", type=int, default=1, metavar="N", help="hosts the cards are in (default: 1)")
             add("--json", action="store_true", help="print one JSON object")
             add("--out", type=Path, metavar="FILE", help="write the recipe that fits")
-            return _running("paw.tools.fit")
+            return _running("paw.tools.planning")
         case "experiment":
             from paw.tools.experiment.runs import VARIANTS, parse_seeds
 

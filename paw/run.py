@@ -356,7 +356,7 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     in_dtype = with_dtype(config, dtype)  # config.toml keeps "auto": another machine may choose another
     if ranks.first:
         for line in remove_abandoned([None, config.engine.weights_dir]):
-            to_stderr(line)
+            to_stdout(line)
 
     def check() -> EnvFactory:
         check_memory(in_dtype, device, ranks)

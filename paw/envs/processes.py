@@ -32,8 +32,12 @@ class ProcessFactory(EnvFactory):
     runs_others_code = False  # in this process; workers have time limits of their own
 
     def __init__(self, factory: EnvFactory, config: EnvConfig, target: str) -> None:
-        self._factory, self._target = factory, target
-        self._count, self._timeout_s = config.processes, config.step_timeout_s
+        self.config = config
+        self.has_others_tasks = getattr(factory, "has_others_tasks", False)
+        self._factory = factory
+        self._target = target
+        self._count = config.processes
+        self._timeout_s = config.step_timeout_s
         # Of a text that is too long one more character comes back: it is cut, and counted, here.
         own = {"name": target, "processes": 0, "max_text": min(config.max_text + 1, 2**31 - 1)}
         self._start = Start(config.model_copy(update=own).model_dump_json(), Path.cwd())

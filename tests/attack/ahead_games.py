@@ -218,7 +218,7 @@ async def blocks(env: Any, model: Any) -> None:
 def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
     """What the trainer plays itself, over a server that has weights."""
     transfer = FileTransfer(torch.float32, 10)
-    engine = ServerEngine(Fleet([url], transfer, end_ids={3}, timeout_s=10, ranks=Ranks()), 64)
+    engine = ServerEngine(Fleet([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64)
     engine.positions = 512
     push_weights(nn.Linear(2, 3), engine, version=0)
     return Rollouts(make_factory(config), engine, Chat(load_tokenizer(model)), config, Ranks())

@@ -214,11 +214,19 @@ def test_without_a_world_model_nothing_follows_an_answer():
 
 
 def test_an_answer_that_a_server_cut_gets_its_end_token():
-    chat, files = Chat(TOKENIZERS["chat qwen3"]), FileTransfer(torch.float32, 20.0)
+    tokenizer = TOKENIZERS["chat qwen3"]
+    chat = Chat(tokenizer)
     peer = Peer()
-    engine = ServerEngine(
-        Fleet([peer.url], files, end_ids=chat.end_ids, timeout_s=20.0, ranks=Ranks(), entropy=False), 4000
+    fleet = Fleet(
+        [peer.url],
+        FileTransfer(torch.float32, 20.0),
+        end_ids=chat.end_ids,
+        vocabulary=len(tokenizer),
+        timeout_s=20.0,
+        ranks=Ranks(),
+        entropy=False,
     )
+    engine = ServerEngine(fleet, 4000)
     push_weights(nn.Linear(2, 3), engine, version=0)
     trajectories, samples = play(chat, Chatting, engine, episodes=2)
     engine.close()

@@ -542,7 +542,7 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(paw_her
     said = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
     assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", said.stderr)
     said = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
-    assert re.search(rf"^FAIL  outcomes +raised {failure}", said.stdout, re.M) and said.stderr == ""
+    assert re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M) and said.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,7 @@ def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
     ):
         assert re.fullmatch(f"paw: {line}\n", paw_here(*words, code=2).stderr), words
     said = paw_here("env", "check", env["env.name"], {"env.step_timeout_s": 0.3}, code=1)
-    assert re.search(f"^FAIL  tasks +{line}$", said.stdout, re.M)
+    assert re.search(rf"^FAIL +[\d.]+ s  tasks +{line}$", said.stdout, re.M)
 
 
 def test_clean_survives_anything_and_keeps_lines_where_asked():

@@ -117,7 +117,7 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
     bad, good = Peer("fails"), Peer()
     urls = [with_password(peer.url) for peer in (bad, good)]
     transfer = FileTransfer(torch.float32, 5)
-    fleet = Fleet(urls, transfer, end_ids={3}, timeout_s=5, ranks=Ranks())
+    fleet = Fleet(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
     engine = ServerEngine(fleet, 64)
     try:
         push_weights(nn.Linear(2, 3), engine, version=1)

@@ -185,6 +185,17 @@ def test_what_cannot_run_in_a_process_is_one_line():
         Guarded(make_factory(config).make(), config.env).reset(make_factory(config).tasks("train", 0)[0])
 
 
+def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
+    """They are listed in the trainer, in a thread with a deadline, as without processes."""
+    monkeypatch.setenv("ATTACK", "tasks that hang")
+    name = f"{Path(__file__).with_name('environments.py')}:LaterTasks"
+    env = {"name": name, "processes": 1, "step_timeout_s": 20.0}
+    factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
+    factory.config = factory.config.model_copy(update={"step_timeout_s": 0.3})
+    with pytest.raises(UserError, match=r"^a task of env\.name cannot be had: TimeoutError: no answer within 0\.3 s"):
+        train_tasks(factory, 0, 4, 0)
+
+
 def test_processes_and_what_they_started_end_with_the_factory():
     config = configured("Helpers", 2)
     others = workers()  # of tests before
@@ -244,7 +255,9 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
     monkeypatch.setenv("DEADLY", "exits")
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
     done = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1)
-    assert re.search(r"FAIL  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout)
+    assert re.search(
+        r"FAIL +[\d.]+ s  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout
+    )
     assert re.search(r"^1 of \d+ rules failed", done.stdout, re.MULTILINE)
 
 

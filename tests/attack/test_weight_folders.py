@@ -117,7 +117,7 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
     words = ["train", "quickstart", "--run.dir", str(tmp_path / "runs"), "--env.name", f"{tmp_path / 'empty.py'}:Env"]
     assert cli.main(words) == 2
     assert not left.exists()
-    assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().err
+    assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().out
 
 
 def sync_with_a_server(folder):

@@ -83,9 +83,8 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
                 assert known[library] == ast.literal_eval(extra), f"{name}: {module}"
 
 
-def test_files_are_short_and_the_kernels_folder_is_no_package():
-    lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
-    assert lines["paw/trainer.py"] <= 300 and max(lines.values()) <= 400
+def test_the_kernels_folder_is_no_package():
+    """As one it would hide the Hugging Face package of that name from transformers."""
     assert "kernels/__init__.py" not in TEXTS
 
 
