@@ -21,9 +21,11 @@ def resolve(backend: str, hidden: Tensor, weight: Tensor) -> MakeRows:
 
     Raises ValueError for an unknown name, or one that cannot run on the tensor's device and dtype.
     """
-    where, (V, D) = (hidden.device, hidden.dtype), weight.shape
-    name = best_backend(*where, (V, D), len(hidden)) if backend == "auto" else backend
-    reason = why_not_backend(name, *where)
+    name = backend
+    if backend == "auto":
+        V, D = weight.shape
+        name = best_backend(hidden.device, hidden.dtype, (V, D), len(hidden))
+    reason = why_not_backend(name, hidden.device, hidden.dtype)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {reason}")
     return implementation(name)
@@ -49,9 +51,10 @@ def best_backend(
 
     Compiled kernels for a GPU are tried out once a process: one that fails is left out with a warning.
     """
-    found = _measured.fastest(device, dtype, *shape, n) if shape else None
-    if found and found.backend in BACKENDS and why_not_backend(found.backend, device, dtype) is None:
-        return found.backend
+    if shape:
+        measured = _measured.fastest(device, dtype, *shape, n)
+        if measured and measured.backend in BACKENDS and why_not_backend(measured.backend, device, dtype) is None:
+            return measured.backend
     return first_that_works(order(device, dtype), device, dtype, shape)
 
 
@@ -61,10 +64,12 @@ def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
         return "cpu", "torch"
     if dtype == torch.float32:  # which Triton multiplies as three tf32 products, where cuBLAS does better
         return "cuda", "torch"
-    major = torch.cuda.get_device_capability(device)[0]
+    major, _ = torch.cuda.get_device_capability(device)
     if major == 10:
         return "cuda", "torch"
-    return ("cuda", "triton", "torch") if major == 9 else ("triton", "cuda", "torch")
+    if major == 9:
+        return "cuda", "triton", "torch"
+    return "triton", "cuda", "torch"
 
 
 def first_that_works(
@@ -72,11 +77,13 @@ def first_that_works(
 ) -> str:
     """The first that can run on such tensors and passes its trial, with a warning for each that fails that."""
     for name in names:
-        if why_not_backend(name, device, dtype) is None:
-            if (reason := fault_of_backend(name, device, dtype, shape)) is None:
-                return name
-            left_out = f"head backend '{name}' is left out: {reason}; paw doctor --kernels tells more"
-            warnings.warn(left_out, RuntimeWarning, stacklevel=3)
+        if why_not_backend(name, device, dtype) is not None:
+            continue
+        fault = fault_of_backend(name, device, dtype, shape)
+        if fault is None:
+            return name
+        message = f"head backend '{name}' is left out: {fault}; paw doctor --kernels tells more"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
     raise ValueError(f"no backend of the head works on {device}")
 
 
@@ -113,4 +120,6 @@ def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         from paw_kernels import _triton
 
         return _triton.why_not(device, dtype)
-    return None if backend == "torch" else _rows.why_not(backend, device)
+    if backend == "torch":
+        return None
+    return _rows.why_not(backend, device)

@@ -18,18 +18,18 @@ from paw_kernels._native import claimed, pack
 
 
 class Head(NamedTuple):
-    """What the logits of one pass are made of; as in `token_stats`."""
+    """What the logits of one pass are computed from; as in `token_stats`."""
 
     weight: Tensor
     bias: Tensor | None
     temperature: float
     softcap: float | None
     entropy: bool = True
-    """Of the rows; a backend may leave it out where False."""
+    """Whether the rows' entropy is needed; a backend may skip it if not."""
 
 
 class HeadPass(NamedTuple):
-    """Results of one pass over N chosen rows; gradients are None where not asked for."""
+    """Results of one pass over N chosen rows; gradients that were not asked for are None."""
 
     logp: Tensor
     """[N] float32."""
@@ -82,94 +82,151 @@ def head_pass(
 ) -> HeadPass:
     """Statistics of the rows `index` ([N] int64, distinct; None for all) of hidden, and their gradients in one pass.
 
-    `coefficients` is called once a chunk, in order; `wants` says which gradients to form: of hidden, weight, bias.
-    `values` of the targets are read, and raise, where the host waits first.
+    `coefficients` is called once for each chunk, in order. `wants` says which gradients to form: hidden, weight, bias.
+    `values` are the targets' checks: they raise when the host first waits for the device.
     """
     values = values or Values(target, head.weight.shape[0])
-    target = values.target
-    sums = _chunks(make_rows, hidden, head, target, index, coefficients, wants, values)
-    values.read()
-    # Rounded only now that the backend's buffer is gone: beside a float32 dW the larger of the two counts, not both.
-    d_weight, d_bias = (None if d is None else d.to(gradient_dtype(head.weight.dtype)) for d in sums[3:5])
-    return sums._replace(d_weight=d_weight, d_bias=d_bias)
+    N = len(hidden) if index is None else index.numel()
+    logp = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    entropy = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    row_has_gradient = None
+    if coefficients is not None:
+        row_has_gradient = torch.empty(N, dtype=torch.bool, device=hidden.device)
+    gradients = _Gradients(hidden, head, index, wants, values)
 
+    def run_chunk(rows: Rows, chunk: slice, *, only_chunk: bool) -> None:
+        place = chunk if index is None else index[chunk]
+        x = hidden[place].to(rows.head.dtype)
+        y = values.target[place]
+        logp[chunk], entropy[chunk] = rows.forward(x, y)
+        if coefficients is None or row_has_gradient is None:
+            return
+        a, c = coefficients(chunk, logp[chunk], entropy[chunk])
+        row_has_gradient[chunk] = has_gradient(a, c)
+        if any(wants):
+            gradients.add(rows, x, y, place, a, c, row_has_gradient[chunk], only_chunk=only_chunk)
 
-def _chunks(
-    make_rows: MakeRows,
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    index: Tensor | None,
-    coefficients: Coefficients | None,
-    wants: Sequence[bool],
-    values: Values,
-) -> HeadPass:
-    """dW and db as they were summed."""
-    weight, N, device = head.weight, len(hidden) if index is None else index.numel(), hidden.device
-    dtype = gradient_dtype(hidden.dtype)
-    logp, entropy = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
-    live = None if coefficients is None else torch.empty(N, dtype=torch.bool, device=device)
-    d_hidden = torch.empty(hidden.shape, dtype=dtype, device=device) if wants[0] else None
-    if d_hidden is not None and index is not None:
-        d_hidden.zero_()
-    d_weight: Tensor | None = None
-    d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if wants[2] else None
-
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         rows, step = make_rows(head, N, any(wants))
         for start in range(0, N, step):
-            chunk = slice(start, min(start + step, N))
-            at = chunk if index is None else index[chunk]
-            x, y = hidden[at].to(rows.head.dtype), target[at]
-            logp[chunk], entropy[chunk] = rows.forward(x, y)
-            if coefficients is None or live is None:
-                continue
-            a, c = coefficients(chunk, logp[chunk], entropy[chunk])
-            live[chunk] = found = has_gradient(a, c)
-            if not any(wants):
-                continue
-            unit, largest = None, 1.0
-            if hidden.dtype == torch.float16:
-                a, c, unit = in_units(a, c, head.temperature)
-            source, length = pack(found)
-            # Waits for the device: the shapes of the matmuls depend on the number of rows.
-            L, *most = values.read(length, *([] if unit is None else [unit.max().reshape(1)]))
-            source, dense = source[: int(L)], int(L) == len(y)  # dense: all rows, in order
-            if d_hidden is not None and index is None and not dense:
-                d_hidden[chunk] = 0
-            if source.numel() == 0:
-                continue
-            if unit is not None:
-                unit, largest = unit if dense else unit[source], most[0]
-            dz = rows.gradient(y, source, a, c)
-            if d_bias is not None:
-                d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
-            if d_hidden is not None:
-                if dense and isinstance(at, slice) and unit is None and dz.dtype == dtype:
-                    torch.mm(dz, rows.head, out=d_hidden[at])
-                else:
-                    product = float32_product(dz, rows.head) * unit[:, None] if unit is not None else dz @ rows.head
-                    place = at[source] if isinstance(at, Tensor) else source + start
-                    d_hidden.index_copy_(0, place, product.to(dtype))
-            if wants[1]:
-                add, x = d_weight is not None, x if dense else x[source]
-                if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
-                    x = (x * (unit / largest)[:, None]).to(x.dtype)
-                if d_weight is None:
-                    # An accumulator the size of the head is neither zeroed nor read first; one chunk needs none.
-                    final = step >= N and dz.dtype == dtype
-                    kept = dtype if final else torch.float32
-                    d_weight = claimed(torch.empty(weight.shape, dtype=kept, device=device))
-                _add_product(d_weight, dz.t(), x, add=add, factor=largest)
-    if wants[1] and d_weight is None:
-        d_weight = torch.zeros(weight.shape, dtype=dtype, device=device)
-    return HeadPass(logp, entropy, d_hidden, d_weight, d_bias, live)
+            run_chunk(rows, slice(start, min(start + step, N)), only_chunk=step >= N)
+    gradients.fill_missing()
+    values.read()
+    # Beside a float32 dW there is never both the backend's buffer and the rounded dW.
+    del rows
+    d_weight, d_bias = gradients.rounded()
+    return HeadPass(logp, entropy, gradients.d_hidden, d_weight, d_bias, row_has_gradient)
+
+
+class _Gradients:
+    """Adds up dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass; None for those that are not wanted."""
+
+    def __init__(self, hidden: Tensor, head: Head, index: Tensor | None, wants: Sequence[bool], values: Values) -> None:
+        self._head = head
+        self._values = values
+        self._in_float16 = hidden.dtype == torch.float16
+        self._every_row = index is None
+        """Whether the chunks are all rows of hidden, in order."""
+        self._dtype = gradient_dtype(hidden.dtype)
+        self._wants_weight = wants[1]
+        self.d_hidden: Tensor | None = None
+        if wants[0]:
+            self.d_hidden = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
+            if not self._every_row:
+                self.d_hidden.zero_()
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+        if wants[2]:
+            self.d_bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=hidden.device)
+
+    def add(
+        self,
+        rows: Rows,
+        x: Tensor,
+        target: Tensor,
+        place: slice | Tensor,
+        a: Tensor,
+        c: Tensor | None,
+        live: Tensor,
+        *,
+        only_chunk: bool,
+    ) -> None:
+        """Add a chunk: x [n, D] and its targets [n], which stand at `place` in hidden; `live` rows have a gradient."""
+        unit = None
+        if self._in_float16:
+            a, c, unit = in_units(a, c, self._head.temperature)
+        source, length = pack(live)
+        # Waits for the device: the shapes of the matmuls depend on the number of live rows.
+        largest = 1.0
+        if unit is None:
+            (count,) = self._values.read(length)
+        else:
+            count, largest = self._values.read(length, unit.max().reshape(1))
+        source = source[: int(count)]
+        dense = int(count) == len(target)  # all rows of the chunk, in order
+        if self.d_hidden is not None and isinstance(place, slice) and not dense:
+            self.d_hidden[place] = 0
+        if source.numel() == 0:
+            return
+
+        if unit is not None and not dense:
+            unit = unit[source]
+        dz = rows.gradient(target, source, a, c)
+        if self.d_bias is not None:
+            self.d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
+        if self.d_hidden is not None:
+            self._add_hidden(self.d_hidden, dz, rows.head, place, source, unit, dense=dense)
+        if self._wants_weight:
+            self._add_weight(dz, x if dense else x[source], unit, largest, only_chunk=only_chunk)
+
+    def _add_hidden(
+        self,
+        d_hidden: Tensor,
+        dz: Tensor,
+        weight: Tensor,
+        place: slice | Tensor,
+        source: Tensor,
+        unit: Tensor | None,
+        *,
+        dense: bool,
+    ) -> None:
+        """Write dz @ weight to the rows `source` (all of them if `dense`) of the chunk at `place`."""
+        if dense and isinstance(place, slice) and unit is None and dz.dtype == self._dtype:
+            torch.mm(dz, weight, out=d_hidden[place])
+            return
+        product = dz @ weight if unit is None else float32_product(dz, weight) * unit[:, None]
+        rows = source + place.start if isinstance(place, slice) else place[source]
+        d_hidden.index_copy_(0, rows, product.to(self._dtype))
+
+    def _add_weight(self, dz: Tensor, x: Tensor, unit: Tensor | None, largest: float, *, only_chunk: bool) -> None:
+        if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
+            x = (x * (unit / largest)[:, None]).to(x.dtype)
+        is_first = self.d_weight is None
+        if self.d_weight is None:
+            # The first product overwrites it: an accumulator the size of the head is neither zeroed nor read. A single
+            # chunk needs no float32 accumulator.
+            dtype = self._dtype if only_chunk and dz.dtype == self._dtype else torch.float32
+            self.d_weight = claimed(torch.empty(self._head.weight.shape, dtype=dtype, device=dz.device))
+        _add_product(self.d_weight, dz.t(), x, add=not is_first, factor=largest)
+
+    def fill_missing(self) -> None:
+        """If no row had a gradient, dW is zero."""
+        if self._wants_weight and self.d_weight is None:
+            weight = self._head.weight
+            self.d_weight = torch.zeros(weight.shape, dtype=self._dtype, device=weight.device)
+
+    def rounded(self) -> tuple[Tensor | None, Tensor | None]:
+        """dW and db in the dtype of gradients."""
+        dtype = gradient_dtype(self._head.weight.dtype)
+        d_weight = None if self.d_weight is None else self.d_weight.to(dtype)
+        d_bias = None if self.d_bias is None else self.d_bias.to(dtype)
+        return d_weight, d_bias
 
 
 def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
-    """Bytes that one chunk may take: `usual`; on a GPU an eighth of what is free, up to `most`; never over half of it.
+    """Bytes a chunk may take: `usual`; on a GPU an eighth of the free memory, up to `most`, and never over half of it.
 
-    With every backend's CHUNK_BYTES and `equal_chunks` this decides the chunks. Another number rounds otherwise.
+    Together with a backend's CHUNK_BYTES and `equal_chunks` this decides the chunks, and so the order of sums.
     """
     if device.type != "cuda":
         return usual
@@ -179,9 +236,12 @@ def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
 
 
 def equal_chunks(N: int, most: int) -> int:
-    """Rows of a chunk when N rows are cut into the fewest chunks of at most `most`: a short last one costs as much of
-    dW's traffic as a full one."""
-    return max(1, -(-N // max(1, -(-N // most))))
+    """Rows of a chunk when N rows are cut into the fewest equal chunks of at most `most` rows.
+
+    Equal, because a short last chunk costs as much traffic for dW as a full one.
+    """
+    chunks = max(1, -(-N // most))
+    return max(1, -(-N // chunks))
 
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:
@@ -222,9 +282,9 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, add: bool, factor: float) -> None:
-    """total = factor left @ right, or total += that, each product summed in float32 and written as total is."""
-    how = {"beta": 1 if add else 0, "alpha": factor}  # with beta 0 the old content is not read
+    """total = factor left @ right, or with `add` total += that; summed in float32, written in the dtype of total."""
+    beta = 1 if add else 0  # with beta 0 the old content is not read
     if left.dtype == total.dtype:
-        torch.addmm(total, left, right, out=total, **how)
+        torch.addmm(total, left, right, beta=beta, alpha=factor, out=total)
     else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total, **how)
+        torch.addmm(total, left, right, beta=beta, alpha=factor, out_dtype=torch.float32, out=total)

@@ -42,12 +42,17 @@ def fastest(
     device: torch.device, dtype: torch.dtype, V: int, D: int, n: int | None = None, backend: str | None = None
 ) -> Time | None:
     """The least time at the measured n that is nearest to n (None: the largest), of that backend or of any."""
-    kind = str(dtype).removeprefix("torch.")
-    of = [t for t in times(file(), device) if (t.dtype, t.V, t.D) == (kind, V, D) and backend in (None, t.backend)]
-    if not of:
+    dtype_name = str(dtype).removeprefix("torch.")
+    measured = [
+        time
+        for time in times(file(), device)
+        if (time.dtype, time.V, time.D) == (dtype_name, V, D) and backend in (None, time.backend)
+    ]
+    if not measured:
         return None
-    nearest = min({t.n for t in of}, key=lambda m: -m if n is None else abs(math.log(m / max(n, 1))))
-    return min((t for t in of if t.n == nearest), key=lambda t: t.ms)
+    sizes = {time.n for time in measured}
+    nearest = max(sizes) if n is None else min(sizes, key=lambda size: abs(math.log(size / max(n, 1))))
+    return min((time for time in measured if time.n == nearest), key=lambda time: time.ms)
 
 
 @cache
@@ -67,9 +72,11 @@ def times(path: Path, device: torch.device) -> tuple[Time, ...]:
 @cache
 def key(device: torch.device) -> str:
     """Device, driver, torch, triton and kernels, compiled ones included; a time of others says nothing here."""
-    name, driver = platform.processor() or platform.machine(), ""
+    name = platform.processor() or platform.machine()
+    driver = ""
     if device.type == "cuda":
-        name, driver = torch.cuda.get_device_name(device), _match(r"(\d+\.[\d.]+)", "/proc/driver/nvidia/version")
+        name = torch.cuda.get_device_name(device)
+        driver = _match(r"(\d+\.[\d.]+)", "/proc/driver/nvidia/version")
     elif device.type == "cpu":
         name = _match(r"model name\s*: (.+)", "/proc/cpuinfo") or name
     try:

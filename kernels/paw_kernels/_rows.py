@@ -23,29 +23,43 @@ KEPT_BYTES = 160 << 20
 
 class NativeRows:
     def __init__(self, head: Head, n: int) -> None:
-        weight, bias = head.weight, head.bias
+        weight = head.weight
+        V = weight.shape[0]
         self.head = weight if weight.is_cuda else weight.float()
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._scale, self._softcap = 1 / head.temperature, head.softcap
-        memory = torch.empty((n, aligned(weight.shape[0])), dtype=torch.float32, device=weight.device)
-        self._buffer = claimed(memory)[:, : weight.shape[0]]
+        self._bias = None if head.bias is None else head.bias.float().contiguous()
+        self._scale = 1 / head.temperature
+        self._softcap = head.softcap
+        memory = torch.empty((n, aligned(V)), dtype=torch.float32, device=weight.device)
+        self._buffer = claimed(memory)[:, :V]
         self._top = self._log_total = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         z = logits(x, self.head, self._buffer)
-        found = torch.ops.paw_kernels.row_statistics(z, self._bias, target, self._scale, self._softcap)
-        logp, self._entropy, self._top, self._log_total = found
+        statistics = torch.ops.paw_kernels.row_statistics(z, self._bias, target, self._scale, self._softcap)
+        logp, self._entropy, self._top, self._log_total = statistics
         return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        z, dtype = self._buffer[: target.numel()], self.head.dtype
-        statistics, how = (self._top, self._log_total, self._entropy), (self._scale, dtype, self._softcap)
-        torch.ops.paw_kernels.row_gradient_(z, self._bias, target, source, *statistics, a, c, *how)
-        return packed_rows(z, source.numel(), dtype)
+        z = self._buffer[: target.numel()]
+        torch.ops.paw_kernels.row_gradient_(
+            z,
+            self._bias,
+            target,
+            source,
+            self._top,
+            self._log_total,
+            self._entropy,
+            a,
+            c,
+            self._scale,
+            self.head.dtype,
+            self._softcap,
+        )
+        return packed_rows(z, source.numel(), self.head.dtype)
 
 
 class KeptRows(NativeRows):
-    """All N rows of a pass in one chunk. Given what another left, `forward` computes nothing."""
+    """All N rows of a pass in one chunk. With `kept`, what an earlier pass left, `forward` computes nothing."""
 
     def __init__(self, head: Head, N: int, kept: Sequence[Tensor] = ()) -> None:
         super().__init__(head, 0 if kept else N)
@@ -54,7 +68,9 @@ class KeptRows(NativeRows):
             self._logp, self._entropy, self._buffer, self._top, self._log_total = kept
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x, target) if self._logp is None else (self._logp, self._entropy)
+        if self._logp is None:
+            return super().forward(x, target)
+        return self._logp, self._entropy
 
     def left(self) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V], top and log_total [N]; after logp and entropy they are `kept`."""
@@ -70,9 +86,9 @@ def keeps(hidden: Tensor, weight: Tensor) -> bool:
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
     weight = head.weight
-    room = chunk_bytes(CHUNK_BYTES[weight.device.type], weight.device, ROOMY_BYTES)
-    most = room // (4 * aligned(weight.shape[0]))
-    step = equal_chunks(N, max(CHUNK_ROWS, most))
+    available = chunk_bytes(CHUNK_BYTES[weight.device.type], weight.device, ROOMY_BYTES)
+    most_rows = available // (4 * aligned(weight.shape[0]))
+    step = equal_chunks(N, max(CHUNK_ROWS, most_rows))
     return NativeRows(head, min(step, N)), step
 
 

@@ -21,7 +21,10 @@ _FLOOR = -1e30
 
 class TorchRows:
     def __init__(self, head: Head, n: int) -> None:
-        weight, self._bias, self._temperature, self._softcap, _ = head
+        weight = head.weight
+        self._bias = head.bias
+        self._temperature = head.temperature
+        self._softcap = head.softcap
         self.head = weight if weight.is_cuda else weight.float()
         self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
         self._top = self._log_sum = self._entropy = torch.empty(0)
@@ -55,11 +58,18 @@ class TorchRows:
         Times 1 - tanh^2 under a soft cap, of which z is still known.
         """
         n = target.numel()
-        z, e, top, log_sum, entropy = self._z[:n], self._e[:n], self._top, self._log_sum, self._entropy
-        a, c = a / self._temperature, None if c is None else c / self._temperature
+        z = self._z[:n]
+        e = self._e[:n]
+        top = self._top
+        log_sum = self._log_sum
+        entropy = self._entropy
+        a = a / self._temperature
+        c = None if c is None else c / self._temperature
         if source.numel() < n:
-            z, e, top, log_sum, entropy, a, target = (v[source] for v in (z, e, top, log_sum, entropy, a, target))
+            z, e, top, log_sum, entropy = z[source], e[source], top[source], log_sum[source], entropy[source]
+            a = a[source]
             c = None if c is None else c[source]
+            target = target[source]
         slope = None
         if self._softcap is not None:
             tanh = z.mul(self._temperature / self._softcap).add_((top / self._softcap)[:, None])
@@ -76,6 +86,8 @@ class TorchRows:
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TorchRows, int]:
     device = head.weight.device
-    most = chunk_bytes(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]), device) // (4 * head.weight.shape[0])
-    step = equal_chunks(N, max(CHUNK_ROWS if device.type == "cpu" else 1, most))
+    available = chunk_bytes(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]), device)
+    most_rows = available // (4 * head.weight.shape[0])
+    least_rows = CHUNK_ROWS if device.type == "cpu" else 1
+    step = equal_chunks(N, max(least_rows, most_rows))
     return TorchRows(head, min(step, N)), step

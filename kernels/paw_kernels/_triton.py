@@ -109,36 +109,54 @@ class TritonRows:
     """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
 
     def __init__(self, head: Head, n: int, gradients: bool, tiles: Tiles) -> None:
-        weight, bias, temperature, self._softcap, self._entropy = head
+        weight = head.weight
         # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
-        self._weight, self._bias, self._tiles = weight, None if bias is None else bias.contiguous(), tiles
-        self._scale, self._inverse_temperature = math.log2(math.e) / temperature, 1 / temperature
+        self._weight = weight
+        self._bias = None if head.bias is None else head.bias.contiguous()
+        self._softcap = head.softcap
+        self._entropy = head.entropy
+        self._tiles = tiles
+        self._scale = math.log2(math.e) / head.temperature
+        self._inverse_temperature = 1 / head.temperature
         blocks = triton.cdiv(weight.shape[0], tiles.cols)
         self._partial = weight.new_empty((blocks, n, 4), dtype=torch.float32)
         self._result = weight.new_empty((4, n), dtype=torch.float32)
         self._buffer = weight.new_empty((n, _padded(weight.shape[0]))) if gradients else None
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        tiles, weight, (V, D), n = self._tiles, self._weight, self._weight.shape, x.shape[0]
+        tiles = self._tiles
+        weight = self._weight
+        V, D = weight.shape
+        n = x.shape[0]
         blocks, capacity, _ = self._partial.shape
         x = x.to(weight.dtype).contiguous()
         if tiles.tma and x.data_ptr() % 16:
             x = x.clone()
         e = None if self._buffer is None else self._buffer[:n, :V]
+        operands: tuple[Any, ...] = (x, weight, e)
         if tiles.tma:
+            e_cols = tiles.cols // 2 if tiles.halves else tiles.cols
             operands = (
                 TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
                 TensorDescriptor.from_tensor(weight, [tiles.cols, tiles.depth]),
-                None if e is None else TensorDescriptor.from_tensor(e, [tiles.rows, tiles.cols // (1 + tiles.halves)]),
+                None if e is None else TensorDescriptor.from_tensor(e, [tiles.rows, e_cols]),
             )
-        else:
-            operands = x, weight, e
-        tensors = *operands, self._bias, target.contiguous(), self._partial
         _launch(
             kernels.forward_kernel,
             min(_processors(weight.device), triton.cdiv(n, tiles.rows) * blocks),
-            *(*tensors, n, V, D, self._scale, self._softcap, *weight.stride(), _padded(V), capacity),
+            *operands,
+            self._bias,
+            target.contiguous(),
+            self._partial,
+            n,
+            V,
+            D,
+            self._scale,
+            self._softcap,
+            *weight.stride(),
+            _padded(V),
+            capacity,
             ROWS=tiles.rows,
             COLS=tiles.cols,
             DEPTH=tiles.depth,
@@ -157,7 +175,12 @@ class TritonRows:
         _launch(
             kernels.merge_kernel,
             triton.cdiv(n, _MERGE_ROWS),
-            *(self._partial, self._result, n, blocks, capacity, self._scale),
+            self._partial,
+            self._result,
+            n,
+            blocks,
+            capacity,
+            self._scale,
             ROWS=_MERGE_ROWS,
             BLOCKS=64,
             num_warps=8,
@@ -166,16 +189,29 @@ class TritonRows:
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         assert self._buffer is not None, "gradient of a pass without gradients"
-        (blocks, capacity, _), (V, _), L = self._partial.shape, self._weight.shape, source.numel()
-        width, at_once = _padded(V), max(1, self._tiles.span // self._tiles.cols)
-        per_row = target.contiguous(), source.contiguous(), a.contiguous(), None if c is None else c.contiguous()
+        blocks, capacity, _ = self._partial.shape
+        V = self._weight.shape[0]
+        L = source.numel()
+        width = _padded(V)
+        blocks_per_program = max(1, self._tiles.span // self._tiles.cols)
         _launch(
             kernels.gradient_kernel,
-            L * triton.cdiv(width, at_once * self._tiles.cols),
-            *(self._buffer, self._partial, self._result, *per_row),
-            *(width, blocks, capacity, self._scale, self._inverse_temperature, self._softcap),
+            L * triton.cdiv(width, blocks_per_program * self._tiles.cols),
+            self._buffer,
+            self._partial,
+            self._result,
+            target.contiguous(),
+            source.contiguous(),
+            a.contiguous(),
+            None if c is None else c.contiguous(),
+            width,
+            blocks,
+            capacity,
+            self._scale,
+            self._inverse_temperature,
+            self._softcap,
             COLS=self._tiles.cols,
-            BLOCKS=at_once,
+            BLOCKS=blocks_per_program,
             LOSSY=self._buffer.dtype != torch.float32,
             INTERPRETED=INTERPRETED,
             num_warps=4,
@@ -186,40 +222,50 @@ class TritonRows:
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
     tiles = tiles_for(head.weight, head.softcap, n=N)
-    (V, D), size = head.weight.shape, head.weight.element_size()
-    row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * size
-    if gradients:  # e, and the packed hidden states and their gradient
-        row_bytes += (_padded(V) + 2 * D) * size
-    room = chunk_bytes(CHUNK_BYTES, head.weight.device) if gradients else STATISTICS_BYTES
-    step = equal_chunks(triton.cdiv(N, tiles.rows), max(1, room // (row_bytes * tiles.rows))) * tiles.rows
+    V, D = head.weight.shape
+    element = head.weight.element_size()
+    row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * element
+    available = STATISTICS_BYTES
+    if gradients:
+        row_bytes += (_padded(V) + 2 * D) * element  # e, and the packed hidden states and their gradient
+        available = chunk_bytes(CHUNK_BYTES, head.weight.device)
+    most_row_tiles = max(1, available // (row_bytes * tiles.rows))
+    step = equal_chunks(triton.cdiv(N, tiles.rows), most_row_tiles) * tiles.rows
     return TritonRows(head, step, gradients, tiles), step
 
 
 def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None) -> Tiles:
-    """What is tuned, measured (for about n rows) or tabled for a weight [V, D]; smaller, with pointers, where tensor
-    descriptors cannot describe it.
+    """The tiles for a weight [V, D]: tuned, else measured (for about n rows), else those of the table.
 
-    Smaller under a soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
+    Smaller, and with pointers, if tensor descriptors cannot describe the weight. Smaller under a soft cap too, whose
+    arithmetic would spill beside the sums of 128 x 256 logits.
     """
     arch = arch or _architecture(None if INTERPRETED else torch.cuda.get_device_capability(weight.device))
-    (V, D), size = weight.shape, weight.element_size()
-    found = fastest(weight.device, weight.dtype, V, D, n, "triton")
-    measured = Tiles(**found.tiles) if found and found.tiles else None
-    tiles = TUNED.get((V, D, size)) or measured or TILES[arch, size]
+    V, D = weight.shape
+    element = weight.element_size()
+    time = fastest(weight.device, weight.dtype, V, D, n, "triton")
+    measured = Tiles(**time.tiles) if time and time.tiles else None
+    tiles = TUNED.get((V, D, element)) or measured or TILES[arch, element]
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
-    row_bytes = [size * length for length in (weight.stride(0), weight.shape[1])]
-    fits = weight.stride(1) == 1 and not any(b % 16 for b in (weight.data_ptr(), *row_bytes))
-    return tiles if fits else tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
+
+    aligned_bytes = (weight.data_ptr(), element * weight.stride(0), element * D)
+    describable = weight.stride(1) == 1 and all(count % 16 == 0 for count in aligned_bytes)
+    if not describable:
+        tiles = tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
+    return tiles
 
 
 def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]:
-    """What is worth timing on a GPU of that capability (None: the interpreter) for elements of `size` bytes.
+    """Tiles worth timing on a GPU of that capability (None: the interpreter) for elements of `size` bytes.
 
-    The table's entry first. To run the head with one: TUNED[V, D, size] = it.
+    The table's entry is first. To run the head with one of them: TUNED[V, D, size] = it.
     """
     arch = _architecture(capability)
-    return [TILES[arch, size], *(TILES[arch, 2]._replace(**change) for change in CHANGES[arch] if size == 2)]
+    tabled = TILES[arch, size]
+    if size != 2:
+        return [tabled]
+    return [tabled, *(tabled._replace(**change) for change in CHANGES[arch])]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -232,24 +278,26 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, this torch is built for ROCm; use backend='torch'"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return "it needs compute capability 8.0 or later, {} has {}.{}; use backend='torch'".format(device, *capability)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs compute capability 8.0 or later, {device} has {major}.{minor}; use backend='torch'"
     return None
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """One-dimensional: the other axes of a grid end at 65,535."""
+    """Run a kernel on a grid of one dimension: the others end at 65,535."""
     with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):
         # Set here because its default differs between versions of Triton.
         kernel[(programs,)](*arguments, **options, enable_fp_fusion=True)
 
 
 def _architecture(capability: tuple[int, int] | None) -> str:
-    """A key of TILES. "other" is the capabilities with at most 99 KiB of shared memory a block: 8.6, 8.9, 12.x."""
+    """A key of TILES. "other": capabilities with at most 99 KiB of shared memory for a block, 8.6, 8.9 and 12.x."""
     if capability is None:
         return "interpreter"
-    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get(capability, "sm_100" if capability[0] == 10 else "other")
+    if capability[0] == 10:
+        return "sm_100"
+    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get(capability, "other")
 
 
 def _processors(device: torch.device) -> int:
@@ -260,8 +308,10 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    joint = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return count - NCCL_PROCESSORS if joint and torch.distributed.get_world_size() > 1 else count
+    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if in_group and torch.distributed.get_world_size() > 1:
+        return count - NCCL_PROCESSORS
+    return count
 
 
 def _padded(V: int) -> int:

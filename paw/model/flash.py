@@ -1,11 +1,11 @@
-"""AdamW of flashoptim (arXiv 2602.23349): bf16 parameters, their further bits and 8-bit moments in its state.
+"""AdamW of flashoptim (arXiv 2602.23349): bf16 parameters; their extra bits and 8-bit moments are optimizer state.
 
-Bytes a parameter: 2 the weight, 2 its gradient, 1 or 2 further bits of the weight (24 or 32 together), 2 the moments,
-1/8 their scales, one for each 32 values. With `offload` the state lies in pinned host memory and comes to the device
-for one parameter at a time, during the step.
+Bytes a parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or 32 in all), 2 for the
+moments and 1/8 for their scales, one for each 32 values. With `offload` the state is in pinned host memory; during the
+step it comes to the device for one parameter at a time.
 
-Norms, biases and whatever else has rows that are not whole groups of 32 are stepped by AdamW in float32, which keeps
-12 bytes of state for each: their groups would straddle ranks. The number of ranks makes no difference to this.
+Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in float32, with 12
+bytes of state each, because a group of 32 would straddle two ranks. This does not depend on the number of ranks.
 """
 
 import math
@@ -22,11 +22,11 @@ from paw.model.host import HostMemory
 from paw.model.ranks import local_tensor, shard_like
 
 GROUP = 32
-"""Values that share a scale."""
+"""How many values share a scale."""
 
 
 class FlashAdamW(flashoptim.FlashAdamW):
-    """Its state tensors by name: `parts`; to save and load: `state_tensors`, `load_tensors`."""
+    """flashoptim's optimizer with offloaded state, and with state that can be saved and loaded by name."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any):
         super().__init__(parameters, master_weight_bits=master_bits, **options)  # type: ignore[arg-type]
@@ -35,15 +35,15 @@ class FlashAdamW(flashoptim.FlashAdamW):
 
     @torch.no_grad()
     def step_param(self, p: Any, group: dict[str, Any] | None = None) -> None:
-        """The step of one parameter; its state comes and goes where it is offloaded."""
-        homes = {}
+        """Update one parameter; offloaded state comes to the device and goes back."""
+        host_tensors = {}
         if self._offload:
             for name, owner, key in parts(self.state[p]):
-                homes[name] = owner[key]
-                owner[key] = homes[name].to(p.device, non_blocking=True)
+                host_tensors[name] = owner[key]
+                owner[key] = host_tensors[name].to(p.device, non_blocking=True)
         super().step_param(p, group)
         if self._offload:
-            self._send_home(p, homes)
+            self._move_to_host(p, host_tensors)
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -52,7 +52,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return loss
 
     def state_tensors(self, p: Tensor) -> dict[str, Tensor]:
-        """The state of one parameter, sharded as it is."""
+        """The state tensors of one parameter by name, sharded as the parameter is."""
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
             tensor = _portable(owner[key]).view(-1, *_row(name, p))
@@ -60,7 +60,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave: this rank's rows. KeyError where one is missing."""
+        """Load this rank's rows of what `state_tensors` returned. KeyError if one is missing or has another dtype."""
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
             like = owner[key]
@@ -70,7 +70,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
             owner[key] = tensor.view(like.dtype).view(like.shape)
         self.state[p]["step"] = tensors["step"].clone()
         if self._offload:
-            self._send_home(p, {})
+            self._move_to_host(p, {})
 
     def _ensure_state_initialized(self, p: Tensor, hparams: dict[str, Any]) -> None:
         if in_groups(p):
@@ -101,22 +101,23 @@ class FlashAdamW(flashoptim.FlashAdamW):
         )
         param.copy_(param_state["weight"])
 
-    def _send_home(self, p: Tensor, homes: Mapping[str, Tensor]) -> None:
+    def _move_to_host(self, p: Tensor, host_tensors: Mapping[str, Tensor]) -> None:
+        """Copy the state of a parameter into its host tensors; those that do not exist yet are allocated."""
         pin = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
-            home = homes.get(name)
-            if home is None:
-                home = self._host.empty_like(owner[key], pin=pin)
-            owner[key] = home.copy_(owner[key], non_blocking=True)
+            host_tensor = host_tensors.get(name)
+            if host_tensor is None:
+                host_tensor = self._host.empty_like(owner[key], pin=pin)
+            owner[key] = host_tensor.copy_(owner[key], non_blocking=True)
 
 
 def in_groups(p: Tensor) -> bool:
-    """Whether each row of a parameter is whole groups of values, so that no rank's rows break one."""
+    """Whether each row of a parameter is a multiple of GROUP values, so that no group straddles two ranks."""
     return p.ndim > 1 and math.prod(p.shape[1:]) % GROUP == 0
 
 
 def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, the dict that holds it, key there) of each tensor of a parameter's state, but for the count of steps."""
+    """(name, dict that holds it, key there) of each tensor in a parameter's state, except the step count."""
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             if key != "step":
@@ -129,10 +130,12 @@ def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """Collectives know no int16: its bits travel, and are saved, as bfloat16."""
+    """The tensor, int16 as the bfloat16 of the same bits: collective calls have no int16."""
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 def _row(name: str, p: Tensor) -> torch.Size | tuple[int]:
-    """What one row of `p` has in the part `name` of its state."""
-    return (math.prod(p.shape[1:]) // GROUP,) if name.endswith("::scales") else p.shape[1:]
+    """Shape of one row of `p` in the state tensor `name`."""
+    if name.endswith("::scales"):
+        return (math.prod(p.shape[1:]) // GROUP,)
+    return p.shape[1:]

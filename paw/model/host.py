@@ -1,5 +1,7 @@
-"""Host memory: what is available, tensors in it part by part, and page-locked slabs of it, for torch rounds each tensor
-of `pin_memory` up to a power of two, 1.7 times at 14B."""
+"""Host memory: how much is available, page-locked memory in slabs, and tensors copied to the host part by part.
+
+Slabs, because torch rounds each tensor of `pin_memory` up to a power of two: 1.7 times the bytes at 14B parameters.
+"""
 
 import math
 import re
@@ -11,63 +13,71 @@ import torch
 from torch import Tensor
 
 SLAB = 2 << 30
-"""Bytes; a power of two, which stays what it is. A larger tensor has memory of its own."""
+"""Bytes of a slab: a power of two, which torch does not round up. A larger tensor gets its own allocation."""
 ALIGNMENT = 256
 
 
 class HostMemory:
-    """Tensors that stay for the run; nothing is given back."""
+    """Allocates tensors that stay for the whole run: nothing is freed."""
 
     def __init__(self, *, slab: int = SLAB):
         self._slab = slab
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def empty_like(self, tensor: Tensor, *, pin: bool) -> Tensor:
-        """Uninitialised, of the shape and dtype of `tensor`, page-locked with `pin`."""
+        """An uninitialised tensor with the shape and dtype of `tensor`, page-locked if `pin`."""
         size = math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
         if size > self._slab:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         if size > self._free.numel():
             self._free = torch.empty(self._slab, dtype=torch.uint8, pin_memory=pin)
-        part, self._free = self._free[: tensor.nbytes], self._free[size:]
+        part = self._free[: tensor.nbytes]
+        self._free = self._free[size:]
         return part.view(tensor.dtype).view(tensor.shape)
 
 
 def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors brought to host memory in parts of at most `most` bytes, or a single tensor; the last may be empty."""
+    """Copies of tensors in host memory, in parts of at most `most` bytes or of one tensor; the last may be empty."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named:
         if part and size + tensor.nbytes > most:
             yield part
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     yield part
 
 
-CONTAINER = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
-"""Files of a control group's limit and of what it uses: version 2's, and version 1's."""
+CGROUP_FILES = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
+"""Files of a control group: its memory limit and its usage, of version 2 and of version 1."""
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory so far: of the GPU's allocator, or of the process."""
+    """Peak memory so far in GiB: of the GPU's allocator, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def available_memory(system: Path = Path("/")) -> int:
-    """Bytes that this machine, or the container's limit, has left, caches not counted; 0 where neither tells."""
-    room = _numbers(system / "proc/meminfo").get("MemAvailable", 0) * 1024
-    for limit, used in CONTAINER.items():
-        limited, taken = system / "sys/fs/cgroup" / limit, system / "sys/fs/cgroup" / used
-        if (most := _numbers(limited)) and (now := _numbers(taken)):
-            room = min(room, most[""] - now[""] + _numbers(taken.with_name("memory.stat")).get("inactive_file", 0))
-    return max(0, room)
+    """Bytes that this machine, or the container's limit, has left; caches count as free. 0 if neither is known."""
+    available = _numbers(system / "proc/meminfo").get("MemAvailable", 0) * 1024
+    cgroup = system / "sys/fs/cgroup"
+    for limit_file, usage_file in CGROUP_FILES.items():
+        limit = _numbers(cgroup / limit_file)
+        usage = _numbers(cgroup / usage_file)
+        if limit and usage:
+            statistics = _numbers((cgroup / usage_file).with_name("memory.stat"))
+            reclaimable = statistics.get("inactive_file", 0)
+            available = min(available, limit[""] - usage[""] + reclaimable)
+    return max(0, available)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines "name 5", "name: 5 kB" or "5" of a file of the kernel's."""
-    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M) if path.is_file() else []
-    return {name: int(value) for name, value in found}
+    """The numbers of a kernel file with lines "name 5", "name: 5 kB" or "5"; a number without a name has the key ""."""
+    if not path.is_file():
+        return {}
+    lines = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M)
+    return {name: int(value) for name, value in lines}

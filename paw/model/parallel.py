@@ -1,9 +1,9 @@
-"""Several ranks, one process per device, started by `paw train --gpus N` or torchrun. All between them is here.
+"""Several ranks, one process for each device, started by `paw train --gpus N` or torchrun: how they meet and exchange.
 
-What is divided is work, not data: after the rollout every rank holds the rows of the whole update (token ids and
+The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole update (token ids and
 floats), computes advantages, selection and mini-batches of all of them, and runs its share of the micro-batches. So an
 update does not depend on the number of ranks, up to the order of sums. Weights, gradients and optimizer state are
-sharded by FSDP2; each rank has an engine of its own.
+sharded by FSDP2. Each rank has its own engine.
 """
 
 import os
@@ -32,77 +32,83 @@ from paw.model.watchdog import Watchdog
 
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
-"""Variable of rank 0: the open socket for the store, from `paw train --gpus`."""
+"""Environment variable of rank 0: file descriptor of the store's listening socket, which `paw train --gpus` opened."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
-"""For the ranks to find each other."""
+"""How long ranks wait for each other at the start."""
 FOREVER = timedelta(days=30)
-"""A collective call ends when the watchdog says so."""
+"""Timeout of collective calls: the watchdog ends them, not torch."""
 
 
 class DistributedRanks(Ranks):
-    """This process among its peers."""
+    """This process as one of several ranks."""
 
     _mesh: DeviceMesh | None = None
     met = False
-    """Whether this process has heard from all others."""
+    """Whether this process has met all others."""
 
     def __init__(
         self, rank: int, world_size: int, on_host: int, device: torch.device, *, peer_timeout_s: float = 600.0
     ) -> None:
-        """Raises UserError where this machine has no device for the rank, or the others cannot be reached."""
-        self.rank, self.world_size, self.on_host, self._device = rank, world_size, on_host, device
+        """Raises UserError if this machine has no device for the rank, or if the others cannot be reached."""
+        self.rank = rank
+        self.world_size = world_size
+        self.on_host = on_host
+        self._device = device
         if device.type == "cuda":
-            local, count = _variable("LOCAL_RANK", rank), torch.cuda.device_count()
-            if local >= count:
-                raise UserError(f"LOCAL_RANK = {local}, but this machine has {count} GPUs; start one rank a GPU")
-            torch.cuda.set_device(local)
-            self._device = torch.device("cuda", local)
-        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        if on_host == world_size and loopback:
-            for library in ("GLOO", "NCCL"):  # nothing of this machine's ranks concerns the network
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
+            self._device = _own_gpu(rank)
+        if on_host == world_size:
+            _use_loopback()
         try:
-            store, watched = _stores(rank)
+            store, watchdog_store = _stores(rank)
             _meet(store, rank, world_size)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}") from None
-        self._watchdog = Watchdog(watched, rank, world_size, timeout_s=peer_timeout_s)
+        self._watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """As JSON, which pydantic turns back. Never a pickle: who speaks for a rank could run code in the others."""
+        """Items travel as JSON, never as pickles, with which one rank could run code in the others."""
         data = to_json(item, inf_nan_mode="constants")
-        return [_adapter(kind or type(item)).validate_json(part) for part in self.gather_bytes(data)]
+        adapter = _adapter(kind or type(item))
+        return [adapter.validate_json(part) for part in self.gather_bytes(data)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         parts = self.gather_flat(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [part.numpy().tobytes() for part in parts]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        flat = np.fromiter(chain.from_iterable(rows), np.int32 if kind is int else np.float32)
+        dtype = np.int32 if kind is int else np.float32
+        flat = np.fromiter(chain.from_iterable(rows), dtype)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        parts: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
-        if kind is int:  # equal ones are one object: 8 bytes a token in a list in place of 36
-            shared = np.arange(1 + max((int(part.max()) for part in parts if len(part)), default=0)).astype(object)
-        found = []
-        for part, its in zip(parts, lengths, strict=True):
-            cut = (part[start:end] for start, end in pairwise(accumulate(its.tolist(), initial=0)))
-            found.append([(shared.take(row) if kind is int else row).tolist() for row in cut])
-        return found
+        values: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
+        # Equal integers become one object: 8 bytes a token in a list instead of 36.
+        largest = max((int(part.max()) for part in values if len(part)), default=0) if kind is int else 0
+        integers = np.arange(1 + largest).astype(object)
+        gathered = []
+        for part, part_lengths in zip(values, lengths, strict=True):
+            part_rows = []
+            for start, end in pairwise(accumulate(part_lengths.tolist(), initial=0)):
+                row = part[start:end]
+                part_rows.append(integers.take(row).tolist() if kind is int else row.tolist())
+            gathered.append(part_rows)
+        return gathered
 
     def gather_flat(self, own: Tensor) -> list[Tensor]:
-        """Everybody's [n], each of another length, of one dtype and in host memory: views of one tensor."""
+        """The [n] of all ranks, in rank order, as views of one tensor.
+
+        Lengths may differ between ranks; the dtype is the same, and all are in host memory.
+        """
         self._watchdog.wait()
         sizes = torch.empty(self.world_size, 1, dtype=torch.int64)
         dist.all_gather(list(sizes), torch.tensor([len(own)]))
         longest = int(sizes.max())
         padded = own if len(own) == longest else torch.cat([own, own.new_zeros(longest - len(own))])
-        whole = own.new_empty(self.world_size, longest)
+        gathered = own.new_empty(self.world_size, longest)
         if longest:
-            dist.all_gather(list(whole), padded)
-        return [row[:size] for row, size in zip(whole, sizes.flatten().tolist(), strict=True)]
+            dist.all_gather(list(gathered), padded)
+        return [row[:size] for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -112,18 +118,22 @@ class DistributedRanks(Ranks):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._watchdog.wait()
-        for part in tensor.view(-1).view(torch.uint8).split(1 << 30):  # gloo knows no int16
+        as_bytes = tensor.view(-1).view(torch.uint8)  # gloo has no int16
+        for part in as_bytes.split(1 << 30):
             dist.broadcast(part, source)
 
     def shard(
         self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
     ) -> None:
-        """FSDP2: every decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
+        """Shard `policy` by FSDP2: each decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
-        `policy` is in host memory; rank 0's parameters replace what the others hold. Only calls of `policy` see
-        whole weights. Resharded after every forward, the root as well: between calls `parameters()` are the
-        optimizer's. `offload` keeps the shards in host memory. Every `sharers` ranks, which divide their number,
-        hold a whole model together (default: all); gradients are summed over these. 1: nothing is sharded.
+        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full weights are seen inside
+        calls of `policy` alone: everything, the root included, is resharded after each forward pass, so that between
+        calls `parameters()` are the shards that the optimizer updates.
+
+        offload: keep the shards in host memory.
+        sharers: number of ranks that hold one full model together, a divisor of the world size (default: all ranks);
+            gradients are summed over the copies. 1 shards nothing.
         """
         if sharers == 1:
             for parameter in policy.parameters():
@@ -131,29 +141,38 @@ class DistributedRanks(Ranks):
             if not offload:
                 policy.to(self._device)
             return
-        self._mesh = self._mesh or self._make_mesh(sharers or self.world_size)
+        if self._mesh is None:
+            self._mesh = self._make_mesh(sharers or self.world_size)
         options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
-            options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-        source = {name: parameter.data for name, parameter in policy.named_parameters()}
+
+        full = {name: parameter.data for name, parameter in policy.named_parameters()}
         for layer in decoder_layers(policy):
             fully_shard(layer, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
+
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = source.pop(name).to(self._device)
-            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # scattered by rank 0
+            value = full.pop(name).to(self._device)
+            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # rank 0 scatters its own
             parameter.to_local().detach().copy_(shard.to_local())
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
-        """Of all ranks, or [copies, ranks of each]: FSDP replicates over the first, and shards over the second."""
+        """A mesh [ranks], or [copies, ranks of a copy]: FSDP replicates over the copies and shards within one."""
         if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
         grid = torch.arange(self.world_size).view(-1, sharers)
-        groups: Any = [dist.new_subgroups_by_enumeration(of.tolist(), timeout=FOREVER)[0] for of in (grid.T, grid)]
+        copies, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=FOREVER)
+        shards, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=FOREVER)
+        groups: Any = [copies, shards]
         return DeviceMesh.from_group(groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank"))
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
@@ -164,25 +183,45 @@ class DistributedRanks(Ranks):
         if isinstance(policy, FSDPModule):
             return
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        having = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        dist.all_reduce(having)
-        for parameter, ranks in zip(trained, having.tolist(), strict=True):
-            if ranks:  # without one anywhere it stays without, as in one rank
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = grad.float()
-                dist.all_reduce(total)
-                parameter.grad = grad.copy_(total / self.world_size)
+        ranks_with_gradient = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        dist.all_reduce(ranks_with_gradient)
+        for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
+            if count == 0:  # a parameter without a gradient on any rank keeps none, as with one rank
+                continue
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = grad.float()
+            dist.all_reduce(total)
+            parameter.grad = grad.copy_(total / self.world_size)
 
     def close(self) -> None:
         self._watchdog.close()
-        if dist.is_initialized():  # vLLM's end may have taken it along
+        if dist.is_initialized():  # vLLM may have destroyed it when it shut down
             dist.destroy_process_group()
 
 
 _adapter = cache(TypeAdapter)
 
 
+def _own_gpu(rank: int) -> torch.device:
+    """Make the GPU of this rank current. Raises UserError if the machine has fewer GPUs than ranks."""
+    local_rank = _variable("LOCAL_RANK", rank)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank a GPU")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _use_loopback() -> None:
+    """Have the collective libraries use the loopback interface: ranks of one machine need no network."""
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
+
+
 def _variable(name: str, default: int) -> int:
+    """An environment variable that holds a number. Raises UserError if it holds something else."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise UserError(f"{name} = '{value}' in the environment is not a number; start with --gpus or torchrun")
@@ -190,56 +229,68 @@ def _variable(name: str, default: int) -> int:
 
 
 def read_variables(episodes: int) -> tuple[int, int, int]:
-    """torchrun's (rank, ranks, ranks of this machine). UserError where they do not fit, or for an idle rank."""
-    rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    """torchrun's (rank, number of ranks, ranks on this machine).
+
+    Raises UserError if they do not fit together, or if there are more ranks than `episodes` in an update.
+    """
+    rank = _variable("RANK", 0)
+    world_size = _variable("WORLD_SIZE", 1)
     on_host = _variable("LOCAL_WORLD_SIZE", world_size)
-    name, value = ("RANK", rank) if not 0 <= rank < world_size else ("LOCAL_WORLD_SIZE", on_host)
-    if not (0 <= rank < world_size and 1 <= on_host <= world_size):
-        raise UserError(f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun")
+    for name, value, fits in (
+        ("RANK", rank, 0 <= rank < world_size),
+        ("LOCAL_WORLD_SIZE", on_host, 1 <= on_host <= world_size),
+    ):
+        if not fits:
+            raise UserError(f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun")
     if episodes < world_size:
-        has = f"rollout.tasks x rollout.group_size = {episodes} episodes"
-        raise UserError(f"{has} on {world_size} ranks leaves some without one; lower --gpus")
+        raise UserError(
+            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks leaves some without one; "
+            "lower --gpus"
+        )
     return rank, world_size, on_host
 
 
-def decline(why: str) -> None:
-    """Tell the other ranks, which wait for this one, why it does not come. Nothing where they have met."""
+def decline(reason: str) -> None:
+    """Tell the other ranks, which wait for this one, why it does not come. Does nothing once they have met."""
     with suppress(UserError, RuntimeError, OSError):
         rank = _variable("RANK", 0)
-        if not DistributedRanks.met and (rank or _AGENT_STORE in os.environ):
-            store, _ = _stores(rank, timedelta(seconds=30))
-            store.set(_start_key(rank), f"rank {rank}: {why}")
+        store_is_open = rank > 0 or _AGENT_STORE in os.environ
+        if store_is_open and not DistributedRanks.met:
+            store, _ = _stores(rank, timeout=timedelta(seconds=30))
+            store.set(_start_key(rank), f"rank {rank}: {reason}")
 
 
-def _meet(store: Any, rank: int, world: int) -> None:
-    """Wait for all ranks. PeerLostError where one declines."""
+def _meet(store: Any, rank: int, world_size: int) -> None:
+    """Wait for all ranks. Raises PeerLostError if one declines."""
     store.set(_start_key(rank), "here")
-    words = store.multi_get([_start_key(other) for other in range(world)])
+    answers = store.multi_get([_start_key(other) for other in range(world_size)])
     DistributedRanks.met = True
-    for word in words:
-        if word != b"here":
-            raise PeerLostError(word.decode())
+    for answer in answers:
+        if answer != b"here":
+            raise PeerLostError(answer.decode())
 
 
 def _start_key(rank: int) -> str:
-    return f"paw/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"paw/start/{restarts}/{rank}"
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has.
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has done so.
 
-    torch's own would listen on every interface; this one on MASTER_ADDR's alone where that is of this machine only.
+    A store that torch opens listens on every interface. This one listens on MASTER_ADDR alone if that is loopback.
     """
-    host, port = os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)
+    host = os.environ.get("MASTER_ADDR", "")
+    port = _variable("MASTER_PORT", 0)
     if not host or not port:
         raise UserError("MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun")
-    opens = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
-    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
-    first = options | {"is_master": opens}
-    if opens and (listening := os.environ.pop(STORE, None)):
-        first["master_listen_fd"] = int(listening)
-    elif opens and (host == "localhost" or host.startswith("127.")):
-        first["master_listen_fd"] = socket.create_server((host, port)).detach()
+    is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
+    listening: dict[str, Any] = {}
+    if is_master and (descriptor := os.environ.pop(STORE, None)):
+        listening["master_listen_fd"] = int(descriptor)
+    elif is_master and (host == "localhost" or host.startswith("127.")):
+        listening["master_listen_fd"] = socket.create_server((host, port)).detach()
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = connect(host, port, **first)
-    return store, connect(host, port, **options)
+    first = connect(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening)
+    second = connect(host, port, timeout=timeout, wait_for_workers=False)
+    return first, second

@@ -1,96 +1,135 @@
-"""Ends a rank that would wait in vain for another one, outside the collective call that it waits in.
+"""Ends a rank that waits in vain for another one. It works outside the collective call that the rank waits in.
 
-Each rank tells the others every second, through the store, how far it has come and in which phase it is; one that is
-stopped, or whose machine is gone, falls silent. Seconds are counted in a rank's own waking time: if all are stopped
-(Ctrl-Z) and go on later, none has missed anything.
+Each rank tells the others every second, through the store, how many steps it has taken and in which phase it is. A rank
+that is stopped, or whose machine is gone, falls silent. Time is counted in ticks of a rank's own threads: if all ranks
+are stopped (Ctrl-Z) and continue later, none has missed anything.
 """
 
 import os
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from paw.watcher import say_ending
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""For a phase that no update has been through yet, as loading, and for "save": some begin a checkpoint, others wait for
-the disk."""
+"""Least limit for a phase that no update has been through yet, such as loading, and for "save", in which some ranks
+start a checkpoint while others wait for the disk."""
 DONE = -1
+"""Message number of a rank that has left."""
+
+
+@dataclass
+class Message:
+    """The newest message of another rank."""
+
+    number: int
+    """Counts that rank's messages: a rank whose number does not change is silent. DONE once it has left."""
+    moves: int
+    """How many phases and waits that rank has entered."""
+    phase: str
+    tick: int
+    """This rank's tick at which the message was first seen."""
 
 
 class Watchdog:
-    """Threads of one rank, from the moment the ranks have met until `close`."""
+    """Two threads of one rank, from the moment the ranks have met until `close`: one reports, one judges."""
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
-        """`store`: a torch.distributed Store that nothing else uses. `timeout_s` is run.peer_timeout_s."""
-        self._store, self.rank, self.timeout_s = store, rank, timeout_s
-        self._tick = self._moved = self._moves = 0
+        """`store` is a torch.distributed Store that nothing else uses; `timeout_s` is run.peer_timeout_s."""
+        self._store = store
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._tick = 0
         self._phase = "start"
+        self._phase_began = 0
+        """Tick at which this rank entered the phase."""
+        self._moves = 0
+        """How many phases and waits this rank has entered."""
         self._longest: dict[str, int] = {}
-        self._heard = {other: (0, f"0 {self._phase}", 0) for other in range(world) if other != rank}
-        """Of each other rank: its last word's number, that word, and the tick at which it was heard."""
-        self._closed, self._speaking, self._last = threading.Event(), threading.Lock(), 0
-        self._tell(0)
-        for work in (self._talk, self._judge):
+        """Ticks of the longest time this rank has spent in each phase."""
+        others = [other for other in range(world) if other != rank]
+        self._heard = {other: Message(number=0, moves=0, phase="start", tick=0) for other in others}
+        self._closed = threading.Event()
+        self._sending = threading.Lock()
+        self._last_number = 0
+        self._send(0)
+        for work in (self._report, self._judge):
             threading.Thread(target=work, daemon=True).start()
 
     def enter(self, phase: str) -> None:
-        self._phase, self._moves, self._moved = phase, self._moves + 1, self._tick
+        self._phase = phase
+        self._moves += 1
+        self._phase_began = self._tick
 
     def leave(self) -> None:
-        self._longest[self._phase] = max(self._longest.get(self._phase, 0), self._tick - self._moved)
+        ticks = self._tick - self._phase_began
+        self._longest[self._phase] = max(self._longest.get(self._phase, 0), ticks)
         self.enter(f"after {self._phase}")
 
     def wait(self) -> None:
-        """The rank has come to where it waits for the others."""
+        """Note that the rank has come to a point where it waits for the others."""
         self._moves += 1
 
     def close(self) -> None:
-        """The others need not wait for this rank any more."""
+        """Tell the others that they need not wait for this rank any more."""
         with suppress(RuntimeError):  # rank 0 may have gone, and the store with it
-            self._tell(DONE)
+            self._send(DONE)
         self._closed.set()
 
     def verdict(self) -> str | None:
-        """Why the run cannot go on, naming the rank; None while it can."""
-        setting = f"run.peer_timeout_s = {self.timeout_s:g}"
-        for other, (number, word, tick) in self._heard.items():
-            if number != DONE and (self._tick - tick) * TICK_S > self.timeout_s:
-                phase = word.partition(" ")[2]
+        """Why the run cannot go on, with the number of the rank that is to blame; None as long as it can."""
+        return self._silent_rank() or self._hanging_rank()
+
+    def _silent_rank(self) -> str | None:
+        for other, message in self._heard.items():
+            silent_ticks = self._tick - message.tick
+            if message.number != DONE and silent_ticks * TICK_S > self.timeout_s:
                 return (
-                    f"rank {other} has been silent for {self._tick - tick} s ({setting}), last in phase '{phase}': it"
-                    " is stopped, or its machine is gone"
+                    f"rank {other} has been silent for {silent_ticks} s (run.peer_timeout_s = {self.timeout_s:g}), "
+                    f"last in phase '{message.phase}': it is stopped, or its machine is gone"
                 )
-        bound = self.timeout_s + max(self._longest.values(), default=0) * TICK_S
+        return None
+
+    def _hanging_rank(self) -> str | None:
+        """The rank that is furthest behind, if this phase takes longer than any before it and the timeout."""
+        longest_s = max(self._longest.values(), default=0) * TICK_S
+        limit_s = self.timeout_s + longest_s
         if self._phase not in self._longest or self._phase == "save":
-            bound = max(bound, PATIENCE_S)
-        spent = (self._tick - self._moved) * TICK_S
-        if spent <= bound + 2 * TICK_S:  # a rank that was stopped in this phase is found silent first
+            limit_s = max(limit_s, PATIENCE_S)
+        spent_s = (self._tick - self._phase_began) * TICK_S
+        if spent_s <= limit_s + 2 * TICK_S:  # a rank that was stopped in this phase is found silent first
             return None
-        came = {other: int(word.partition(" ")[0]) for other, (_, word, _) in self._heard.items()}
-        behind = min([*came.items(), (self.rank, self._moves)], key=lambda item: (item[1], item[0]))[0]
+        moves = {other: message.moves for other, message in self._heard.items()}
+        moves[self.rank] = self._moves
+        furthest_behind = min(moves, key=lambda rank: (moves[rank], rank))
         return (
-            f"rank {behind} does not go on: phase '{self._phase}' has taken {spent:.0f} s, the longest before it"
-            f" {max(self._longest.values(), default=0) * TICK_S:.0f} ({setting})"
+            f"rank {furthest_behind} does not go on: phase '{self._phase}' has taken {spent_s:.0f} s, the longest "
+            f"before it {longest_s:.0f} (run.peer_timeout_s = {self.timeout_s:g})"
         )
 
-    def _tell(self, number: int) -> None:
-        with self._speaking:
-            self._last = self._last if self._last == DONE else number
-            self._store.set(f"paw/{self.rank}", f"{self._last} {self._moves} {self._phase}")
+    def _send(self, number: int) -> None:
+        with self._sending:
+            if self._last_number != DONE:
+                self._last_number = number
+            self._store.set(f"paw/{self.rank}", f"{self._last_number} {self._moves} {self._phase}")
 
-    def _talk(self) -> None:
+    def _report(self) -> None:
         number = 0
         while not self._closed.wait(TICK_S):
             number += 1
             with suppress(RuntimeError):  # the store is gone: rank 0 falls silent
-                self._tell(number)
-                words = self._store.multi_get([f"paw/{other}" for other in self._heard])
-                for other, said in zip(self._heard, words, strict=True):
-                    its, _, word = said.decode().partition(" ")
-                    if int(its) != self._heard[other][0]:
-                        self._heard[other] = int(its), word, self._tick
+                self._send(number)
+                self._receive()
+
+    def _receive(self) -> None:
+        answers = self._store.multi_get([f"paw/{other}" for other in self._heard])
+        for other, answer in zip(self._heard, answers, strict=True):
+            number, moves, phase = answer.decode().split(" ", 2)
+            if int(number) != self._heard[other].number:
+                self._heard[other] = Message(int(number), int(moves), phase, tick=self._tick)
 
     def _judge(self) -> None:
         while not self._closed.wait(TICK_S):

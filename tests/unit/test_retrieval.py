@@ -165,8 +165,10 @@ def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, 
     with partial.open("ab") as file:
         file.write(b"half a row")
     written = []
-    passages = DenseRetriever._passages
-    monkeypatch.setattr(DenseRetriever, "_passages", lambda self, part: written.append(part) or passages(self, part))
+    passages = DenseRetriever._encode_passages
+    monkeypatch.setattr(
+        DenseRetriever, "_encode_passages", lambda self, part: written.append(part) or passages(self, part)
+    )
     again = DenseRetriever(NEWS, ENCODER)
     assert written == [slice(0, 1), slice(4, 6)]  # the check, and what was missing
     assert not list(cache.glob("*.part"))

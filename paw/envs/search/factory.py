@@ -1,4 +1,4 @@
-"""Search-augmented question answering: which questions are asked, and one episode of a question."""
+"""Search-augmented question answering: which questions are asked, and the environment that plays one of them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,57 +18,58 @@ from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe, m
 from paw.types import Outcome, Reply, Task, ToolCall
 
 Search = Callable[[Question, str], list[Hit]]
-"""What a query, asked because of a question, finds."""
+"""(question of the episode, query) -> the documents found."""
 WORLDS = 100
-"""Generated ones, in compact style."""
+"""Generated worlds in compact style."""
 
 
 class SearchFactory(EnvFactory):
-    """The questions of files, or of a generated world, and the retriever that answers searches.
+    """The questions of files, or of generated worlds, and the retriever that answers searches.
 
-    Raises UserError: env.data or env.corpus is damaged or without the other, or what answers searches is missing.
+    Raises UserError if env.data or env.corpus is damaged or set without the other, or if the retriever is missing.
     """
 
     Config = SearchConfig
     name = "search"
 
     def __init__(self, config: SearchConfig, run: RunConfig, tasks_per_update: int = 1) -> None:
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
         self.may_block = config.retriever == "zerosearch" or config.retriever.startswith("http")
-        # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
-        numbered = config.style == "compact"
-        count = WORLDS if numbered and not self.may_block else 1
-        self._worlds = [] if config.data else world.make_worlds(config.entities, numbered=numbered, count=count)
-        if config.data and not (self.may_block or config.corpus):
-            raise UserError(
-                f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, or env.retriever to "
-                "the URL of a server (`paw serve retriever`)"
-            )
-        if config.corpus and not config.data:
-            raise UserError(
-                f"env.corpus = '{config.corpus}' needs env.data: generated questions are about the generated world"
-            )
+        self._tasks_per_update = tasks_per_update
+        _check_sources(config, brings_documents=self.may_block)
+
+        self._worlds: list[world.World] = []
+        self._generated: dict[str, list[Task]] = {}
+        if config.data is None:
+            # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
+            numbered = config.style == "compact"
+            count = WORLDS if numbered and not self.may_block else 1
+            self._worlds = world.make_worlds(config.entities, numbered=numbered, count=count)
+            for split, questions in world.split(self._worlds).items():
+                self._generated[split] = [
+                    Task(f"generated/{split}/{i}", kind=kind, payload=question)
+                    for i, (kind, question) in enumerate(questions)
+                ]
         self._load = functools.cache(data.load)
-        self._generated = {
-            split: [Task(f"generated/{split}/{i}", *question) for i, question in enumerate(questions)]
-            for split, questions in (world.split(self._worlds) if self._worlds else {}).items()
-        }
         self._split(config.eval_split)
         if config.data is None or data.candidates(config.data, config.train_split):
             self._split(config.train_split)  # damaged files are reported before a model is loaded
-        self._simulator, self._per_update = None, tasks_per_update
+
+        self._simulator = None
         documents = [one.documents for one in self._worlds] or [None]
         self._retriever = functools.cache(lambda i: make_retriever(config, documents[i]))
         if config.retriever == "zerosearch":
             self._simulator = plugins.load("retrievers", "zerosearch")(config.simulator, run)
         else:
-            self._retriever(0)  # what is missing is reported now
+            self._retriever(0)  # a missing library or server is reported now
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The questions of a split; with ZeroSearch those of training know the update in which they are asked.
+        """The questions of a split. With ZeroSearch, those of training carry the update in which they are asked.
 
-        Raises UserError: the split is unknown, missing, damaged or empty; or it is the warm-up's and questions come
-        from files: nobody shows how to answer those.
+        Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with questions from files,
+        which come without a way to the answer.
         """
         if split == "warmup" and self.config.data:
             raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
@@ -78,27 +79,29 @@ class SearchFactory(EnvFactory):
 
         def asked(i: int) -> Task:
             task = tasks[shuffled(seed, i, len(tasks))]
-            return replace(task, payload=replace(task.payload, step=i // self._per_update))
+            return replace(task, payload=replace(task.payload, step=i // self._tasks_per_update))
 
         return Endless(asked)
 
     def make(self) -> "SearchEnv | SearchChat":
         if self.config.style == "chat":
             return SearchChat(SearchEnv(self.config, self._search))
-        numbered = self._worlds[:1] if self.config.style == "compact" else []
-        names = [entity.names[0] for one in numbered for entity in one.entities]
+        names: list[str] = []
+        if self.config.style == "compact" and self._worlds:
+            names = [entity.names[0] for entity in self._worlds[0].entities]  # the same in each numbered world
         return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
-        """Hash of the questions, and of the documents where they are generated; what searches them."""
+        """Hash of the questions (of generated ones with their documents), and what searches."""
         config = self.config
-        engine = f"{masked(config.retriever)}{f' {config.corpus.name}' if config.corpus else ''} top {config.topk}"
+        corpus = f" {config.corpus.name}" if config.corpus else ""
+        engine = f"{masked(config.retriever)}{corpus} top {config.topk}"
         if self._worlds:
             return f"generated {config.entities} {world.digest(self._worlds)}, {engine}"
         assert config.data is not None
-        splits = (config.train_split, config.eval_split)
-        files = [path for split in splits for path in data.candidates(config.data, split)]
-        return f"{' '.join(f'{path.stem} {data.digest(path)}' for path in dict.fromkeys(files))}, {engine}"
+        files = data.candidates(config.data, config.train_split) + data.candidates(config.data, config.eval_split)
+        digests = [f"{path.stem} {data.digest(path)}" for path in dict.fromkeys(files)]
+        return f"{' '.join(digests)}, {engine}"
 
     def _split(self, split: str) -> list[Task]:
         if self.config.data:
@@ -114,15 +117,27 @@ class SearchFactory(EnvFactory):
         return self._retriever(question.world).search([query], self.config.topk)[0]
 
 
+def _check_sources(config: SearchConfig, *, brings_documents: bool) -> None:
+    """Raise UserError unless questions and documents come from the same side: both from files, or both generated."""
+    if config.data and not (brings_documents or config.corpus):
+        raise UserError(
+            f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, or env.retriever to "
+            "the URL of a server (`paw serve retriever`)"
+        )
+    if config.corpus and not config.data:
+        raise UserError(
+            f"env.corpus = '{config.corpus}' needs env.data: generated questions are about the generated world"
+        )
+
+
 class SearchEnv:
-    """One question at a time."""
+    """Plays one question at a time. `names` are the entities that compact actions may name."""
 
     task: str = ""
 
     def __init__(self, config: SearchConfig, search: Search, names: Sequence[str] = ()) -> None:
         self.config = config
-        paper = PaperStyle(history=config.history, think=config.think)
-        self.style: Style = {"paper": paper, "compact": CompactStyle(), "chat": ChatStyle()}[config.style]
+        self.style = _style(config)
         self._retrieve = search
         self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True
@@ -140,54 +155,74 @@ class SearchEnv:
         return self.style.prompt(self.task, self._past)
 
     def step(self, response: str) -> Outcome:
-        """Search or answer; the episode ends with an answer or after env.max_turns turns, and nothing is observed then.
+        """Search or answer. The episode ends with an answer or after env.max_turns turns, without an observation.
 
-        Raises EnvironmentFailure: the search failed.
+        Raises EnvironmentFailure if the search fails.
         """
-        return self.play(*self.style.parse_action(response))
+        action, valid = self.style.parse_action(response)
+        return self.play(action, valid=valid)
 
-    def play(self, action: Action, valid: bool) -> Outcome:
-        """A turn's action, and whether the response was well-formed."""
+    def play(self, action: Action, *, valid: bool) -> Outcome:
+        """Play a turn's action; `valid` says whether the response was well-formed."""
         assert not self._done, "step() before reset() or after the end"
         self._done = action.verb == "answer" or len(self._past) + 1 >= self.config.max_turns
-        hits = self._search(action.text) if action.verb == "search" and not self._done else None
-        observation = "" if hits is None else self.style.observation([hit.contents for hit in hits])
-        won = action.verb == "answer" and exact_match(action.text, self._question.answers)
+        observation = ""
+        titles: set[str] = set()
+        if action.verb == "search" and not self._done:
+            documents = [hit.contents for hit in self._search(action.text)]
+            observation = self.style.observation(documents)
+            titles = {title(contents) for contents in documents}
         self._past.append((action, observation))
-        self._titles.append({title(hit.contents) for hit in hits or ()})
-        reward = self.config.reward if won else 0.0
-        return Outcome(observation, reward, done=self._done, won=won, action=str(action), valid=valid)
+        self._titles.append(titles)
+
+        won = action.verb == "answer" and exact_match(action.text, self._question.answers)
+        return Outcome(
+            observation,
+            reward=self.config.reward if won else 0.0,
+            done=self._done,
+            won=won,
+            action=str(action),
+            valid=valid,
+        )
 
     def oracle(self) -> str:
         return self.style.format_action(self.best())
 
     def best(self) -> Action:
-        """Search for the next document on the way to the answer that is not in the prompt yet; then answer."""
+        """The best action: search for the next document on the way to the answer that the prompt lacks, then answer."""
         hops = self._question.hops
         if not hops:
             raise NoOracleError("only generated questions tell how they are answered")
-        shown = set().union(*self._titles[max(0, len(self._titles) - self.style.shown) :])
-        found = [i for i, title in enumerate(hops) if title in shown]
-        if found and found[-1] == len(hops) - 1:
+        first_shown = max(0, len(self._titles) - self.style.shown)
+        titles_in_prompt = set().union(*self._titles[first_shown:])
+        hops_in_prompt = [i for i, hop in enumerate(hops) if hop in titles_in_prompt]
+        next_hop = hops_in_prompt[-1] + 1 if hops_in_prompt else 0
+        if next_hop == len(hops):
             return Action("answer", self._question.answers[0])
-        return Action("search", hops[found[-1] + 1 if found else 0])
+        return Action("search", hops[next_hop])
 
     def admissible_actions(self) -> list[str]:
-        """Compact style, generated questions: to search for each entity, and to answer with it. Else []."""
+        """In compact style with generated questions: a search for each entity, and each as an answer. Otherwise []."""
         return self._actions
 
     def format_action(self, action: str) -> str:
-        """`action` is "search[query]" or "answer[text]"; anything else is played as an invalid response."""
-        played = Action.parse(action)
-        return self.style.format_action(played) if played.verb else action
+        """`action` is "search[query]" or "answer[text]"; anything else is returned as it is: an invalid response."""
+        parsed = Action.parse(action)
+        return self.style.format_action(parsed) if parsed.verb else action
 
     def _search(self, query: str) -> list[Hit]:
-        if not query:  # nothing to ask for, and no server is bound to like it
+        if not query:  # servers differ in what they answer to an empty query
             return []
         try:
             return self._retrieve(self._question, query)
         except Exception as error:  # a UserError too: it would end the whole run
             raise EnvironmentFailure(f"search failed: {describe(error)}") from error
+
+
+def _style(config: SearchConfig) -> Style:
+    if config.style == "paper":
+        return PaperStyle(history=config.history, think=config.think)
+    return CompactStyle() if config.style == "compact" else ChatStyle()
 
 
 class SearchChat(Retold):
@@ -208,8 +243,8 @@ class SearchChat(Retold):
         return self._written(self._game.best())
 
     def format_action(self, action: str) -> str:
-        played = Action.parse(action)
-        return self._written(played) if played.verb else action
+        parsed = Action.parse(action)
+        return self._written(parsed) if parsed.verb else action
 
     def _written(self, action: Action) -> Reply:
         if action.verb == "answer":

@@ -66,35 +66,42 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, bare: str) -> "Action":
-        """The inverse of `str`; whatever is none of ours is no action."""
-        found = BARE.fullmatch(bare.strip())
-        return cls(found[1], found[2].strip()) if found else cls("", "")
+        """The inverse of `str`; any other text is no action (verb "")."""
+        match = BARE.fullmatch(bare.strip())
+        return cls(match[1], match[2].strip()) if match else cls("", "")
 
 
 class PaperStyle:
     """Figure 9 of the paper. With `history` 0 later turns look like the first, as in the reference."""
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
-        self.shown, self.think = history, think
+        self.shown = history
+        self.think = think
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
         text = HEAD.format(question=question)
         if past and self.shown:
-            shown = [f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past, start=1)]
-            text += PAST.format(taken=len(past), history="\n".join(shown[-self.shown :]))
-        return f"{text}\n{INSTRUCTION.format(think=THINK if self.think else NO_THINK)}\n"
+            steps = [f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past, start=1)]
+            text += PAST.format(taken=len(past), history="\n".join(steps[-self.shown :]))
+        instruction = INSTRUCTION.format(think=THINK if self.think else NO_THINK)
+        return f"{text}\n{instruction}\n"
 
     def parse_action(self, response: str) -> tuple[Action, bool]:
-        """The first <search> block, the text cut after it, else the first <answer> block; invalid if neither, both or
-        a repeated one is opened anywhere (reference: search_projection, which does not look for a thought either).
+        """(the first <search> block, else the first <answer> block; whether the response is valid).
+
+        The text is cut after the first </search>, or else after the first </answer>. It is invalid unless exactly one
+        tag is opened in all of it (reference: search_projection, which does not look for a thought either).
         """
-        closing = next((tag for tag in ("</search>", "</answer>") if tag in response), "")
-        played = response.partition(closing)[0] + closing if closing else response
+        text = response
+        for closing in ("</search>", "</answer>"):
+            if closing in response:
+                text = response.partition(closing)[0] + closing
+                break
         valid = len(TAG.findall(response)) == 1
         for verb, block in BLOCKS:
-            if found := block.search(played):
-                return Action(verb, found[1].strip()), valid
+            if match := block.search(text):
+                return Action(verb, match[1].strip()), valid
         return Action("", ""), False
 
     def format_action(self, action: Action) -> str:
@@ -108,7 +115,7 @@ class PaperStyle:
 
 
 class ChatStyle(PaperStyle):
-    """Of conversations, in which nothing that was found is forgotten: documents as they are."""
+    """For conversations, in which all documents found stay in the context, as they are."""
 
     def __init__(self) -> None:
         super().__init__(history=1_000_000, think=False)
@@ -118,7 +125,7 @@ class ChatStyle(PaperStyle):
 
 
 class CompactStyle:
-    r"""The question, the actions so far, the documents found last without their titles.
+    r"""The question, the actions so far, and the documents found last, without their titles.
 
     >>> print(CompactStyle().prompt("Who?", [(Action("search", "town 12"), "town 12 lies on river 13.")]))
     task: Who?
@@ -134,24 +141,32 @@ class CompactStyle:
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         lines = [f"task: {question}"]
         if past:
-            lines += ["did:", *(f"{action.verb} {action.text}".strip() for action, _ in past), "see:", past[-1][1]]
+            actions = [f"{action.verb} {action.text}".strip() for action, _ in past]
+            _, last_observation = past[-1]
+            lines += ["did:", *actions, "see:", last_observation]
         return "\n".join(lines)
 
     def parse_action(self, response: str) -> tuple[Action, bool]:
         """One line, "search NAME" or "answer NAME"; anything else is invalid."""
-        found = LINE.fullmatch(response.strip())
-        return (Action(found[1], found[2]), True) if found else (Action("", ""), False)
+        match = LINE.fullmatch(response.strip())
+        if match is None:
+            return Action("", ""), False
+        return Action(match[1], match[2]), True
 
     def format_action(self, action: Action) -> str:
         """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
         return f"\n{action.verb} {action.text}"
 
     def observation(self, documents: Sequence[str]) -> str:
-        return "\n".join(" ".join((text or title).split()) for title, _, text in (d.partition("\n") for d in documents))
+        lines = []
+        for document in documents:
+            title, _, text = document.partition("\n")
+            lines.append(" ".join((text or title).split()))
+        return "\n".join(lines)
 
 
 def title(contents: str) -> str:
-    """Of a document "\"Title\"\ntext"."""
+    """The title of a document "\"Title\"\ntext"."""
     return contents.partition("\n")[0].strip('"')
 
 

@@ -1,7 +1,7 @@
-"""A generated world of facts: people, towns, rivers, lakes, companies and books, a document of each, and questions.
+"""A generated world of facts: people, towns, rivers, lakes, companies and books, a document for each, and questions.
 
-Every name holds a word that no other has, so a question has one answer. A two-hop question names neither the entity in
-between nor the document that answers it. Everything follows from (entities, numbered, seed).
+Every name holds a word that no other name has, so a question has one answer. A two-hop question names neither the
+entity in between nor the document that answers it. The world is a function of (entities, numbered, seed).
 """
 
 import functools
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from paw.envs.search.data import Question
 
 SHARES = {"person": 0.3, "town": 0.2, "book": 0.2, "company": 0.15, "river": 0.1, "lake": 0.05}
-"""Of the entities."""
+"""Share of each kind among the entities."""
 SPLITS = {"test": 0.2, "warmup": 0.3, "train": 0.5}
-"""Of the questions."""
+"""Share of each split among the questions."""
 MAX_QUESTIONS = 100_000
 
 
@@ -27,14 +27,18 @@ class Relation(NamedTuple):
     object: str
     question: str
     phrase: str
-    """What a question calls the object by."""
+    """How a two-hop question describes the object."""
     sentences: list[str]
-    """How documents say it; a numbered world has the first alone."""
+    """How documents state the fact; a numbered world uses the first alone."""
 
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("world.toml").read_text(encoding="utf-8"))
-RELATIONS = {kind: [Relation(r[0], r[1], r[2], r[3:]) for r in rows] for kind, rows in _TEXTS["relations"].items()}
-CONSONANTS, VOWELS = "bdfghjklmnprstvwz", "aeiou"
+RELATIONS = {
+    kind: [Relation(object, question, phrase, sentences) for object, question, phrase, *sentences in rows]
+    for kind, rows in _TEXTS["relations"].items()
+}
+CONSONANTS = "bdfghjklmnprstvwz"
+VOWELS = "aeiou"
 ENDINGS = ("n", "m", "r", "l", "k", "th", "nd", "rk", "rn", "x")
 
 
@@ -53,61 +57,76 @@ class World:
         kinds = [kind for kind, share in SHARES.items() for _ in range(int(entities * share))]
         kinds += ["person"] * (entities - len(kinds))
         words = self._words()
-        given = [next(words) for _ in range(40)]
-        self.entities = [self._name(i, kind, words, given) for i, kind in enumerate(kinds)]
-        of_kind: dict[str, list[int]] = {}
+        first_names = [next(words) for _ in range(40)]
+        self.entities = [self._name(i, kind, words, first_names) for i, kind in enumerate(kinds)]
+        by_kind: dict[str, list[int]] = {}
         for i, kind in enumerate(kinds):
-            of_kind.setdefault(kind, []).append(i)
-        self.facts = [[self._rng.choice(of_kind[relation.object]) for relation in RELATIONS[kind]] for kind in kinds]
+            by_kind.setdefault(kind, []).append(i)
+        self.facts: list[list[int]] = []
         """Objects of each entity, in the order of its kind's RELATIONS."""
+        for kind in kinds:
+            self.facts.append([self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]])
         self.documents = [(str(i), self._document(i)) for i in range(entities)]
-        """(id, contents) each, as a corpus has them."""
+        """(id, contents) of each, as in a corpus."""
         subjects = self._rng.sample(range(entities), entities)
         self.questions = list(itertools.islice(self._questions(subjects), MAX_QUESTIONS))
-        """(kind, question) each, no two of one text, shuffled."""
+        """(kind, question) of each, shuffled; no two have the same text."""
         self._rng.shuffle(self.questions)
 
-    def _name(self, i: int, kind: str, words: Iterator[str], given: list[str]) -> Entity:
+    def _name(self, i: int, kind: str, words: Iterator[str], first_names: list[str]) -> Entity:
         if self._numbered:
-            return Entity(kind, (f"{kind} {i + 1}",))
-        word, first = next(words), self._rng.choice(given)
-        return Entity(kind, tuple(form.format(word=word, given=first) for form in _TEXTS["names"][kind]))
+            return Entity(kind, names=(f"{kind} {i + 1}",))
+        word = next(words)
+        first_name = self._rng.choice(first_names)
+        forms = _TEXTS["names"][kind]
+        return Entity(kind, names=tuple(form.format(word=word, given=first_name) for form in forms))
 
     def _words(self) -> Iterator[str]:
         """Pronounceable words without end, all different."""
-        taken, choice = set(), self._rng.choice
+        choice = self._rng.choice
+        used: set[str] = set()
         while True:
-            syllables = (choice(CONSONANTS) + choice(VOWELS) for _ in range(choice((2, 3))))
-            word = ("".join(syllables) + choice(ENDINGS)).capitalize()
-            if word not in taken:
-                taken.add(word)
+            word = ""
+            for _ in range(choice((2, 3))):
+                word += choice(CONSONANTS) + choice(VOWELS)
+            word = (word + choice(ENDINGS)).capitalize()
+            if word not in used:
+                used.add(word)
                 yield word
 
     def _document(self, i: int) -> str:
-        kind, names = self.entities[i]
+        kind = self.entities[i].kind
+        name = self.entities[i].names[0]
         sentences = []
-        for relation, o in zip(RELATIONS[kind], self.facts[i], strict=True):
+        for relation, object in zip(RELATIONS[kind], self.facts[i], strict=True):
             wording = relation.sentences[0] if self._numbered else self._rng.choice(relation.sentences)
-            sentences.append(wording.format(s=names[0], o=self.entities[o].names[0]))
+            sentences.append(wording.format(s=name, o=self.entities[object].names[0]))
         if not self._numbered:
             self._rng.shuffle(sentences)
             form, fillers = _TEXTS["openings"][kind]
-            sentences.insert(0, form.format(self._rng.choice(fillers.split(", ")), s=names[0]))
-        return f'"{names[0]}"\n{" ".join(sentences)}'
+            opening = form.format(self._rng.choice(fillers.split(", ")), s=name)
+            sentences.insert(0, opening)
+        return f'"{name}"\n{" ".join(sentences)}'
 
     def _questions(self, subjects: list[int]) -> Iterator[tuple[str, Question]]:
-        for s in subjects:
-            name, facts = self.entities[s].names[0], self.facts[s]
-            for relation, o in zip(RELATIONS[self.entities[s].kind], facts, strict=True):
-                yield "one-hop", self._question(relation, name, o, (s,))
-                for further, end in zip(RELATIONS[relation.object], self.facts[o], strict=True):
-                    # Else one search might do: its documents would say the answer, or hold the second document.
-                    if end not in (s, *facts) and s not in self.facts[o]:
-                        yield "two-hop", self._question(further, relation.phrase.format(s=name), end, (s, o))
+        for subject in subjects:
+            entity = self.entities[subject]
+            name = entity.names[0]
+            facts = self.facts[subject]
+            for relation, middle in zip(RELATIONS[entity.kind], facts, strict=True):
+                yield "one-hop", self._question(relation, name, answer=middle, hops=(subject,))
+                phrase = relation.phrase.format(s=name)
+                for second, answer in zip(RELATIONS[relation.object], self.facts[middle], strict=True):
+                    # One search must not do: its documents would state the answer, or include the second document.
+                    if answer not in (subject, *facts) and subject not in self.facts[middle]:
+                        yield "two-hop", self._question(second, phrase, answer=answer, hops=(subject, middle))
 
     def _question(self, relation: Relation, subject: str, answer: int, hops: tuple[int, ...]) -> Question:
-        titles = tuple(self.entities[hop].names[0] for hop in hops)
-        return Question(relation.question.format(s=subject), self.entities[answer].names, titles)
+        return Question(
+            text=relation.question.format(s=subject),
+            answers=self.entities[answer].names,
+            hops=tuple(self.entities[hop].names[0] for hop in hops),
+        )
 
 
 @functools.lru_cache(2)
@@ -116,15 +135,19 @@ def make_worlds(entities: int, *, numbered: bool, count: int) -> list[World]:
 
 
 def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
-    """(kind, question) of each of SPLITS: of one world its questions are dealt out, of several whole worlds."""
-    indexed = [[(kind, replace(question, world=i)) for kind, question in w.questions] for i, w in enumerate(worlds)]
-    items = [[question] for question in indexed[0]] if len(worlds) == 1 else indexed
-    ends = [round(len(items) * share) for share in itertools.accumulate(SPLITS.values())]
-    parts = [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return {name: list(itertools.chain(*part)) for name, part in zip(SPLITS, parts, strict=True)}
+    """(kind, question) of each split in SPLITS: one world's questions are divided, several worlds are divided whole."""
+    by_world = []
+    for i, world in enumerate(worlds):
+        by_world.append([(kind, replace(question, world=i)) for kind, question in world.questions])
+    pieces = by_world if len(worlds) > 1 else [[question] for question in by_world[0]]
+    ends = [round(len(pieces) * share) for share in itertools.accumulate(SPLITS.values())]
+    splits = {}
+    for name, start, end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):
+        splits[name] = list(itertools.chain(*pieces[start:end]))
+    return splits
 
 
 def digest(worlds: Sequence[World]) -> str:
-    """Of everything: worlds of one digest are the same."""
+    """Hash of all documents and questions."""
     content = repr([(world.documents, world.questions) for world in worlds]).encode()
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The shop's stock: products, the goals made from them and the search over them. One is shared by all sessions.
+"""The shop's stock: products, the goals made from them and the search over them. All sessions share it.
 
 After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there). Differences: prices
 and limits are drawn from a generator seeded with 233, as its shuffle of goals is; null texts are empty.
@@ -28,8 +28,10 @@ from paw.errors import UserError
 SEED = 233
 HITS = 50
 ITEMS, ENTRIES, HUMAN = generator.FILES
-CHUNK, LARGEST = 1 << 20, 1 << 24
-"""Characters read at a time, and of one product: a longer one is broken JSON."""
+CHUNK = 1 << 20
+"""Characters read at a time."""
+LARGEST = 1 << 24
+"""Most characters of one product; more is broken JSON."""
 LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars. A goal's is the larger of two drawn from the four next above its product's price."""
 
@@ -92,14 +94,16 @@ class Written(Strict):
 
 
 class Catalogue:
-    """Read-only. UserError if bm25s or PyStemmer is missing."""
+    """Products, goals and search, read-only. Raises UserError if bm25s or PyStemmer is missing."""
 
     def __init__(self, products: list[Product], goals: list[Goal], digest: str, nouns: str) -> None:
         self.products = products
         self.goals = goals
-        """Shuffled: `n_test` to test with, then those to train on."""
-        self.digest, self.nouns = digest, nouns
-        """Hash of the files, or of what was generated. How nouns are found: "spacy" or "rules"."""
+        """Shuffled: the first `n_test` are to test with, the others to train on."""
+        self.digest = digest
+        """Hash of the files, or of what was generated."""
+        self.nouns = nouns
+        """How nouns are found: "spacy" or "rules"."""
         self.by_asin = {product.asin.lower(): product for product in products}
         self._index = Bm25(map(_text, products))
 
@@ -114,58 +118,89 @@ class Catalogue:
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
-    """The user's copy of WebShop's files, of the size that env.catalogue names. UserError: one is missing or broken."""
+    """The user's copy of WebShop's files, of the size that env.catalogue names.
+
+    Raises UserError if a file is missing or broken.
+    """
     need_rapidfuzz()
-    names = [ITEMS, ENTRIES] if config.catalogue == "small" else ["items_shuffle.json", "items_ins_v2.json"]
-    items, entries, *human = [folder / name for name in (*names, *([HUMAN] if config.goals == "human" else []))]
-    for path in (items, entries, *human):
-        if not path.is_file():
+    small = config.catalogue == "small"
+    items = folder / (ITEMS if small else "items_shuffle.json")
+    entries = folder / (ENTRIES if small else "items_ins_v2.json")
+    human = folder / HUMAN if config.goals == "human" else None
+    for path in (items, entries, human):
+        if path and not path.is_file():
             raise UserError(
                 f"{path} is missing (env.data with env.catalogue = '{config.catalogue}', env.goals = "
                 f"'{config.goals}'); copy WebShop's data files there, or --env.data none plays a generated shop"
             )
     digest = hashlib.sha256()
     attributes = _read_object(entries, digest)
-    written = _read_object(human[0], digest) if human else None
-    return _stock(read_array(items, digest), attributes, written, config.nouns, digest, (str(items), str(entries)))
+    written = _read_object(human, digest) if human else None
+    return _stock(
+        read_array(items, digest),
+        attributes,
+        written,
+        nouns=config.nouns,
+        digest=digest,
+        item_source=str(items),
+        entry_source=str(entries),
+    )
 
 
 @functools.lru_cache(8)
 def generated(products: int, goals: str, nouns: str, seed: int = 0) -> Catalogue:
     """The generated shop; one for all factories of a process."""
     need_rapidfuzz()
-    made = generator.records(products, seed)
-    digest = hashlib.sha256(json.dumps(made).encode())
-    return _stock(made[0], made[1], made[2] if goals == "human" else None, nouns, digest, ("generated", "generated"))
+    records = generator.records(products, seed)
+    items, entries, human = records
+    return _stock(
+        items,
+        entries,
+        human if goals == "human" else None,
+        nouns=nouns,
+        digest=hashlib.sha256(json.dumps(records).encode()),
+        item_source="generated",
+        entry_source="generated",
+    )
 
 
 def _stock(
-    items: Iterable[Any], entries: dict[str, Any], written: Any, nouns: str, digest: Any, sources: tuple[str, str]
+    items: Iterable[Any],
+    entries: dict[str, Any],
+    written: Any,
+    *,
+    nouns: str,
+    digest: Any,
+    item_source: str,
+    entry_source: str,
 ) -> Catalogue:
-    """Of the three files' contents; `written` is None where goals are synthetic."""
-    kind, rng = choose_nouns(nouns), random.Random(SEED)
-    products, goals = list(_clean(items, entries, rng, *sources)), []
+    """The catalogue of the three files' contents; `written` is None if goals are synthetic."""
+    nouns = choose_nouns(nouns)
+    rng = random.Random(SEED)
+    products = list(_clean(items, entries, rng, item_source, entry_source))
+    goals: list[Goal] = []
     for product in products:
+        asin = product.asin
         if written is not None:
-            goals += _human_goals(product, written.get(product.asin, []), rng, f"{HUMAN}, {product.asin}")
-        elif product.asin in entries:
-            goals += _synthetic_goals(product, entries[product.asin], rng, f"{sources[1]}, {product.asin}")
+            goals += _human_goals(product, written.get(asin, []), rng, f"{HUMAN}, {asin}")
+        elif asin in entries:
+            goals += _synthetic_goals(product, entries[asin], rng, f"{entry_source}, {asin}")
         else:
-            raise UserError(f"{sources[1]} has no '{product.asin}': it belongs to another products file")
+            raise UserError(f"{entry_source} has no '{asin}': it belongs to another products file")
     if len(goals) < 2:
-        wanted = "synthetic" if written is None else "human"
+        kind = "synthetic" if written is None else "human"
         raise UserError(
-            f"{sources[0]}: {len(products)} products make {len(goals)} goals with env.goals = '{wanted}'; "
+            f"{item_source}: {len(products)} products make {len(goals)} goals with env.goals = '{kind}'; "
             "at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)
-    return Catalogue(products, goals, digest.hexdigest(), kind)
+    return Catalogue(products, goals, digest.hexdigest(), nouns)
 
 
 def _clean(
     items: Iterable[Any], entries: dict[str, Any], rng: random.Random, source: str, entry_source: str
 ) -> Iterator[Product]:
-    """Products as the shop shows them. Skips what the reference skips: no asin, a long one, one seen before."""
+    """Products as the shop shows them. Skips what the reference skips: no asin, a long asin, one seen before."""
     seen = {"nan"}
     for number, raw in enumerate(items, 1):
         asin = str(raw.get("asin")) if isinstance(raw, dict) else ""
@@ -190,7 +225,7 @@ def _clean(
 
 
 def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """One for every combination of options of a product that has an instruction; they share a price limit."""
+    """A goal for each combination of a product's options, if it has an instruction. All share one price limit."""
     entry = checked(Entry, raw, where)
     if entry.instruction is None:
         return
@@ -200,23 +235,25 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str)
     names = sorted(product.options)
     for values in itertools.product(*(product.options[name] for name in names)):
         options = dict(zip(names, values, strict=True))
-        chosen = ", and ".join(f"{name}: {value}" for name, value in options.items())
-        text = f"{entry.instruction}{' with ' if chosen else ''}{chosen}{ending}"
-        yield Goal(product, text, tuple(entry.instruction_attributes), options, limit)
+        wishes = ", and ".join(f"{name}: {value}" for name, value in options.items())
+        instruction = f"{entry.instruction} with {wishes}" if wishes else entry.instruction
+        yield Goal(product, instruction + ending, tuple(entry.instruction_attributes), options, limit)
 
 
 def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """One for each instruction written for a product; those without attributes are skipped."""
+    """A goal for each instruction that was written for a product; those without attributes are skipped."""
     for number, raw in enumerate(checked(list[Any], written, where), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
         entry = checked(Written, raw, f"{where}, instruction {number}")
         limit, ending = _limit(product, rng)
         options = {str(i): value for i, value in enumerate(entry.instruction_options)}
-        yield Goal(product, entry.instruction.strip(".") + ending, tuple(entry.instruction_attributes), options, limit)
+        instruction = entry.instruction.strip(".") + ending
+        yield Goal(product, instruction, tuple(entry.instruction_attributes), options, limit)
 
 
 def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
+    """(price limit of a goal, what its instruction says about it)."""
     above = [limit for limit in LIMITS if limit > product.price][:4]
     if len(above) < 2:
         return math.inf, ""
@@ -225,35 +262,42 @@ def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
 
 
 def _text(product: Product) -> str:
-    """What a search sees of a product."""
+    """The text of a product that a search looks at."""
     options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
     return " ".join([product.title, product.description, *product.bullets[:1], options]).lower()
 
 
-# ---- reading
+# --- reading
 
 
 def read_array(path: Path, digest: Any) -> Iterator[Any]:
     """The elements of a JSON array, one at a time (the full products file has 5 GB); all bytes go to `digest`."""
-    scan, text, at, number, gap = json.JSONDecoder().raw_decode, "", 0, 1, re.compile(r"\s*\[\s*")
+    decode = json.JSONDecoder().raw_decode
+    gap = re.compile(r"\s*\[\s*")  # before the first element; then what stands between two
+    text = ""
+    position = 0
+    number = 1
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while True:
                 try:
-                    if (found := gap.match(text, at)) is None:
-                        raise json.JSONDecodeError("no array", text, at)
-                    at, gap = found.end(), re.compile(r"[\s,]*")
-                    if text[at : at + 1] == "]":
+                    match = gap.match(text, position)
+                    if match is None:
+                        raise json.JSONDecodeError("no array", text, position)
+                    position = match.end()
+                    gap = re.compile(r"[\s,]*")
+                    if text[position : position + 1] == "]":
                         digest.update(file.read().encode())
                         return
-                    value, at = scan(text, at)
-                except json.JSONDecodeError as error:
-                    chunk = file.read(CHUNK) if len(text) - at < LARGEST else ""
+                    value, position = decode(text, position)
+                except json.JSONDecodeError as error:  # the text read so far ends within this element
+                    chunk = file.read(CHUNK) if len(text) - position < LARGEST else ""
                     if not chunk:
                         problem = f"broken or cut short in product {number} ({error.msg})"
                         raise UserError(f"{path}: {problem}; download it again") from None
                     digest.update(chunk.encode())
-                    text, at = text[at:] + chunk, 0
+                    text = text[position:] + chunk
+                    position = 0
                 else:
                     yield value
                     number += 1

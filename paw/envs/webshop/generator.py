@@ -63,38 +63,57 @@ def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
 
 
 def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
+    """A product and up to three variants, each of which misses one thing. The order of draws fixes what is sold."""
     syllables = SHOP["syllables"].split()
-    words = {"brand": (rng.choice(syllables) + rng.choice(syllables) + rng.choice(SHOP["ends"].split())).capitalize()}
-    words |= {"line": rng.choice(SHOP["lines"].split()), "noun": rng.choice(ware.nouns), "use": rng.choice(ware.uses)}
-    adjectives, features = rng.sample(ware.adjectives, 2), rng.sample(ware.features, 2)
-    options = {} if rng.random() < 0.15 else {key: _values(rng, key) for key in ware.options}
+    brand = rng.choice(syllables) + rng.choice(syllables) + rng.choice(SHOP["ends"].split())
+    words = {
+        "brand": brand.capitalize(),
+        "line": rng.choice(SHOP["lines"].split()),
+        "noun": rng.choice(ware.nouns),
+        "use": rng.choice(ware.uses),
+    }
+    adjectives = rng.sample(ware.adjectives, 2)
+    features = rng.sample(ware.features, 2)
+    has_options = rng.random() >= 0.15
+    options = {key: _values(rng, key) for key in ware.options} if has_options else {}
     price = round(rng.uniform(*map(float, ware.prices)), 2)
     family = [_product(rng, ware, words, adjectives, features, options, price)]
-    for miss in rng.sample(("adjective", "feature", "option", "price"), rng.randrange(4)):
-        before, after, offered, cost = adjectives, features, options, price
-        if miss == "adjective":
-            before = [adjectives[0], rng.choice([a for a in ware.adjectives if a not in adjectives])]
-        elif miss == "feature":
-            after = [rng.choice([f for f in ware.features if f not in features]), features[1]]
-        elif miss == "option" and options:
+    for missing in rng.sample(("adjective", "feature", "option", "price"), rng.randrange(4)):
+        variant = {"adjectives": adjectives, "features": features, "options": options, "price": price}
+        if missing == "adjective":
+            others = [adjective for adjective in ware.adjectives if adjective not in adjectives]
+            variant["adjectives"] = [adjectives[0], rng.choice(others)]
+        elif missing == "feature":
+            others = [feature for feature in ware.features if feature not in features]
+            variant["features"] = [rng.choice(others), features[1]]
+        elif missing == "option" and options:
             key = rng.choice(sorted(options))
-            offered = {**options, key: _values(rng, key, options[key])}
+            variant["options"] = {**options, key: _values(rng, key, without=options[key])}
         else:
-            cost = round(price + rng.uniform(*DEARER), 2)
-        family.append(_product(rng, ware, words, before, after, offered, cost))
+            variant["price"] = round(price + rng.uniform(*DEARER), 2)
+        family.append(_product(rng, ware, words, **variant))
     return family
 
 
 def _values(rng: random.Random, key: str, without: list[str] | None = None) -> list[str]:
-    values = [value for value in OPTIONS[key][1] if value not in (without or ())]
-    kept = sorted(rng.sample(range(len(values)), min(len(values), rng.randint(2, 4))))
-    return [values[i] for i in kept]
+    """Two to four values of an option, in the order of shop.toml."""
+    _, known = OPTIONS[key]
+    values = [value for value in known if value not in (without or ())]
+    count = min(len(values), rng.randint(2, 4))
+    chosen = sorted(rng.sample(range(len(values)), count))
+    return [values[i] for i in chosen]
 
 
 def _product(
-    rng: random.Random, ware: Ware, words: dict[str, str], adjectives: list[str], features: list[str],
-    options: dict[str, list[str]], price: float,
-) -> dict[str, Any]:  # fmt: skip
+    rng: random.Random,
+    ware: Ware,
+    words: dict[str, str],
+    adjectives: list[str],
+    features: list[str],
+    options: dict[str, list[str]],
+    price: float,
+) -> dict[str, Any]:
+    """The records of one product: `item` and `entry` for the files, the rest for what a person writes about it."""
     attributes = [*adjectives, *features]
     shown = rng.choice(attributes)
     title = rng.choice(SHOP["titles"]).format(shown=shown, **words)
@@ -120,28 +139,47 @@ def _product(
             for key, values in options.items()
         },
     }
-    before = [adjectives[1]] if rng.random() < 0.7 else adjectives
+    wanted_adjectives = [adjectives[1]] if rng.random() < 0.7 else adjectives
     entry = {
         "attributes": attributes,
-        "instruction": f"Find me {', '.join(before)} {ware.query} for {words['use']} with {features[0]}",
-        "instruction_attributes": [*before, features[0]],
+        "instruction": f"Find me {', '.join(wanted_adjectives)} {ware.query} for {words['use']} with {features[0]}",
+        "instruction_attributes": [*wanted_adjectives, features[0]],
     }
-    named = {OPTIONS[key][0]: values for key, values in options.items()}
-    return {"item": item, "entry": entry, "words": words, "options": named, "before": before, "feature": features[0]}
+    return {
+        "item": item,
+        "entry": entry,
+        "words": words,
+        "options": {OPTIONS[key][0]: values for key, values in options.items()},
+        "adjectives": wanted_adjectives,
+        "feature": features[0],
+    }
 
 
 def _human(rng: random.Random, made: dict[str, Any]) -> dict[str, Any]:
-    """What a person might have written for a product, and what was meant."""
-    before, noun = made["before"], made["words"]["noun"]
+    """What a person might have written for a product, and what they meant."""
+    adjectives = made["adjectives"]
     options = {name: rng.choice(values) for name, values in made["options"].items() if rng.random() < 0.8}
-    article = "" if noun.endswith("s") else "an " if before[0][0] in "aeiou" else "a "
-    wanted = {"article": article, "joined": " and ".join(before), "listed": ", ".join(before)}
-    text = rng.choice(SHOP["openings"])
-    text += rng.choice(SHOP["requests"]).format(feature=made["feature"], **wanted, **made["words"])
+    opening = rng.choice(SHOP["openings"])
+    request = rng.choice(SHOP["requests"]).format(
+        article=_article(adjectives[0], noun=made["words"]["noun"]),
+        joined=" and ".join(adjectives),
+        listed=", ".join(adjectives),
+        feature=made["feature"],
+        **made["words"],
+    )
+    wishes = ""
     for name, value in options.items():
-        text += " " + rng.choice(SHOP["wishes"].get(name, [f"with {name} {{}}"])).format(value)
+        phrases = SHOP["wishes"].get(name, [f"with {name} {{}}"])
+        wishes += " " + rng.choice(phrases).format(value)
     return {
-        "instruction": text + rng.choice((".", "")),
-        "instruction_attributes": [*before, made["feature"]],
+        "instruction": opening + request + wishes + rng.choice((".", "")),
+        "instruction_attributes": [*adjectives, made["feature"]],
         "instruction_options": list(options.values()),
     }
+
+
+def _article(adjective: str, *, noun: str) -> str:
+    """What comes before the adjective and the noun: "a ", "an ", or nothing before a plural."""
+    if noun.endswith("s"):
+        return ""
+    return "an " if adjective[0] in "aeiou" else "a "

@@ -34,7 +34,7 @@ LONGEST = 13_000
 
 
 class PaperStyle(TaggedStyle):
-    """Figure 8 of the paper. Without `history`, or where it is too long, every turn has the template of the first."""
+    """Figure 8 of the paper. Without `history`, or if the prompt gets too long, the first turn's template is used."""
 
     unparsed = 20
     advice = ", then think carefully which admissible action best advances the shopping goal"
@@ -43,8 +43,9 @@ class PaperStyle(TaggedStyle):
         return " [SEP] ".join(f"'{part}'" for part in session.parts)
 
     def actions(self, session: Session) -> dict[str, str]:
-        """Name of each action that can be played now -> the session's own; searches in free words are not listed."""
-        return {action: action for text in session.clickables if (action := f"click[{text}]") != "click[search]"}
+        """Name of each action that can be played now -> the session's action; searches in free words are not listed."""
+        actions = [f"click[{text}]" for text in session.clickables if text != "search"]
+        return {action: action for action in actions}
 
     def prompt(self, session: Session, past: Past) -> str:
         values = {
@@ -52,43 +53,55 @@ class PaperStyle(TaggedStyle):
             "observation": self.observation(session),
             "actions": "\n".join(f"'{action}'," for action in session.available()),
         }
-        later = self.fill(LATER_TURN, past, **values)
-        return later if past and self.history and len(later) <= LONGEST else self.fill(FIRST_TURN, past, **values)
+        if past and self.history:
+            prompt = self.fill(LATER_TURN, past, **values)
+            if len(prompt) <= LONGEST:
+                return prompt
+        return self.fill(FIRST_TURN, past, **values)
 
     def queries(self, session: Session) -> list[str]:
         """What a buyer who knows the goal searches for, the shortest first."""
-        goal, product = session.goal, session.goal.product
-        long = " ".join([product.query, *goal.attributes, *goal.options.values()])
-        return [product.query, long, product.title.lower()]
+        goal = session.goal
+        product = goal.product
+        with_wishes = " ".join([product.query, *goal.attributes, *goal.options.values()])
+        return [product.query, with_wishes, product.title.lower()]
 
 
 class CompactStyle(LineStyle):
-    """The goal as a list, the last actions, the page, the actions. Names of several words are written as one
-    ("easyAssemble"). The products of a page are lettered; each with its attributes and whether it is too expensive.
+    """A short prompt for small models: the goal as a list, the last actions, the page, the actions.
+
+    Names of several words are written as one ("easyAssemble"). The products of a page are lettered, each with its
+    attributes and whether it is too expensive.
     """
 
     def observation(self, session: Session) -> str:
-        product = session.product
-        if product is not None:
-            options = [f"{_one_word(name)}: {_words(values)}" for name, values in product.options.items()]
-            chosen = [f"chosen: {_words(session.options.values())}"] if session.options else []
-            return "\n".join([f"product: {_brief(product, session.goal)}", *options, *chosen])
         if session.searching:
             return "shop"
-        listed = zip(LETTERS, session.listed, strict=False)
-        return "\n".join([f"page {session.page}", *(f"{i}: {_brief(product, session.goal)}" for i, product in listed)])
+        product = session.product
+        if product is None:
+            lines = [f"page {session.page}"]
+            for letter, listed in zip(LETTERS, session.listed, strict=False):
+                lines.append(f"{letter}: {_brief(listed, session.goal)}")
+            return "\n".join(lines)
+        lines = [f"product: {_brief(product, session.goal)}"]
+        lines += [f"{_one_word(name)}: {_words(values)}" for name, values in product.options.items()]
+        if session.options:
+            lines.append(f"chosen: {_words(session.options.values())}")
+        return "\n".join(lines)
 
     def actions(self, session: Session) -> dict[str, str]:
         if session.searching:
             return {f"search {name}": f"search[{words}]" for name, words in _searches(session.catalogue).items()}
         if session.product is None:
             listed = zip(LETTERS, session.listed, strict=False)
-            named = {f"open {i}": product.asin.lower() for i, product in listed} | {"next": NEXT, "previous": PREVIOUS}
+            clicks = {f"open {letter}": product.asin.lower() for letter, product in listed}
+            clicks |= {"next": NEXT, "previous": PREVIOUS}
         else:
             values = [value for values in session.product.options.values() for value in values]
-            named = {**{f"pick {_one_word(value)}": value for value in values}, "buy": BUY, "previous": PREVIOUS}
-        named["leave"] = BACK
-        return {name: f"click[{text}]" for name, text in named.items() if text in session.clickables}
+            clicks = {f"pick {_one_word(value)}": value for value in values}
+            clicks |= {"buy": BUY, "previous": PREVIOUS}
+        clicks["leave"] = BACK
+        return {name: f"click[{text}]" for name, text in clicks.items() if text in session.clickables}
 
     def prompt(self, session: Session, past: Past) -> str:
         goal = session.goal
@@ -105,14 +118,15 @@ Style = PaperStyle | CompactStyle
 
 @functools.lru_cache(8)
 def _searches(catalogue: Catalogue) -> dict[str, str]:
-    """The types of product that a shop has, as one word each, and the words that find all of one."""
-    known = {ware.query: ware.nouns for ware in WARES}  # titles call a thing by one of these names
+    """The types of product in a shop, as one word each -> the words that find all products of the type."""
+    nouns = {ware.query: ware.nouns for ware in WARES}  # a title calls its product by one of these
     types = sorted({product.query for product in catalogue.products})
-    return {_one_word(name): " ".join([name, *known.get(name, ())]) for name in types}
+    return {_one_word(name): " ".join([name, *nouns.get(name, ())]) for name in types}
 
 
 def _brief(product: Product, goal: Goal) -> str:
-    return _words(product.attributes) + (" dear" if product.price > goal.price_upper else "")
+    attributes = _words(product.attributes)
+    return f"{attributes} dear" if product.price > goal.price_upper else attributes
 
 
 def _words(names: Iterable[str]) -> str:
@@ -121,5 +135,5 @@ def _words(names: Iterable[str]) -> str:
 
 def _one_word(name: str) -> str:
     """ "easy assemble" -> "easyAssemble"."""
-    first, *others = name.split()
-    return first + "".join(word[0].upper() + word[1:] for word in others)
+    first, *further = name.split()
+    return first + "".join(word[0].upper() + word[1:] for word in further)

@@ -1,14 +1,15 @@
-"""What buying a product earns, as the reference's `get_reward` (web_agent_site/engine/goal.py) has it.
+"""The reward of buying a product, as in the reference's `get_reward` (web_agent_site/engine/goal.py).
 
     r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| + |options| + 1)
 
-Two texts match if their token set ratio, rounded, is above 85. Of options, what was chosen counts as its base colour;
-what was wanted too where people wrote the goal. A synthetic goal's wanted option counts as its name and value together,
-such as "size large", unless the value is a base colour exactly: the reference hands over the pair, and scores have to
-compare. Hence a value such as "standard", which counts as "tan" once chosen, meets no synthetic goal there or here.
+Two texts match if their token set ratio, rounded, is above 85. A chosen option is compared as its base colour; so is a
+wanted one if a person wrote the goal. A synthetic goal's wanted option is compared as name and value together, such as
+"size large", unless the value is exactly a base colour: the reference passes the pair, and scores have to compare.
+Hence a value such as "standard", which counts as "tan" once chosen, meets no synthetic goal there or here.
 
-Difference: nouns come from spaCy's tagger, as there, only where its model is installed. As titles are capitalised, it
-takes most adjectives for names: numbers and function words are what it leaves out, and so does the filter in its place.
+Difference: nouns come from spaCy's tagger, as in the reference, only if its model is installed. Titles are capitalised,
+so the tagger takes most adjectives for names and leaves out numbers and function words; the filter used without spaCy
+leaves out the same.
 """
 
 import functools
@@ -71,7 +72,7 @@ class Goal:
     """What a session has to buy."""
 
     product: Product
-    """It was made from this one. Another that fits is as good."""
+    """The product that the goal was made from. Another one that fits is as good."""
     instruction: str
     """As the session shows it, with the price limit where it has one."""
     attributes: tuple[str, ...]
@@ -82,34 +83,46 @@ class Goal:
 
 
 def need_rapidfuzz() -> Any:
-    """The library that compares texts. UserError where it is not installed."""
+    """The library that compares texts. Raises UserError if it is not installed."""
     return needed("rapidfuzz", "WebShop's reward", "webshop")
 
 
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
     """r in [0, 1] of buying `product` with the chosen `options` (name -> value); `nouns` is the catalogue's."""
-    matched = sum(_has(product, attribute) for attribute in goal.attributes) + options_met(goal, options)
-    within = product.price <= goal.price_upper
-    return type_reward(product, goal, nouns) * (matched + within) / (len(goal.attributes) + len(goal.options) + 1)
+    attributes_met = sum(_has(product, attribute) for attribute in goal.attributes)
+    affordable = product.price <= goal.price_upper
+    matched = attributes_met + options_met(goal, options) + affordable
+    wanted = len(goal.attributes) + len(goal.options) + 1
+    return type_reward(product, goal, nouns) * matched / wanted
 
 
 def options_met(goal: Goal, options: dict[str, str]) -> int:
     """How many of the goal's options the chosen ones match."""
     chosen = [base_colour(value) for value in options.values()]
-    return sum(any(_match(value, _wanted(*option)) for value in chosen) for option in goal.options.items())
+    wanted = [_wanted(name, value) for name, value in goal.options.items()]
+    return sum(any(_match(value, text) for value in chosen) for text in wanted)
 
 
 def type_reward(product: Product, goal: Goal, nouns: str) -> float:
     """r_type: whether `product` is of the kind wanted, by query, category path and nouns of the title."""
-    wanted = title_nouns(goal.product.title, nouns)
-    # Repeated nouns count in the denominator only, as in the reference.
-    score = len(set(wanted) & set(title_nouns(product.title, nouns))) / len(wanted) if wanted else 0.2
-    if score < 0.1:
-        return 0.1 if score else 0.0
-    paths = ({part.strip() for part in p.product_category.split(PATH)} for p in (product, goal.product))
-    shared = set.intersection(*paths)
-    same = product.query == goal.product.query or len(shared) >= 2
-    return 1.0 if same or score > 0.2 else 0.5
+    wanted_nouns = title_nouns(goal.product.title, nouns)
+    title_score = 0.2
+    if wanted_nouns:
+        shared_nouns = set(wanted_nouns) & set(title_nouns(product.title, nouns))
+        title_score = len(shared_nouns) / len(wanted_nouns)  # repeated nouns count in the denominator only, as there
+    if title_score == 0:
+        return 0.0
+    if title_score < 0.1:
+        return 0.1
+    same_query = product.query == goal.product.query
+    shared_categories = _categories(product) & _categories(goal.product)
+    if same_query or len(shared_categories) >= 2 or title_score > 0.2:
+        return 1.0
+    return 0.5
+
+
+def _categories(product: Product) -> set[str]:
+    return {part.strip() for part in product.product_category.split(PATH)}
 
 
 def base_colour(text: str) -> str:
@@ -118,12 +131,15 @@ def base_colour(text: str) -> str:
 
 
 def _has(product: Product, attribute: str) -> bool:
+    if any(_match(own, attribute) for own in product.attributes):
+        return True
     texts = (product.title, " ".join(product.bullets), product.description)
-    return any(_match(own, attribute) for own in product.attributes) or any(attribute in t.lower() for t in texts)
+    return any(attribute in text.lower() for text in texts)
 
 
 def _wanted(name: str, value: str) -> str:
-    if name.isdigit():  # a human goal's
+    """The text that a chosen option has to match."""
+    if name.isdigit():  # of a human goal
         return base_colour(value)
     return value if value in COLOURS else f"{name} {value}"
 
@@ -131,8 +147,10 @@ def _wanted(name: str, value: str) -> str:
 @functools.lru_cache(1 << 16)
 def _match(a: str, b: str) -> bool:
     library = need_rapidfuzz()
-    a, b = (text.translate(LATIN_1) for text in (a, b))
-    return round(library.fuzz.token_set_ratio(a, b, processor=library.utils.default_process)) > MATCH
+    ratio = library.fuzz.token_set_ratio(
+        a.translate(LATIN_1), b.translate(LATIN_1), processor=library.utils.default_process
+    )
+    return round(ratio) > MATCH
 
 
 LATIN_1 = dict.fromkeys(range(128, 256))
@@ -140,7 +158,7 @@ LATIN_1 = dict.fromkeys(range(128, 256))
 
 
 def choose_nouns(wanted: str) -> str:
-    """ "spacy" or "rules" for env.nouns. UserError where spaCy's model is wanted and not installed."""
+    """ "spacy" or "rules" for env.nouns. Raises UserError if spaCy's model is wanted and not installed."""
     installed = all(importlib.util.find_spec(name) for name in ("spacy", MODEL))
     if wanted == "spacy" and not installed:
         raise UserError(

@@ -31,9 +31,10 @@ class Session:
     options: dict[str, str]  # chosen for the product
 
     def __init__(self, catalogue: Catalogue, goal: Goal) -> None:
-        self.catalogue, self.goal = catalogue, goal
+        self.catalogue = catalogue
+        self.goal = goal
         self.reward: float | None = None
-        """In [0, 1], once something is bought: the session is over."""
+        """In [0, 1] once something is bought, which ends the session."""
         self._open()
 
     @property
@@ -46,14 +47,16 @@ class Session:
 
     def available(self) -> list[str]:
         """The actions as the reference code lists them for the agent."""
-        return [*(["search[<your query>]"] if self.searching else []), *(f"click[{text}]" for text in self.clickables)]
+        actions = [f"click[{text}]" for text in self.clickables]
+        return ["search[<your query>]", *actions] if self.searching else actions
 
     def step(self, action: str) -> None:
         assert self.reward is None, "step() after the end"
-        found = ACTION.match(action)
-        if found is None:
+        match = ACTION.match(action)
+        if match is None:
             return
-        name, argument = found[1], found[2].lower()
+        name = match[1]
+        argument = match[2].lower()
         if name == "search":
             self.hits = self.catalogue.search(argument)
             self._results(1)
@@ -71,43 +74,69 @@ class Session:
             else:
                 self._item(self.catalogue.by_asin[text])
         elif text == BUY:
-            self.reward, self.clickables = reward(product, self.goal, self.options, self.catalogue.nouns), []
+            self.reward = reward(product, self.goal, self.options, self.catalogue.nouns)
+            self.clickables = []
         elif text == PREVIOUS:
             if self.sub_page:
                 self._item(product)
             else:
                 self._results(self.page)
         elif text.capitalize() in SUB_PAGES:
-            shown = {"description": _texts([product.description]), "features": [b.strip() for b in product.bullets]}
-            self.sub_page, self.clickables = True, [BACK, PREVIOUS]
-            self.parts = [*BUTTONS[:2], *shown.get(text, [])]  # the catalogue has no reviews
-        else:  # of two options with that value the last one's counts
-            name = [name for name, values in product.options.items() if text in values][-1]
-            self.options[name] = text
+            self._open_sub_page(product, text)
+        else:
+            names = [name for name, values in product.options.items() if text in values]
+            self.options[names[-1]] = text  # if two options have that value, the last one counts
 
     def _open(self) -> None:
-        self.hits, self.page, self.product, self.sub_page, self.options = [], 1, None, False, {}
-        self.parts, self.clickables = ["Search"], ["search"]
+        """Show the search page; nothing found, opened or chosen."""
+        self.hits = []
+        self.page = 1
+        self.product = None
+        self.sub_page = False
+        self.options = {}
+        self.parts = ["Search"]
+        self.clickables = ["search"]
 
     def _results(self, page: int) -> None:
-        self.page, self.product, self.sub_page, self.options = page, None, False, {}
-        links = BUTTONS[1 if page > 1 else 2 : 3]
-        items = [(product.asin, product.title, product.price_text) for product in self.listed]
-        self.parts = [BUTTONS[0], f"Page {page} (Total results: {len(self.hits)})", *links]
-        self.parts += [text for item in items for text in _texts(item)]
-        self.clickables = [text.lower() for text in (BUTTONS[0], *links, *(asin for asin, *_ in items))]
+        """Show a page of results. The links to the pages before and after have no upper bound, as in the reference."""
+        self.page = page
+        self.product = None
+        self.sub_page = False
+        self.options = {}
+        back, previous, following, _ = BUTTONS
+        links = [previous, following] if page > 1 else [following]
+        self.parts = [back, f"Page {page} (Total results: {len(self.hits)})", *links]
+        for product in self.listed:
+            self.parts += _texts([product.asin, product.title, product.price_text])
+        clickable = [back, *links, *(product.asin for product in self.listed)]
+        self.clickables = [text.lower() for text in clickable]
 
     def _item(self, product: Product) -> None:
-        """Which of its options are chosen does not show."""
-        self.product, self.sub_page = product, False
-        options = [text for name, values in product.options.items() for text in _texts([name, *values])]
-        about = [*_texts([product.title]), f"Price: {product.price_text}".strip(), "Rating: N.A."]
-        self.parts = [*BUTTONS[:2], *options, *about, *SUB_PAGES, BUTTONS[3]]
+        """Show a product. The page does not show which of its options are chosen."""
+        self.product = product
+        self.sub_page = False
+        back, previous, _, buy = BUTTONS
+        self.parts = [back, previous]
+        for name, values in product.options.items():
+            self.parts += _texts([name, *values])
+        self.parts += _texts([product.title])
+        self.parts += [f"Price: {product.price_text}".strip(), "Rating: N.A.", *SUB_PAGES, buy]
+
         values = [value for values in product.options.values() for value in values]
         buttons = [BACK, PREVIOUS, *(name.lower() for name in SUB_PAGES), BUY]
         self.clickables = list(dict.fromkeys([*buttons, *values]))
 
+    def _open_sub_page(self, product: Product, name: str) -> None:
+        """Show the description, features or reviews of a product; the catalogue has no reviews."""
+        self.sub_page = True
+        self.clickables = [BACK, PREVIOUS]
+        self.parts = list(BUTTONS[:2])
+        if name == "description":
+            self.parts += _texts([product.description])
+        elif name == "features":
+            self.parts += [bullet.strip() for bullet in product.bullets]
+
 
 def _texts(texts: Iterable[str]) -> list[str]:
-    """The parts that these texts leave, each the whole content of an HTML element."""
+    """The page parts of these texts, each the whole content of an HTML element."""
     return [text.strip() for text in texts if text.strip() or (text and "\n" not in text)]
