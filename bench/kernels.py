@@ -36,7 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.kernels_cases import Case, Prepared, Row, bare_matmuls, cases, groups, prepare, without_matmul
+from bench.kernels_cases import Case, Group, Prepared, Row, bare_matmuls, cases, groups, prepare, without_matmul
 from bench.kernels_measure import in_turns
 from bench.kernels_problem import Problem, make_problem
 
@@ -56,7 +56,8 @@ class Table:
     """A CSV file that grows row by row."""
 
     def __init__(self, path: Path, common: Row, *, keep: bool) -> None:
-        self.path, self.common = path, common
+        self.path = path
+        self.common = common
         self._done: set[tuple[str, ...]] = set()
         if keep and path.exists():
             with path.open(newline="", encoding="utf-8") as file:
@@ -74,6 +75,7 @@ class Table:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> Path:
+    """Measure the cases that the options choose; returns the CSV file."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = environment(device)
     named = [case.label() for group in groups(device, options.quick) for case in cases(group, device, dtype)]
@@ -91,44 +93,70 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         group: [case for case in cases(group, device, dtype) if wanted(case.label(), case.columns())]
         for group in groups(device, options.quick)
     }
-    total, numbers = sum(map(len, plan.values())), count(1)
+    total = sum(len(chosen) for chosen in plan.values())
+    numbers = count(1)
     print(f"{about['device']}, torch {about['torch']}: {total} cases -> {table.path}", flush=True)
 
     def show(case: Case, row: Row) -> None:
-        table.add({**case.columns(), "dtype": str(dtype)[6:], **row})
+        table.add({**case.columns(), "dtype": dtype_name(dtype), **row})
         print(f"[{next(numbers)}/{total}] {case.label()}: {describe(row)}", flush=True)
 
     for columns, measurement in without_matmul(device, seconds):
         label = f"{columns['mode']} {columns['implementation']}"
         if wanted(label, columns):
-            table.add(row := {**columns, **attempt(measurement, device)})
+            row = {**columns, **attempt(measurement, device)}
+            table.add(row)
             print(f"{label}: {describe(row)}", flush=True)
 
     for group, chosen in plan.items():
-        if not chosen:
-            continue
-        if any(case.name == "torch_compile" for case in chosen):
-            torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
-        per_row: dict[str, float] = {}
-        for product, row in bare_matmuls(group, dtype, device, seconds).items():
-            table.add({**row, "dtype": str(dtype)[6:]})
-            per_row[product] = float(str(row["ms"])) / int(str(row["T"]))
-        compared: dict[tuple[object, ...], list[Case]] = {}  # timed in turns
-        for case in chosen:
-            compared.setdefault((case.live, case.dead, case.mode), []).append(case)
-        for together in compared.values():
-            problem, ready = problem_of(together[0], dtype, device), list[Prepared]()
-            for case in together:
-                found = attempt(partial(prepare, case, problem), device)
-                if isinstance(found, Prepared):
-                    ready.append(found)
-                else:
-                    show(case, found)
-            for prepared, timed in zip(ready, in_turns([(p.call, p.inputs) for p in ready], seconds), strict=True):
-                show(prepared.case, prepared.timed(timed, per_row))
-            del problem, ready
-            free(device)
+        if chosen:
+            run_group(group, chosen, table, show, dtype=dtype, device=device, seconds=seconds)
     return table.path
+
+
+def run_group(
+    group: Group,
+    chosen: list[Case],
+    table: Table,
+    show: Callable[[Case, Row], None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+) -> None:
+    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of each case."""
+    if any(case.name == "torch_compile" for case in chosen):
+        torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
+
+    ms_per_row: dict[str, float] = {}
+    for product, row in bare_matmuls(group, dtype, device, seconds).items():
+        table.add({**row, "dtype": dtype_name(dtype)})
+        ms_per_row[product] = float(str(row["ms"])) / int(str(row["T"]))
+
+    comparisons: dict[tuple[object, ...], list[Case]] = {}  # the cases of each are timed in turns
+    for case in chosen:
+        comparisons.setdefault((case.live, case.dead, case.mode), []).append(case)
+
+    for compared in comparisons.values():
+        problem = problem_of(compared[0], dtype, device)
+        ready: list[Prepared] = []
+        for case in compared:
+            result = attempt(partial(prepare, case, problem), device)
+            if isinstance(result, Prepared):
+                ready.append(result)
+            else:
+                show(case, result)
+
+        timings = in_turns([(prepared.call, prepared.inputs) for prepared in ready], seconds)
+        for prepared, measured in zip(ready, timings, strict=True):
+            show(prepared.case, prepared.timed(measured, ms_per_row))
+
+        del problem, ready
+        free(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -137,13 +165,14 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
 
 
 def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Row:
-    """What it gives, or columns with the first line of what it raised."""
+    """The measurement's result; if it raises, columns with the first line of the error."""
     try:
         return measurement()
     except Exception as error:  # a peer may fail in any way
-        text = (str(error).strip() or "no message").splitlines()[0][:160]
-        oom = isinstance(error, torch.OutOfMemoryError)
-        return {"error": "out of memory" if oom else f"{type(error).__name__}: {text}"}
+        if isinstance(error, torch.OutOfMemoryError):
+            return {"error": "out of memory"}
+        message = str(error).strip() or "no message"
+        return {"error": f"{type(error).__name__}: {message.splitlines()[0][:160]}"}
     finally:
         free(device)
 
@@ -171,20 +200,31 @@ def environment(device: torch.device) -> Row:
 
 
 def commit(*measured: str) -> str:
-    """The last one that changed these paths, "-dirty" with changes that are in none; "unknown" without git."""
+    """The last commit that changed these paths, with "-dirty" if they have uncommitted changes.
+
+    "unknown" without git.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments, "--", *measured]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
-    head = git("log", "-1", "--format=%h") if shutil.which("git") else ""
-    return f"{head}-dirty" if head and git("status", "--porcelain") else head or "unknown"
+    if not shutil.which("git"):
+        return "unknown"
+    head = git("log", "-1", "--format=%h")
+    if not head:
+        return "unknown"
+    return f"{head}-dirty" if git("status", "--porcelain") else head
 
 
 def cpu_name() -> str:
+    """The processor's model name; its architecture if the system does not tell the name."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()
 
 
 def describe(row: Row) -> str:

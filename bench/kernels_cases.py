@@ -1,4 +1,4 @@
-"""What there is to measure on a device, and how one case is measured."""
+"""The cases to measure on a device, and how one of them is measured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,8 +23,10 @@ from bench.peers import PEERS
 from paw_kernels import BACKENDS, token_loss, token_stats, why_not_backend
 
 MATMUL_ROWS = 4096
-FORWARD, BOTH, STATISTICS = "forward", "forward + backward", "statistics + backward"
-"""The last: log-probabilities and entropies by a function of their own, and the gradient of the former."""
+FORWARD = "forward"
+BOTH = "forward + backward"
+STATISTICS = "statistics + backward"
+"""Log-probabilities and entropies by a function of their own, and the gradient of the log-probabilities."""
 Row = dict[str, object]
 """Columns of the table, by name."""
 
@@ -47,9 +49,16 @@ class Case(NamedTuple):
     mode: str
 
     def columns(self) -> Row:
-        g = self.group
-        where = {"head": g.head, "T": g.T, "D": g.D, "V": g.V}
-        return {**where, "live": self.live, "dead": self.dead, "implementation": self.name, "mode": self.mode}
+        return {
+            "head": self.group.head,
+            "T": self.group.T,
+            "D": self.group.D,
+            "V": self.group.V,
+            "live": self.live,
+            "dead": self.dead,
+            "implementation": self.name,
+            "mode": self.mode,
+        }
 
     def label(self) -> str:
         dead = f" dead {self.dead}" if self.dead else ""
@@ -59,30 +68,41 @@ class Case(NamedTuple):
 def groups(device: torch.device, quick: bool) -> list[Group]:
     """The reference point first, then what matters most."""
     if device.type == "cpu":
-        found = [Group("quickstart", 2048, 64, 600), Group("small", 512, 128, 32_000)]
-        return found if quick else [*found, Group("Qwen2.5-0.5B", 256, 896, 151_936)]
+        on_cpu = [Group("quickstart", T=2048, D=64, V=600), Group("small", T=512, D=128, V=32_000)]
+        if not quick:
+            on_cpu.append(Group("Qwen2.5-0.5B", T=256, D=896, V=151_936))
+        return on_cpu
+
     reference = Group("Llama-3.1-8B", 4096, *HEADS["Llama-3.1-8B"])
     if quick:
         return [reference, Group("Qwen2.5-7B", 32_768, *HEADS["Qwen2.5-7B"])]
-    return [reference, *(Group(head, T, *HEADS[head]) for T in (32_768, 8192, 2048, 131_072) for head in HEADS)]
+    on_gpu = [reference]
+    for T in (32_768, 8192, 2048, 131_072):
+        for head, (D, V) in HEADS.items():
+            on_gpu.append(Group(head, T, D, V))
+    return on_gpu
 
 
 def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Every case of a group that can run on this device."""
     ours = [f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None]
     theirs = [peer.name for peer in PEERS if peer.why_not(device) is None]
     for name in (*ours, *theirs):
-        yield Case(group, 1.0, "", name, FORWARD)
-        yield Case(group, 1.0, "", name, BOTH)
+        yield Case(group, live=1.0, dead="", name=name, mode=FORWARD)
+        yield Case(group, live=1.0, dead="", name=name, mode=BOTH)
     if device.type == "cpu":
         for name in (*ours, "naive", "torch_compile"):
-            yield Case(group, 1.0, "", name, STATISTICS)
-    # Dense work takes as long whatever the rows are; shown where it is cheap to show.
+            yield Case(group, live=1.0, dead="", name=name, mode=STATISTICS)
+
+    # Dense work takes the same time whatever the rows are, so peers are timed only if that is cheap.
     large = device.type == "cpu" and group.V > 100_000
+    peers_if_found = theirs if group.T <= 8192 and not large else []
+    peers_if_known = theirs if group.T in (512, 2048, 4096, 32_768) else []
     for live in (0.4, 0.1):
-        for name in (*ours, *(theirs if group.T <= 8192 and not large else ())):
-            yield Case(group, live, "found", name, BOTH)
-        for name in (*ours, *(theirs if group.T in (512, 2048, 4096, 32_768) else ())):
-            yield Case(group, live, "known", name, BOTH)
+        for name in (*ours, *peers_if_found):
+            yield Case(group, live=live, dead="found", name=name, mode=BOTH)
+        for name in (*ours, *peers_if_known):
+            yield Case(group, live=live, dead="known", name=name, mode=BOTH)
 
 
 @dataclass(frozen=True)
@@ -99,32 +119,49 @@ class Implementation:
 
 
 def implementation(case: Case, problem: Problem) -> Implementation:
-    target, rows = problem.target, problem.rows
-    index = problem.live if case.dead == "known" else None
-    labels = target if index is None else target[index]
+    """The functions that the case calls, and the values to compare their results with."""
     if case.mode == STATISTICS:
-        found = statistics_of(case.name)
-
-        def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            logp, _ = found(hidden, weight, target)
-            return -logp.mean(), logp.detach()
-
-        slope = slope_of_mean(problem)
-        return Implementation(both, both, slope, (slope * problem.logp).sum())
+        return _statistics_implementation(case, problem)
+    index = problem.live if case.dead == "known" else None
     if case.name.startswith("paw["):
-        backend = case.name[4:-1]
+        return _paw_implementation(case, problem, index)
+    return _peer_implementation(case, problem, index)
 
-        def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            x, batch = (hidden, rows) if index is None else (hidden[index], rows.take(index))
-            out = token_loss(x, weight, labels, paw_loss, batch, backend=backend)
-            return out.loss, out.logp
 
-        def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
-            return None, token_stats(hidden, weight, target, backend=backend).logp
+def _statistics_implementation(case: Case, problem: Problem) -> Implementation:
+    statistics = statistics_of(case.name)
 
-        return Implementation(fused, statistics, slope_of_rows(problem), loss_of_rows(problem))
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logp, _ = statistics(hidden, weight, problem.target)
+        return -logp.mean(), logp.detach()
 
+    slope = slope_of_mean(problem)
+    return Implementation(both=both, forward=both, slope=slope, want=(slope * problem.logp).sum())
+
+
+def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
+    """One of our backends; on the rows `index` alone, if given."""
+    backend = _backend(case.name)
+    labels = problem.target if index is None else problem.target[index]
+
+    def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = problem.rows
+        if index is not None:
+            hidden = hidden[index]
+            rows = rows.take(index)
+        out = token_loss(hidden, weight, labels, paw_loss, rows, backend=backend)
+        return out.loss, out.logp
+
+    def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+        return None, token_stats(hidden, weight, problem.target, backend=backend).logp
+
+    return Implementation(both=fused, forward=statistics, slope=slope_of_rows(problem), want=loss_of_rows(problem))
+
+
+def _peer_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
+    """The mean loss of a peer; on the rows `index` alone, if given."""
     peer = next(peer for peer in PEERS if peer.name == case.name)
+    labels = problem.target if index is None else problem.target[index]
 
     def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = peer.loss(hidden if index is None else hidden[index], weight, labels)
@@ -133,40 +170,55 @@ def implementation(case: Case, problem: Problem) -> Implementation:
 
     slope = slope_of_mean(problem, index)
     want = (slope * problem.logp).sum() if peer.is_cross_entropy else None
-    return Implementation(run, run, slope, want, peer.version())
+    return Implementation(both=run, forward=run, slope=slope, want=want, version=peer.version())
+
+
+def _backend(name: str) -> str:
+    """The backend in an implementation's name "paw[BACKEND]"."""
+    return name.removeprefix("paw[").removesuffix("]")
 
 
 def statistics_of(name: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function (hidden, weight, target) -> (logp, entropy) of an implementation."""
+
     def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return plain_row_statistics(hidden @ weight.t(), target)
 
     if name.startswith("paw["):
-        return partial(token_stats, backend=name[4:-1])
-    return torch.compile(plain, dynamic=False) if name == "torch_compile" else plain
+        return partial(token_stats, backend=_backend(name))
+    if name == "torch_compile":
+        return torch.compile(plain, dynamic=False)
+    return plain
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case that ran once: what is left is to time `call` on `inputs`."""
+    """A case that ran once and is ready to be timed: `call` on `inputs`."""
 
     case: Case
     call: Callable[[Tensor], object]
     inputs: list[Tensor]
     live: int
-    """Rows that the gradient products are of: those with a gradient, or all where an implementation cannot skip any."""
+    """Number of rows in the gradient products: those with a gradient, or all if the implementation cannot skip any."""
     row: Row
 
-    def timed(self, of: Times, matmuls: dict[str, float]) -> Row:
+    def timed(self, measured: Times, matmuls: dict[str, float]) -> Row:
         """Columns of the table; `matmuls`: milliseconds a row of the bare products."""
-        group, backward = self.case.group, self.case.mode != FORWARD
-        entering, leaving = self.live if self.case.dead == "known" else group.T, self.live if backward else 0
-        bound = matmuls["logits"] * entering + (matmuls["d_hidden"] + matmuls["d_weight"]) * leaving
-        times_of = timing(of, flops=2 * group.D * group.V * (entering + 2 * leaving))
-        return {**times_of, "bound_ms": f"{bound:.4g}", "share": f"{bound / of.median:.3f}", **self.row}
+        group = self.case.group
+        forward_rows = self.live if self.case.dead == "known" else group.T
+        backward_rows = 0 if self.case.mode == FORWARD else self.live
+        bound = matmuls["logits"] * forward_rows + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward_rows
+        flops = 2 * group.D * group.V * (forward_rows + 2 * backward_rows)
+        return {
+            **timing(measured, flops=flops),
+            "bound_ms": f"{bound:.4g}",
+            "share": f"{bound / measured.median:.3f}",
+            **self.row,
+        }
 
 
 def prepare(case: Case, problem: Problem) -> Prepared:
-    """Errors and memory of one call. Raises whatever the implementation raises."""
+    """Measures errors and memory of one call. Raises whatever the implementation raises."""
     run = implementation(case, problem)
     backward = case.mode != FORWARD
     weight = problem.weight.detach().requires_grad_(backward)
@@ -175,59 +227,87 @@ def prepare(case: Case, problem: Problem) -> Prepared:
     def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         if case.mode == FORWARD:
             with torch.no_grad():
-                return *run.forward(hidden, weight), []
+                loss, logp = run.forward(hidden, weight)
+            return loss, logp, []
         loss, logp = run.both(hidden, weight)
         return loss.detach(), logp, list(torch.autograd.grad(loss, (hidden, weight)))
 
     loss, logp, gradients = call(inputs[0])
     compared = None if loss is None or run.want is None else (loss, run.want)
-    found = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
-    del loss, logp, gradients
+    case_errors = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
+
+    del loss, logp, gradients  # their memory would count as held before the call
     peak = peak_bytes(call, inputs[0])
-    live = problem.live.numel() if case.name.startswith("paw[") or case.dead == "known" else case.group.T
+    weight_gradient = 4 * case.group.V * case.group.D
+
     row: Row = {
         "peak_mib": f"{peak / 2**20:.1f}",
-        "beside_dw_mib": f"{(peak - 4 * case.group.V * case.group.D) / 2**20:.1f}" if backward else "",
-        **{f"error_{name}": "" if value is None else f"{value:.2e}" for name, value in asdict(found).items()},
-        "passes": "yes" if passes(found, problem.plain) else "no",
-        "version": run.version,
+        "beside_dw_mib": f"{(peak - weight_gradient) / 2**20:.1f}" if backward else "",
     }
-    return Prepared(case, call, inputs, live, row)
+    for name, value in asdict(case_errors).items():
+        row[f"error_{name}"] = "" if value is None else f"{value:.2e}"
+    row["passes"] = "yes" if passes(case_errors, problem.plain) else "no"
+    row["version"] = run.version
+
+    skips_dead_rows = case.name.startswith("paw[") or case.dead == "known"
+    live = problem.live.numel() if skips_dead_rows else case.group.T
+    return Prepared(case=case, call=call, inputs=inputs, live=live, row=row)
 
 
-def timing(of: Times, *, flops: int = 0, moved: int = 0) -> Row:
+def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Row:
+    """Columns of the table; rates only if the number of operations or of bytes moved is given."""
     return {
-        **{"ms": f"{of.median:.4g}", "ms_low": f"{of.low:.4g}", "ms_high": f"{of.high:.4g}", "runs": of.runs},
-        "tflops": f"{flops / of.median / 1e9:.4g}" if flops else "",
-        "gb_s": f"{moved / of.median / 1e6:.4g}" if moved else "",
+        "ms": f"{measured.median:.4g}",
+        "ms_low": f"{measured.low:.4g}",
+        "ms_high": f"{measured.high:.4g}",
+        "runs": measured.runs,
+        "tflops": f"{flops / measured.median / 1e9:.4g}" if flops else "",
+        "gb_s": f"{moved / measured.median / 1e6:.4g}" if moved else "",
     }
 
 
 def bare_matmuls(group: Group, dtype: torch.dtype, device: torch.device, seconds: float) -> dict[str, Row]:
     """The three products of up to 4,096 rows, each written in `dtype`."""
-    n, D, V = min(group.T, MATMUL_ROWS), group.D, group.V
-    x, w, z = (torch.randn(shape, dtype=dtype, device=device) for shape in ((n, D), (V, D), (n, V)))
-    dx, dw, out = torch.empty_like(x), torch.empty_like(w), torch.empty_like(z)
-    calls = {
-        "logits": (lambda x: torch.mm(x, w.t(), out=out), x),
-        "d_hidden": (lambda z: torch.mm(z, w, out=dx), z),
-        "d_weight": (lambda z: torch.mm(z.t(), x, out=dw), z),
+    n = min(group.T, MATMUL_ROWS)
+    D = group.D
+    V = group.V
+    hidden = torch.randn(n, D, dtype=dtype, device=device)
+    weight = torch.randn(V, D, dtype=dtype, device=device)
+    logits = torch.randn(n, V, dtype=dtype, device=device)
+    d_hidden = torch.empty_like(hidden)
+    d_weight = torch.empty_like(weight)
+    out = torch.empty_like(logits)
+    products = {
+        "logits": (lambda x: torch.mm(x, weight.t(), out=out), hidden),
+        "d_hidden": (lambda z: torch.mm(z, weight, out=d_hidden), logits),
+        "d_weight": (lambda z: torch.mm(z.t(), hidden, out=d_weight), logits),
     }
-    where = {"head": group.head, "T": n, "D": D, "V": V, "implementation": "matmul"}
-    return {
-        name: {**where, "mode": f"matmul {name}", **timing(times(call, [a], seconds), flops=2 * n * D * V)}
-        for name, (call, a) in calls.items()
-    }
+    rows: dict[str, Row] = {}
+    for name, (call, operand) in products.items():
+        rows[name] = {
+            "head": group.head,
+            "T": n,
+            "D": D,
+            "V": V,
+            "implementation": "matmul",
+            "mode": f"matmul {name}",
+            **timing(times(call, [operand], seconds), flops=2 * n * D * V),
+        }
+    return rows
 
 
 def without_matmul(device: torch.device, seconds: float) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """What has no head: (columns that name it, the measurement)."""
+    """The measurements without a head: (columns that name one, the measurement)."""
     yield {"implementation": "torch", "mode": "copy"}, partial(_copy, device, seconds)
-    rows, V = (256 if device.type == "cpu" else MATMUL_ROWS), 151_936
-    native = why_not_backend(device.type, device, torch.float32) is None
-    for name in ("torch", "torch_compile", *([f"paw[{device.type}]"] if native else [])):
-        what: Row = {"T": rows, "V": V, "dtype": "float32", "implementation": name, "mode": "row statistics"}
-        yield what, partial(_row_statistics, name, rows, V, device, seconds)
+
+    rows = 256 if device.type == "cpu" else MATMUL_ROWS
+    V = 151_936
+    names = ["torch", "torch_compile"]
+    if why_not_backend(device.type, device, torch.float32) is None:
+        names.append(f"paw[{device.type}]")
+    for name in names:
+        columns: Row = {"T": rows, "V": V, "dtype": "float32", "implementation": name, "mode": "row statistics"}
+        yield columns, partial(_row_statistics, name, rows, V, device, seconds)
 
 
 def _copy(device: torch.device, seconds: float) -> Row:
@@ -239,22 +319,28 @@ def _copy(device: torch.device, seconds: float) -> Row:
 def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
     """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain torch."""
     z, target = row_problem(rows, V, device)
-    plain = torch.compile(plain_row_statistics) if name == "torch_compile" else plain_row_statistics
-    call = native_row_statistics if name.startswith("paw[") else plain
+    call = plain_row_statistics
+    if name == "torch_compile":
+        call = torch.compile(plain_row_statistics)
+    elif name.startswith("paw["):
+        call = native_row_statistics
+
     pairs = zip(call(z, target), plain_row_statistics(z.double(), target), strict=True)
     error = max((got.double() - want).abs().amax().item() for got, want in pairs)
-    timed = times(lambda z: call(z, target), [z], seconds)
-    return {**timing(timed, moved=z.nbytes), "error_logp": f"{error:.2e}"}
+    measured = times(lambda z: call(z, target), [z], seconds)
+    return {**timing(measured, moved=z.nbytes), "error_logp": f"{error:.2e}"}
 
 
 def row_problem(rows: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    g = torch.Generator(device).manual_seed(0)
-    z = 3 * torch.randn(rows, V, generator=g, device=device)
-    return z, torch.randint(V, (rows,), generator=g, device=device)
+    """(logits [rows, V] float32, target [rows] int64)."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(rows, V, generator=generator, device=device)
+    target = torch.randint(V, (rows,), generator=generator, device=device)
+    return logits, target
 
 
 def plain_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """logp and entropy as one writes them."""
+    """(logp, entropy) in plain torch."""
     logp = z.log_softmax(-1)
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 

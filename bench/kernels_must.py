@@ -2,8 +2,8 @@
 
     python bench/kernels_must.py        # puts them into docs/kernels.md and prints the first
 
-Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: from the tables of bench/kernels.py,
-the fastest backend of ours; "open" where no GPU has written one yet.
+Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: the fastest of our backends in the
+tables of bench/kernels.py; "open" if no GPU has written one yet.
 """
 
 import sys
@@ -15,69 +15,151 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.kernels_plot import BOTH, HEAD, STATISTICS, Rows, read
 from bench.kernels_problem import HEADS
-from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, Term, matmul_bound, paw, paw_memory, total
+from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, matmul_bound, paw, paw_memory, total
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- python bench/kernels_must.py -->", "<!-- end -->"
 QUACK_MS = 17.33
 """Forward + backward at the reference point on an H200, printed in Liger-Kernel 0.8.5's Hopper kernel."""
+REFERENCE_MS = 18.0
+"""The limit at the reference point, f = 1."""
 
 
 @dataclass(frozen=True)
 class Must:
+    """One line of the first table: a limit, its prediction and its measurement."""
+
     what: str
     sign: str
+    """ "<=" or ">="."""
     limit: float
     predicted: tuple[float, float] | None
     """On the best and the cautious machine."""
     measured: Callable[[Rows, Rows], float | None]
-    """From the rows of a GPU and those of a CPU; None where they do not say."""
+    """(rows of a GPU, rows of a CPU) -> the value; None if they do not contain it."""
 
     def met(self, value: float) -> bool:
         return value <= self.limit if self.sign == "<=" else value >= self.limit
 
     def margin(self, value: float) -> str:
-        return f"{1 - value / self.limit if self.sign == '<=' else value / self.limit - 1:+.0%}"
+        ratio = value / self.limit
+        margin = 1 - ratio if self.sign == "<=" else ratio - 1
+        return f"{margin:+.0%}"
 
     def line(self, gpu: Rows, cpu: Rows) -> str:
-        predicted, measured = "", self.measured(gpu, cpu)
-        if self.predicted is not None:
-            best, cautious = self.predicted
-            met = self.met(best) + self.met(cautious)
-            margins = f"{self.margin(best)} .. {self.margin(cautious)}" if best != cautious else self.margin(best)
-            values = f"{best:.2f} .. {cautious:.2f}" if best != cautious else f"{best:.2f}"
-            predicted = f"{values} ({margins}): {('missed', 'depends', 'met')[met]}"
-        found = "open" if measured is None else f"{measured:.2f}: {'met' if self.met(measured) else 'missed'}"
-        return f"| {self.what} | {self.sign} {self.limit:.2f} | {predicted} | {found} |"
+        limit = f"{self.sign} {self.limit:.2f}"
+        return f"| {self.what} | {limit} | {self._prediction()} | {self._measurement(gpu, cpu)} |"
+
+    def _prediction(self) -> str:
+        if self.predicted is None:
+            return ""
+        best, cautious = self.predicted
+        values = f"{best:.2f}"
+        margins = self.margin(best)
+        if best != cautious:
+            values += f" .. {cautious:.2f}"
+            margins += f" .. {self.margin(cautious)}"
+        machines_that_meet_it = self.met(best) + self.met(cautious)
+        verdict = ("missed", "depends", "met")[machines_that_meet_it]
+        return f"{values} ({margins}): {verdict}"
+
+    def _measurement(self, gpu: Rows, cpu: Rows) -> str:
+        value = self.measured(gpu, cpu)
+        if value is None:
+            return "open"
+        return f"{value:.2f}: {'met' if self.met(value) else 'missed'}"
 
 
 def table() -> list[Must]:
-    dense, sparse = paw(*REFERENCE, 1.0), paw(*REFERENCE, 0.4)
-    d, s = ([total(terms, machine) for machine in (BEST, CAUTIOUS)] for terms in (dense, sparse))
-    bound = matmul_bound(*REFERENCE, 1.0)
-    T, _, _ = REFERENCE
-    found = [
-        Must("reference point, f = 1, ms", "<=", 18.0, (d[0], d[1]), lambda gpu, _: ours(gpu, T, 1.0)),
-        Must("f = 0.4 over its own f = 1", "<=", 0.65, (s[0] / d[0], s[1] / d[1]), lambda gpu, _: ratio(gpu, T)),
-        Must("f = 0.4, ms over the best peer's", "<=", 1 / 1.4, (s[0] / QUACK_MS, s[1] / QUACK_MS),
-             lambda gpu, _: over_best_peer(gpu, T)),
-        Must("share of the matmul bound, f = 1", ">=", 0.9, (bound / d[0], bound / d[1]),
-             lambda gpu, _: best(gpu, HEAD, T, 1.0, "share", largest=True)),
-    ]  # fmt: skip
+    """Every line of the first table."""
+    musts = reference_musts()
     for head in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
         gib = paw_memory(32_768, *HEADS[head])["peak"]
-        found.append(Must(f"GiB over inputs and a float32 dW, T 32k, {head}", "<=", 1.5, (gib, gib), memory_of(head)))
-    found.append(Must("row statistics on a CPU, 256 x 151,936, times as fast as torch", ">=", 5, None, row_op))
-    return found
+        memory = Must(
+            f"GiB over inputs and a float32 dW, T 32k, {head}",
+            sign="<=",
+            limit=1.5,
+            predicted=(gib, gib),
+            measured=memory_of(head),
+        )
+        musts.append(memory)
+    row_statistics = Must(
+        "row statistics on a CPU, 256 x 151,936, times as fast as torch",
+        sign=">=",
+        limit=5,
+        predicted=None,
+        measured=row_op,
+    )
+    musts.append(row_statistics)
+    return musts
+
+
+def reference_musts() -> list[Must]:
+    """The times at the reference point on a GPU."""
+    T, _, _ = REFERENCE
+    dense = paw(*REFERENCE, 1.0)
+    sparse = paw(*REFERENCE, 0.4)
+    dense_best = total(dense, BEST)
+    dense_cautious = total(dense, CAUTIOUS)
+    sparse_best = total(sparse, BEST)
+    sparse_cautious = total(sparse, CAUTIOUS)
+    bound = matmul_bound(*REFERENCE, 1.0)
+
+    return [
+        Must(
+            "reference point, f = 1, ms",
+            sign="<=",
+            limit=REFERENCE_MS,
+            predicted=(dense_best, dense_cautious),
+            measured=lambda gpu, _: ours(gpu, T, 1.0),
+        ),
+        Must(
+            "f = 0.4 over its own f = 1",
+            sign="<=",
+            limit=0.65,
+            predicted=(sparse_best / dense_best, sparse_cautious / dense_cautious),
+            measured=lambda gpu, _: ratio(gpu, T),
+        ),
+        Must(
+            "f = 0.4, ms over the best peer's",
+            sign="<=",
+            limit=1 / 1.4,
+            predicted=(sparse_best / QUACK_MS, sparse_cautious / QUACK_MS),
+            measured=lambda gpu, _: over_best_peer(gpu, T),
+        ),
+        Must(
+            "share of the matmul bound, f = 1",
+            sign=">=",
+            limit=0.9,
+            predicted=(bound / dense_best, bound / dense_cautious),
+            measured=lambda gpu, _: best(gpu, HEAD, T, 1.0, "share", largest=True),
+        ),
+    ]
+
+
+# --- what a GPU's or a CPU's rows say
+
+
+def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
+    """Whether the row has these values in these columns."""
+    return all(row[name] == value for name, value in columns.items())
 
 
 def best(rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False) -> float | None:
-    """Over our backends, forward + backward, dead rows found by the forward."""
-    where = {"head": head, "T": str(T), "live": str(live), "mode": BOTH}
-    mine = [r for r in rows if r["implementation"].startswith("paw[") and r["dead"] != "known" and r["passes"] == "yes"]
-    values = [float(r[column]) for r in mine if all(r[name] == value for name, value in where.items())]
-    return (max if largest else min)(values) if values else None
+    """The smallest (or largest) value of our backends, forward + backward, if the forward finds the dead rows.
+
+    None if no row that passes is there.
+    """
+    columns = {"head": head, "T": str(T), "live": str(live), "mode": BOTH}
+    values = []
+    for row in rows:
+        is_ours = row["implementation"].startswith("paw[") and row["dead"] != "known" and row["passes"] == "yes"
+        if is_ours and matches(row, columns):
+            values.append(float(row[column]))
+    if not values:
+        return None
+    return max(values) if largest else min(values)
 
 
 def ours(rows: Rows, T: int, live: float) -> float | None:
@@ -85,19 +167,30 @@ def ours(rows: Rows, T: int, live: float) -> float | None:
 
 
 def ratio(rows: Rows, T: int) -> float | None:
-    sparse, dense = ours(rows, T, 0.4), ours(rows, T, 1.0)
-    return None if sparse is None or dense is None else sparse / dense
+    sparse = ours(rows, T, 0.4)
+    dense = ours(rows, T, 1.0)
+    if sparse is None or dense is None:
+        return None
+    return sparse / dense
 
 
 def over_best_peer(rows: Rows, T: int) -> float | None:
-    where = {"head": HEAD, "T": str(T), "mode": BOTH, "live": "0.4", "dead": "found"}
-    theirs = [r for r in rows if r["ms"] and r["implementation"] != "matmul" and "paw[" not in r["implementation"]]
-    peers = [float(r["ms"]) for r in theirs if all(r[name] == value for name, value in where.items())]
-    mine = ours(rows, T, 0.4)
-    return None if mine is None or not peers else mine / min(peers)
+    """Our milliseconds at f = 0.4 over the fastest peer's; None if either is missing."""
+    columns = {"head": HEAD, "T": str(T), "mode": BOTH, "live": "0.4", "dead": "found"}
+    peers = []
+    for row in rows:
+        is_peer = row["ms"] and row["implementation"] != "matmul" and "paw[" not in row["implementation"]
+        if is_peer and matches(row, columns):
+            peers.append(float(row["ms"]))
+    ms = ours(rows, T, 0.4)
+    if ms is None or not peers:
+        return None
+    return ms / min(peers)
 
 
 def memory_of(head: str) -> Callable[[Rows, Rows], float | None]:
+    """The measurement of a head's GiB beside a float32 dW."""
+
     def gib(gpu: Rows, _: Rows) -> float | None:
         mib = best(gpu, head, 32_768, 1.0, "beside_dw_mib")
         return None if mib is None else mib / 1024
@@ -106,73 +199,111 @@ def memory_of(head: str) -> Callable[[Rows, Rows], float | None]:
 
 
 def row_op(_: Rows, cpu: Rows) -> float | None:
-    ms = {r["implementation"]: float(r["ms"]) for r in cpu if r["mode"] == "row statistics" and r["ms"]}
-    return ms["torch"] / ms["paw[cpu]"] if {"torch", "paw[cpu]"} <= ms.keys() else None
+    """Torch's milliseconds for the row statistics over ours on a CPU; None if either is missing."""
+    ms = {row["implementation"]: float(row["ms"]) for row in cpu if row["mode"] == "row statistics" and row["ms"]}
+    if "torch" not in ms or "paw[cpu]" not in ms:
+        return None
+    return ms["torch"] / ms["paw[cpu]"]
 
 
 def measured_rows() -> tuple[Rows, Rows]:
-    """Of a GPU (an H200's, if there is one) and of a CPU."""
-    tables = [read(path) for path in sorted((ROOT / "bench" / "results").glob("kernels_*.csv"))]
-    tables = [rows for rows in tables if rows and rows[0]["kind"] == "measured"]
-    gpus = sorted((rows for rows in tables if rows[0]["cuda"]), key=lambda rows: "H200" not in rows[0]["device"])
-    cpus = [rows for rows in tables if not rows[0]["cuda"]]
+    """(rows of a GPU, an H200's if there is one; rows of a CPU); empty if there is no table."""
+    gpus: list[Rows] = []
+    cpus: list[Rows] = []
+    for path in sorted((ROOT / "bench" / "results").glob("kernels_*.csv")):
+        rows = read(path)
+        if not rows or rows[0]["kind"] != "measured":
+            continue
+        if rows[0]["cuda"]:
+            gpus.append(rows)
+        else:
+            cpus.append(rows)
+    gpus.sort(key=lambda rows: "H200" not in rows[0]["device"])
     return gpus[0] if gpus else [], cpus[0] if cpus else []
+
+
+# --- the tables
 
 
 def gap() -> str:
     """Where the time above the bare matmuls goes on the best machine, and how slow the fused matmul may be."""
     terms = paw(*REFERENCE, 1.0)
-    rate = BEST.tflops * 1e9
+    flops_per_ms = BEST.tflops * 1e9
 
-    def over(name: str) -> float:
-        mine: list[Term] = [term for term in terms if term.name == name]
-        return sum(term.ms(BEST) - term.flops / rate for term in mine)
+    def above_matmul(name: str) -> float:
+        """Milliseconds of the terms with this name above those of their bare products."""
+        return sum(term.ms(BEST) - term.flops / flops_per_ms for term in terms if term.name == name)
 
-    largest = sorted(TERMS, key=over, reverse=True)[:3]
+    largest = sorted(TERMS, key=above_matmul, reverse=True)[:3]
+    largest_gaps = ", ".join(f"{name} {above_matmul(name):.2f} ms" for name in largest)
+
     fused = [term for term in terms if term.tiles]
-    share = sum(term.flops for term in fused) / rate / (sum(term.ms(BEST) for term in fused) + 18 - total(terms, BEST))
+    bare_ms = sum(term.flops for term in fused) / flops_per_ms
+    allowed_ms = sum(term.ms(BEST) for term in fused) + REFERENCE_MS - total(terms, BEST)
     return (
         f"Predicted gap to the bare matmuls ({matmul_bound(*REFERENCE, 1.0):.2f} ms) at the reference point: "
-        f"{', '.join(f'{name} {over(name):.2f} ms' for name in largest)}. "
+        f"{largest_gaps}. "
         "With all else at its best, 18 ms hold while the logits matmul with its epilogue reaches "
-        f"{share:.0%} of cuBLAS's rate."
+        f"{bare_ms / allowed_ms:.0%} of cuBLAS's rate."
     )
 
 
 def markdown() -> str:
+    """The table of what must be reached, and the gap to the bare matmuls."""
     gpu, cpu = measured_rows()
-    head = ["| what | must | predicted (margin) | measured |", "|---|---|---|---|"]
-    return "\n".join([*head, *(must.line(gpu, cpu) for must in table()), "", gap()])
+    lines = ["| what | must | predicted (margin) | measured |", "|---|---|---|---|"]
+    lines += [must.line(gpu, cpu) for must in table()]
+    lines += ["", gap()]
+    return "\n".join(lines)
 
 
 def cpu_markdown() -> str:
-    """Milliseconds and MiB of forward + backward on a CPU, a line an implementation; then what must be reached, there
-    and on an older processor."""
-    rows, older = (both_modes(read(ROOT / "bench" / "results" / f"kernels_cpu{name}.csv")) for name in ("", "_avx2"))
-    heads = heads_of(rows)
-    lines = list(dict.fromkeys((r["mode"], r["implementation"], r["live"]) for r in rows))
-    lines = [(mode, name, live) for mode, name, live in lines if live == "1.0" or name == "paw[cpu]"]
+    """Milliseconds and MiB of forward + backward on a CPU, a line for each implementation.
+
+    Below it what must be reached, on this processor and on an older one.
+    """
+    results = ROOT / "bench" / "results"
+    rows = both_modes(read(results / "kernels_cpu.csv"))
+    older = both_modes(read(results / "kernels_cpu_avx2.csv"))
+
     cells = {}
-    for r in rows:
-        ms = float(r["ms"])
-        text = f"{ms:,.4g}" if ms < 1e4 else f"{ms:,.0f}"
-        cells[r["mode"], r["implementation"], r["live"], r["head"]] = f"{text} ms, {float(r['peak_mib']):,.0f} MiB"
-    found = titles(heads)
-    for mode, name, live in sorted(lines):
-        text = (
-            f"{name}{'' if live == '1.0' else f', f = {float(live):g}'}{', statistics' if mode == STATISTICS else ''}"
-        )
-        found.append(f"| {text} | {' | '.join(cells.get((mode, name, live, head), '') for head, *_ in heads)} |")
-    found += ["", "Speed over the fastest peer's, and what it must be:", "", *over_peers(rows)]
-    return "\n".join([*found, "", "On the AVX2 processor:", "", *over_peers(older)])
+    cases = set()
+    for row in rows:
+        case = row["mode"], row["implementation"], row["live"]
+        cells[*case, row["head"]] = time_and_memory(row)
+        if row["live"] == "1.0" or row["implementation"] == "paw[cpu]":
+            cases.add(case)
+
+    heads = heads_of(rows)
+    lines = titles(heads)
+    for mode, name, live in sorted(cases):
+        label = name
+        if live != "1.0":
+            label += f", f = {float(live):g}"
+        if mode == STATISTICS:
+            label += ", statistics"
+        cells_of_line = [cells.get((mode, name, live, head), "") for head, *_ in heads]
+        lines.append(f"| {label} | {' | '.join(cells_of_line)} |")
+
+    lines += ["", "Speed over the fastest peer's, and what it must be:", "", *over_peers(rows)]
+    lines += ["", "On the AVX2 processor:", "", *over_peers(older)]
+    return "\n".join(lines)
 
 
 def both_modes(rows: Rows) -> Rows:
-    return [r for r in rows if r["mode"] in (BOTH, STATISTICS) and r["dead"] != "known" and r["ms"]]
+    """The timed rows of forward + backward and of statistics + backward, without those whose dead rows are known."""
+    return [row for row in rows if row["mode"] in (BOTH, STATISTICS) and row["dead"] != "known" and row["ms"]]
+
+
+def time_and_memory(row: dict[str, str]) -> str:
+    ms = float(row["ms"])
+    digits = f"{ms:,.4g}" if ms < 1e4 else f"{ms:,.0f}"
+    return f"{digits} ms, {float(row['peak_mib']):,.0f} MiB"
 
 
 def heads_of(rows: Rows) -> list[tuple[str, ...]]:
-    return list(dict.fromkeys((r["head"], r["T"], r["D"], r["V"]) for r in rows))
+    """(head, T, D, V) of the rows, each once, in the order of the rows."""
+    return list(dict.fromkeys((row["head"], row["T"], row["D"], row["V"]) for row in rows))
 
 
 def titles(heads: list[tuple[str, ...]]) -> list[str]:
@@ -182,17 +313,20 @@ def titles(heads: list[tuple[str, ...]]) -> list[str]:
 
 def over_peers(rows: Rows) -> list[str]:
     """The table of speeds over the fastest peer."""
-    found = titles(heads_of(rows))
-    for text, mode, live, musts in CPU_MUSTS:
-        over = [over_fastest_peer(rows, head, mode, live) for head, *_ in heads_of(rows)]
-        words = [
-            ""
-            if x is None
-            else f"{x[0]:.2f}, must {must:g}: {'met' if x[0] >= must else 'missed'} ({x[1]:.0%} matmuls)"
-            for x, must in zip(over, musts, strict=False)
-        ]
-        found.append(f"| {text} | {' | '.join(words)} |")
-    return found
+    heads = heads_of(rows)
+    lines = titles(heads)
+    for label, mode, live, limits in CPU_MUSTS:
+        cells = []
+        for (head, *_), limit in zip(heads, limits, strict=False):
+            speed_and_share = over_fastest_peer(rows, head, mode, live)
+            if speed_and_share is None:
+                cells.append("")
+                continue
+            speed, share = speed_and_share
+            verdict = "met" if speed >= limit else "missed"
+            cells.append(f"{speed:.2f}, must {limit:g}: {verdict} ({share:.0%} matmuls)")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
 
 
 CPU_MUSTS = (
@@ -200,23 +334,36 @@ CPU_MUSTS = (
     ("f = 0.4", BOTH, "0.4", (1.5, 1.5, 1.5)),
     ("statistics", STATISTICS, "1.0", (1, 1.3, 1.3)),
 )
+"""(label, mode, live, least speed over the fastest peer for each head)."""
 
 
 def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> tuple[float, float] | None:
-    """And the share of bare matmuls. Peers do the same work whatever f is: where none was timed beside ours, those at
-    f = 1 count."""
-    mine = [r for r in rows if (r["head"], r["mode"], r["live"], r["implementation"]) == (head, mode, live, "paw[cpu]")]
-    peers = [r for r in rows if (r["head"], r["mode"]) == (head, mode) and not r["implementation"].startswith("paw[")]
-    beside = [r for r in peers if r["live"] == live]
-    theirs = [float(r["ms"]) for r in beside or peers]
-    return (min(theirs) / float(mine[0]["ms"]), float(mine[0]["share"])) if mine and theirs else None
+    """(speed over the fastest peer, share of bare matmuls); None if either side is missing.
+
+    Peers do the same work whatever f is: if none was timed beside ours, those at f = 1 count.
+    """
+    own_row = None
+    peers = []
+    for row in rows:
+        if row["head"] != head or row["mode"] != mode:
+            continue
+        if not row["implementation"].startswith("paw["):
+            peers.append(row)
+        elif row["implementation"] == "paw[cpu]" and row["live"] == live and own_row is None:
+            own_row = row
+    if own_row is None or not peers:
+        return None
+    peers_beside = [row for row in peers if row["live"] == live]
+    fastest = min(float(row["ms"]) for row in peers_beside or peers)
+    return fastest / float(own_row["ms"]), float(own_row["share"])
 
 
 def updated(text: str) -> str:
-    """The page with the tables of today, in the order of the marks."""
+    """The page with today's tables, in the order of the marks."""
     parts = text.split(BEGIN)
     for i, block in enumerate((markdown(), cpu_markdown()), start=1):
-        parts[i] = f"\n\n{block}\n\n{END}{parts[i].split(END, 1)[1]}"
+        _, after = parts[i].split(END, 1)
+        parts[i] = f"\n\n{block}\n\n{END}{after}"
     return BEGIN.join(parts)
 
 

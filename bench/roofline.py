@@ -28,18 +28,26 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.kernels_problem import HEADS
 
 PREDICTED = Path(__file__).parent / "results" / "kernels_predicted.csv"
-CHUNK_BYTES, STATISTICS_BYTES = 1440 << 20, 96 << 20
-"""Of paw_kernels._triton, with and without gradients."""
+CHUNK_BYTES = 1440 << 20
+"""Limit of a chunk in paw_kernels._triton, with gradients."""
+STATISTICS_BYTES = 96 << 20
+"""The same without gradients."""
 TILE_ROWS, TILE_COLS = 128, 256
 TILE_BYTES = 16
 """Statistics that a row leaves in each tile of the vocabulary."""
-TILE_INSTRUCTIONS, TILE_WARPS = 1307, 8
+TILE_INSTRUCTIONS = 1307
 """Of each warp on a tile, beside its products: bench/results/triton_aot.csv, sm_90, bfloat16, 128,256 x 4,096."""
-SCHEDULERS, PROCESSORS, GHZ = 4, 132, 1.755
-"""Warp schedulers of a multiprocessor, multiprocessors and clock of an H100 or H200 under load."""
-LAUNCHES, CHUNK_LAUNCHES = 20, 140
-"""Operations of torch in a call and in each of its chunks, a PPO and world-model loss included: at most what
-tests/kernels/test_token_loss.py holds."""
+TILE_WARPS = 8
+SCHEDULERS = 4
+"""Warp schedulers of a multiprocessor of an H100 or H200."""
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200."""
+GHZ = 1.755
+"""Clock of an H100 or H200 under load."""
+LAUNCHES = 20
+"""Operations of torch in a call, beside those of its chunks: at most what tests/kernels/test_token_loss.py allows."""
+CHUNK_LAUNCHES = 140
+"""The same in each chunk, a PPO and world-model loss included."""
 GIB = 2**30
 REFERENCE = 4096, *HEADS["Llama-3.1-8B"]
 
@@ -56,12 +64,13 @@ class Machine:
     overlap: bool = True
     """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads does not."""
     wait_us: float = 50.0
-    """Idle time at each point where the host waits for a number, and until the next large kernel."""
+    """Idle time at each point where the host waits for a number, up to the next large kernel."""
     launch_us: float = 5.0
-    """Of the host, to start an operation of torch."""
+    """Time of the host to start an operation of torch."""
 
 
-BEST, CAUTIOUS = Machine("best"), Machine("cautious", fused=0.9, issue=0.5, overlap=False)
+BEST = Machine("best")
+CAUTIOUS = Machine("cautious", fused=0.9, issue=0.5, overlap=False)
 
 
 class Term(NamedTuple):
@@ -70,24 +79,29 @@ class Term(NamedTuple):
     read: float = 0.0
     """Bytes."""
     written: float = 0.0
-    """By an epilogue, with what it must read again to add to."""
+    """Bytes that an epilogue writes, and those that it reads again to add to."""
     waits: int = 0
     tiles: int = 0
-    """Of a fused matmul, on the multiprocessor that has the most of them."""
+    """Tiles of a fused matmul on the multiprocessor that has the most of them."""
     launches: int = 0
 
     def ms(self, on: Machine) -> float:
-        arithmetic = self.flops / (on.tflops * 1e9 * (on.fused if self.tiles else 1.0))
+        rate = on.fused if self.tiles else 1.0
+        arithmetic = self.flops / (on.tflops * 1e9 * rate)
         arithmetic += self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
-        read, written = (n / (on.gb_s * 1e6) for n in (self.read, self.written))
+        read = self.read / (on.gb_s * 1e6)
+        written = self.written / (on.gb_s * 1e6)
+        waiting = self.waits * on.wait_us / 1e3
         if self.flops and not on.overlap:
-            return max(arithmetic, read) + written + self.waits * on.wait_us / 1e3
-        return max(arithmetic, read + written) + self.waits * on.wait_us / 1e3
+            return max(arithmetic, read) + written + waiting
+        return max(arithmetic, read + written) + waiting
 
 
 def total(terms: list[Term], on: Machine) -> float:
-    """Milliseconds: of the GPU, or of the host where that is more."""
-    return max(sum(term.ms(on) for term in terms), sum(term.launches for term in terms) * on.launch_us / 1e3)
+    """Milliseconds of the GPU, or of the host if those are more."""
+    gpu_ms = sum(term.ms(on) for term in terms)
+    host_ms = sum(term.launches for term in terms) * on.launch_us / 1e3
+    return max(gpu_ms, host_ms)
 
 
 def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True) -> float:
@@ -95,57 +109,81 @@ def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, bac
     return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
 
 
+def ceil_div(n: int, divisor: int) -> int:
+    return -(-n // divisor)
+
+
 def chunks(T: int, size: int) -> list[int]:
+    """Rows of each chunk of at most `size`."""
     return [min(size, T - start) for start in range(0, T, size)]
 
 
 def chunk_rows(T: int, D: int, V: int, *, backward: bool = True) -> int:
     """Rows of a chunk in bf16: as few chunks as fit, of equal size."""
-    row_bytes = TILE_BYTES * -(-V // TILE_COLS) + 2 * D
+    row_bytes = TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * D
+    limit = STATISTICS_BYTES
     if backward:
-        row_bytes += 2 * (-(-V // 64) * 64 + 2 * D)
-    most = max(1, (CHUNK_BYTES if backward else STATISTICS_BYTES) // (row_bytes * TILE_ROWS))
-    tiles = max(1, -(-T // TILE_ROWS))
-    return -(-tiles // -(-tiles // most)) * TILE_ROWS
+        padded_V = ceil_div(V, 64) * 64
+        row_bytes += 2 * (padded_V + 2 * D)
+        limit = CHUNK_BYTES
+    tiles_that_fit = max(1, limit // (row_bytes * TILE_ROWS))
+    tiles = max(1, ceil_div(T, TILE_ROWS))
+    number_of_chunks = ceil_div(tiles, tiles_that_fit)
+    return ceil_div(tiles, number_of_chunks) * TILE_ROWS
 
 
 def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False) -> list[Term]:
     """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the forward."""
-    entering, share = (round(live * T), 1.0) if known else (T, live)
-    sizes = chunks(entering, chunk_rows(entering, D, V, backward=backward))
-    statistics = TILE_BYTES * -(-V // TILE_COLS)
-    terms = [Term("wait", waits=0 if backward else 1, launches=LAUNCHES)]  # are the inputs good: with the first chunk
+    forward_rows = round(live * T) if known else T
+    share = 1.0 if known else live  # of the forward's rows: those with a gradient
+    sizes = chunks(forward_rows, chunk_rows(forward_rows, D, V, backward=backward))
+    statistics = TILE_BYTES * ceil_div(V, TILE_COLS)  # bytes a row
+
+    # Whether the inputs are good is asked with the first chunk of a backward.
+    terms = [Term("wait", waits=0 if backward else 1, launches=LAUNCHES)]
     for i, n in enumerate(sizes):
-        L = share * n
-        e = 2 * n * V if backward else 0
-        tiles = -(-n // TILE_ROWS) * -(-V // TILE_COLS)
-        terms += [
-            Term("logits", 2 * n * D * V, 2 * (n * D + V * D), e + statistics * n, tiles=-(-tiles // PROCESSORS)),
-            Term("merge", read=statistics * n),
-        ]
+        logits_bytes = 2 * n * V if backward else 0
+        tiles = ceil_div(n, TILE_ROWS) * ceil_div(V, TILE_COLS)
+        logits = Term(
+            "logits",
+            flops=2 * n * D * V,
+            read=2 * (n * D + V * D),
+            written=logits_bytes + statistics * n,
+            tiles=ceil_div(tiles, PROCESSORS),
+        )
+        terms.append(logits)
+        terms.append(Term("merge", read=statistics * n))
         if not backward:
             continue
-        add = 2 if len(sizes) == 1 else 4 if i == 0 else 8
+
+        L = share * n
+        if len(sizes) == 1:
+            dw_bytes = 2  # bf16, written once
+        elif i == 0:
+            dw_bytes = 4  # float32, written
+        else:
+            dw_bytes = 8  # float32, read and written
         terms += [
-            Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # how many are live
+            Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # for the number of live rows
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
-            Term("d_hidden", 2 * L * D * V, 2 * (L * V + V * D), 2 * L * D),
+            Term("d_hidden", flops=2 * L * D * V, read=2 * (L * V + V * D), written=2 * L * D),
             Term("copies", read=4 * L * D, written=4 * L * D),  # live rows gathered, their gradients scattered
-            Term("d_weight", 2 * L * D * V, 2 * (L * V + L * D), add * V * D),
+            Term("d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D),
         ]
     if backward:
-        terms += [Term("copies", written=2 * T * D), Term("wait", waits=1)]  # zeros of d_hidden; is the factor 1
+        terms.append(Term("copies", written=2 * T * D))  # zeros of d_hidden
+        terms.append(Term("wait", waits=1))  # for whether the upstream gradient is 1
         if len(sizes) > 1:
             terms.append(Term("cast", read=4 * V * D, written=2 * V * D))
     return terms
 
 
 class PeerModel(NamedTuple):
-    """Three dense passes, or four where the logits are made twice."""
+    """Three dense passes, or four if the logits are computed twice."""
 
     recompute: bool
     chunk: int
-    """Rows; 0 for all of them, -1 for Liger's rule, about T D / V."""
+    """Rows of a chunk; 0 for all of them, -1 for Liger's rule, about T D / V."""
     bytes_per_logit: float
     """Moved by row kernels between the matmuls, beside what the matmuls read and write."""
     accumulator: int
@@ -168,21 +206,29 @@ PEERS = {
 
 
 def peer(name: str, T: int, D: int, V: int) -> list[Term]:
+    """The passes of a peer, forward + backward, in bf16."""
     model = PEERS[name]
     size = model.chunk or T
     if size < 0:
-        per = -(-T // -(-V // D))
-        size = min(T, 1 << (per - 1).bit_length())
+        rows = ceil_div(T, ceil_div(V, D))
+        next_power_of_two = 1 << (rows - 1).bit_length()
+        size = min(T, next_power_of_two)
+
     terms = []
     for i, n in enumerate(chunks(T, size)):
         stored = 2 * n * V if model.bytes_per_logit else 0
-        logits = Term("logits", 2 * n * D * V, 2 * (n * D + V * D), stored)
-        fresh = i == 0 and name != "liger_triton"  # it adds to zeros
-        terms += [logits] * (1 + model.recompute)
+        logits = Term("logits", flops=2 * n * D * V, read=2 * (n * D + V * D), written=stored)
+        terms.append(logits)
+        if model.recompute:
+            terms.append(logits)
+
+        adds_to_dw = i > 0 or name == "liger_triton"  # Liger's first chunk adds to zeros
+        dw_bytes = model.accumulator * (2 if adds_to_dw else 1)
+        half_moved = model.bytes_per_logit * n * V / 2
         terms += [
-            Term("gradient", read=model.bytes_per_logit * n * V / 2, written=model.bytes_per_logit * n * V / 2),
-            Term("d_hidden", 2 * n * D * V, 2 * V * D + stored, 2 * n * D),
-            Term("d_weight", 2 * n * D * V, 2 * n * D + stored, model.accumulator * (1 if fresh else 2) * V * D),
+            Term("gradient", read=half_moved, written=half_moved),
+            Term("d_hidden", flops=2 * n * D * V, read=2 * V * D + stored, written=2 * n * D),
+            Term("d_weight", flops=2 * n * D * V, read=2 * n * D + stored, written=dw_bytes * V * D),
         ]
     if model.scale:
         terms.append(Term("cast", read=2 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D))
@@ -190,68 +236,88 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
 
 
 def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
-    """GiB that a step at f = 1 holds: "peak" beside the inputs and "total", the sum of dW (float32, unless one chunk
-    does: then it is the result)."""
+    """GiB that a step at f = 1 holds: "peak" beside the inputs and "total", where dW is summed.
+
+    That sum is in float32, or in bf16 if there is only one chunk: then it is the result.
+    """
     n = chunk_rows(T, D, V)
-    chunk = n * (TILE_BYTES * -(-V // TILE_COLS) + 2 * V + 6 * D) / GIB
-    d_hidden, cast = 2 * T * D / GIB, 2 * V * D / GIB if n < T else 0
-    # `cast`, dW in bf16, is made when the last chunk is gone.
-    total = (4 if n < T else 2) * V * D / GIB
-    return {"chunk": chunk, "d_hidden": d_hidden, "cast": cast, "total": total, "peak": d_hidden + max(chunk, cast)}
+    several_chunks = n < T
+    chunk = n * (TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D) / GIB
+    d_hidden = 2 * T * D / GIB
+    cast = 2 * V * D / GIB if several_chunks else 0  # dW in bf16, allocated when the last chunk is freed
+    dw_bytes = 4 if several_chunks else 2
+    return {
+        "chunk": chunk,
+        "d_hidden": d_hidden,
+        "cast": cast,
+        "total": dw_bytes * V * D / GIB,
+        "peak": d_hidden + max(chunk, cast),
+    }
 
 
 # --- every case -------------------------------------------------------------------------------------------------------
 
 TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
+CASE_COLUMNS = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
 COLUMNS = (
-    *(
-        "kind",
-        "head",
-        "T",
-        "D",
-        "V",
-        "live",
-        "dead",
-        "implementation",
-        "mode",
-        "ms",
-        "ms_cautious",
-        "bound_ms",
-        "share",
-    ),
-    *("share_cautious", "peak_mib", *(f"{name}_ms" for name in TERMS)),
+    "kind",
+    *CASE_COLUMNS,
+    *("ms", "ms_cautious", "bound_ms", "share", "share_cautious", "peak_mib"),
+    *(f"{name}_ms" for name in TERMS),
 )
 
 
 def predictions() -> Iterator[dict[str, object]]:
-    """One row a case of the GPU set, `ms` and the terms on the best machine."""
-    shapes = [("Llama-3.1-8B", 4096), *((head, T) for T in (2048, 8192, 32_768, 131_072) for head in HEADS)]
+    """A row for each case of the GPU set; `ms` and the terms are on the best machine."""
+    shapes = [("Llama-3.1-8B", 4096)]
+    for T in (2048, 8192, 32_768, 131_072):
+        for head in HEADS:
+            shapes.append((head, T))
     for head, T in shapes:
+        yield paw_case(head, T, live=1.0, dead="", backward=True)
+        yield paw_case(head, T, live=1.0, dead="", backward=False)
+        for live in (0.4, 0.1):
+            yield paw_case(head, T, live=live, dead="found", backward=True)
+            yield paw_case(head, T, live=live, dead="known", backward=True)
+
         D, V = HEADS[head]
-        for live, known in ((1.0, False), (0.4, False), (0.4, True), (0.1, False), (0.1, True)):
-            for backward in (True, False) if live == 1 else (True,):
-                dead = "" if live == 1 else "known" if known else "found"
-                where = (head, T, D, V, live, dead, "paw[triton]", "forward + backward" if backward else "forward")
-                share = live if known else 1.0
-                bound = matmul_bound(round(share * T), D, V, live / share, backward=backward)
-                gib = paw_memory(round(share * T), D, V)
-                memory = {"peak_mib": f"{1024 * (gib['peak'] + gib['total']):.0f}"} if backward else {}
-                yield case(where, paw(T, D, V, live, backward=backward, known=known), bound) | memory
         for name in PEERS:
-            where = (head, T, D, V, 1.0, "", name, "forward + backward")
-            yield case(where, peer(name, T, D, V), matmul_bound(T, D, V, 1.0))
+            columns = (head, T, D, V, 1.0, "", name, "forward + backward")
+            yield case(columns, peer(name, T, D, V), matmul_bound(T, D, V, 1.0))
 
 
-def case(where: tuple, terms: list[Term], bound: float) -> dict[str, object]:
-    names = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
-    best, cautious = total(terms, BEST), total(terms, CAUTIOUS)
-    by_name = {f"{name}_ms": f"{sum(t.ms(BEST) for t in terms if t.name == name):.3f}" for name in TERMS}
-    return {
-        **dict(zip(names, where, strict=True)),
-        **{"ms": f"{best:.3f}", "ms_cautious": f"{cautious:.3f}", "bound_ms": f"{bound:.3f}"},
-        **{"share": f"{bound / best:.3f}", "share_cautious": f"{bound / cautious:.3f}"},
-        **by_name,
-    }
+def paw_case(head: str, T: int, *, live: float, dead: str, backward: bool) -> dict[str, object]:
+    """The row of ours; `dead` as in bench/kernels_cases.py."""
+    D, V = HEADS[head]
+    known = dead == "known"
+    share = live if known else 1.0  # of the rows: those that enter the forward
+    forward_rows = round(share * T)
+    mode = "forward + backward" if backward else "forward"
+    row = case(
+        (head, T, D, V, live, dead, "paw[triton]", mode),
+        paw(T, D, V, live, backward=backward, known=known),
+        matmul_bound(forward_rows, D, V, live / share, backward=backward),
+    )
+    if backward:
+        gib = paw_memory(forward_rows, D, V)
+        row["peak_mib"] = f"{1024 * (gib['peak'] + gib['total']):.0f}"
+    return row
+
+
+def case(columns: tuple, terms: list[Term], bound: float) -> dict[str, object]:
+    """The row of a case: `columns` are the values of CASE_COLUMNS, `bound` the milliseconds of the bare matmuls."""
+    best = total(terms, BEST)
+    cautious = total(terms, CAUTIOUS)
+    row: dict[str, object] = dict(zip(CASE_COLUMNS, columns, strict=True))
+    row["ms"] = f"{best:.3f}"
+    row["ms_cautious"] = f"{cautious:.3f}"
+    row["bound_ms"] = f"{bound:.3f}"
+    row["share"] = f"{bound / best:.3f}"
+    row["share_cautious"] = f"{bound / cautious:.3f}"
+    for name in TERMS:
+        ms = sum(term.ms(BEST) for term in terms if term.name == name)
+        row[f"{name}_ms"] = f"{ms:.3f}"
+    return row
 
 
 def write(path: Path = PREDICTED) -> None:

@@ -70,7 +70,7 @@ CURVES = {
     "wm/masked_frac": "Observation tokens masked (%)",
     "optim/grad_norm": "Gradient norm",
 }
-"""Metrics that make a panel where a run has them."""
+"""The panel of each metric; metrics that no run has are left out."""
 WINDOW = 10
 """Updates of the moving mean."""
 
@@ -86,14 +86,18 @@ class Token(NamedTuple):
 
 def household(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
     """What lies in a place: the list after "you see", unless the prompt already shows that place with that list."""
-    return [found.span(1) for found in LISTED.finditer(observation) if found[0] not in prompt]
+    return [match.span(1) for match in LISTED.finditer(observation) if match[0] not in prompt]
 
 
 def webshop(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """ASIN codes and product titles, brands within: the part after a code (results) or before a price (product)."""
-    spans, start, parts = [found.span() for found in ASIN.finditer(observation)], 0, observation.split(SEPARATOR)
+    """ASIN codes and product titles with their brands: the part after a code (results) or before a price (product)."""
+    spans = [match.span() for match in ASIN.finditer(observation)]
+    parts = observation.split(SEPARATOR)
+    start = 0
     for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
-        if ASIN.fullmatch(before.strip("'")) or after.strip("'").lower().startswith("price:"):
+        follows_code = ASIN.fullmatch(before.strip("'"))
+        precedes_price = after.strip("'").lower().startswith("price:")
+        if follows_code or precedes_price:
             spans.append((start, start + len(part)))
         start += len(part) + len(SEPARATOR)
     return sorted(spans)
@@ -104,7 +108,7 @@ RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
 
 
 def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> None:
-    """Measure the models, those of one stage pooled; write noise.csv, noise.md and noise.png, print the table."""
+    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the table."""
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks}: play at least 1")
     if options.rollouts and len(options.models) > 1:
@@ -117,21 +121,29 @@ def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> No
         stages = {"start": start_model(model, config), "trained": path} if is_run else {"model": path}
         for stage, weights in stages.items():
             to_stderr(f"{stage}: {weights}")
-            pooled.setdefault(stage, []).extend(measure(weights, config, rule, options.tasks, options.rollouts))
-    wm, about = opened[0][1].wm, {"models": len(opened), "commit": code_commit()}
-    lines = [{"stage": stage, **of, **about} for stage, tokens in pooled.items() for of in table(tokens, wm.rho, wm.q)]
-    write(options.out, "noise", text=report(lines, wm.rho, wm.q), records=lines, figure=on_noise(lines))
+            tokens = measure(weights, config, rule, options.tasks, options.rollouts)
+            pooled.setdefault(stage, []).extend(tokens)
+
+    _, first_config, _ = opened[0]
+    rho = first_config.wm.rho
+    q = first_config.wm.q
+    commit = code_commit()
+    lines = []
+    for stage, tokens in pooled.items():
+        for line in table(tokens, rho, q):
+            lines.append({"stage": stage, **line, "models": len(opened), "commit": commit})
+    write(options.out, "noise", text=report(lines, rho, q), records=lines, figure=on_noise(lines))
 
 
 def find_rule(name: str) -> Rule:
-    """A rule by environment, or the function of a file. Raises UserError where there is none."""
+    """The rule of an environment, or the function FILE.py:FUNCTION. Raises UserError if there is none."""
     if name not in RULES and ":" not in name:
         raise UserError(f"no noise rule '{name}': there are {', '.join(RULES)}, or give --rule FILE.py:FUNCTION")
     return RULES.get(name) or load("rules", name)
 
 
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens, given by their characters, hold one of a span's: it makes the whole token a guess."""
+    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it all a guess."""
     return [any(start < last and first < end for first, last in spans) for start, end in tokens]
 
 
@@ -142,74 +154,98 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
         with open_player(config, path) as player:
             groups, stats = player.training(0, tasks, EPISODES)
         tell(stats.failures)
-    chat, limit = Chat(load_tokenizer(path), config.model.chat_template_kwargs), config.wm.max_tokens
+    chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     device = pick_device(config.model.device)
     dtype = with_dtype(config, pick_dtype(device)).model.dtype
     policy = load_policy(path, dtype=dtype, device=device)
     if rollouts:
         groups = read_episodes(rollouts, vocabulary=len(policy.head_weight))
 
-    encode = partial(chat.observation_ids, max_tokens=limit)
+    max_tokens = config.wm.max_tokens
+    encode = partial(chat.observation_ids, max_tokens=max_tokens)
     samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
-    noise: list[list[bool]] = []
+    noise: list[list[bool]] = []  # of each sample's observation tokens
     for sample, turn in zip(samples, turns, strict=True):
-        sample.wm_weight, text = 1.0, turn.outcome.observation
-        noise.append(noisy(chat.observation_spans(text, limit), rule(turn.prompt, turn.outcome.action, text)))
+        sample.wm_weight = 1.0
+        observation = turn.outcome.observation
+        token_spans = chat.observation_spans(observation, max_tokens)
+        noise.append(noisy(token_spans, rule(turn.prompt, turn.outcome.action, observation)))
 
-    def rated(batch: Any) -> list[tuple[float, float]]:
-        found, target = [], batch.target[batch.observation]
-        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
-        for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):  # few rows of V at a time
-            z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
-            p = (z / config.rollout.temperature).softmax(-1)
-            at_y = p.gather(1, y)
-            spread = p.scatter_add(1, y, -torch.ones_like(at_y)).norm(dim=1)
-            found += zip(at_y[:, 0].tolist(), spread.tolist(), strict=True)
-        return found
-
-    sizes: Any = {"budget": config.optim.micro_batch_tokens, "quadratic": policy.quadratic, "device": policy.device}
+    batches = micro_batches(
+        samples,
+        with_observation=True,
+        budget=config.optim.micro_batch_tokens,
+        quadratic=policy.quadratic,
+        device=policy.device,
+    )
     tokens = []
     with torch.no_grad():
-        for batch in micro_batches(samples, with_observation=True, **sizes):
+        for batch in batches:
             flags = [flag for i in batch.indices for flag in noise[i]]
-            tokens += [Token(flag, *of) for flag, of in zip(flags, policy(partial(rated, batch)), strict=True)]
+            rated = policy(partial(p_and_spread, policy, batch, config.rollout.temperature))
+            for flag, (p, spread) in zip(flags, rated, strict=True):
+                tokens.append(Token(noise=flag, p=p, spread=spread))
     return tokens
 
 
+def p_and_spread(policy: Any, batch: Any, temperature: float) -> list[tuple[float, float]]:
+    """(p, ||e_y - softmax(z)||) of each observation token of a batch. Only inside a call of the policy."""
+    pairs = []
+    target = batch.target[batch.observation]
+    hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
+    for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):  # few rows of V at a time
+        z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
+        p = (z / temperature).softmax(-1)
+        p_of_target = p.gather(1, y)
+        spread = p.scatter_add(1, y, -torch.ones_like(p_of_target)).norm(dim=1)
+        pairs += zip(p_of_target[:, 0].tolist(), spread.tolist(), strict=True)
+    return pairs
+
+
 def table(tokens: list[Token], rho: float, q: float) -> list[Record]:
-    """One line for each class and loss: what the class is and its share of the gradient; UserError without a class."""
+    """A line for each class and loss: the class's size and its share of the gradient.
+
+    Raises UserError if a class has no token.
+    """
     lines = []
     for kind in ("noise", "rest"):
-        of = [token for token in tokens if token.noise == (kind == "noise")]
-        if not of:
+        members = [token for token in tokens if token.noise == (kind == "noise")]
+        if not members:
             raise UserError(f"no token of class '{kind}' among {len(tokens)}: give more --tasks or another --rule")
-        facts = {"class": kind, "tokens": len(of), "token_share": len(of) / len(tokens)}
-        facts |= {"mean_p": fmean(token.p for token in of), "live": fmean(token.p <= rho for token in of)}
+        mean_p = fmean(token.p for token in members)
+        live = fmean(token.p <= rho for token in members)
         for loss, slope in SLOPES.items():
-            shares = {}
-            for key, logits in {"by_logp": False, "by_logits": True}.items():
-                own, total = (
-                    sum(slope(token.p, rho, q) * (token.spread if logits else 1.0) for token in part)
-                    for part in (of, tokens)
-                )
-                shares[key] = own / (total or 1.0)
-            lines.append({**facts, "loss": loss, **shares})
+            line: Record = {
+                "class": kind,
+                "tokens": len(members),
+                "token_share": len(members) / len(tokens),
+                "mean_p": mean_p,
+                "live": live,
+                "loss": loss,
+            }
+            by_logp = sum(slope(token.p, rho, q) for token in members)
+            by_logp_total = sum(slope(token.p, rho, q) for token in tokens)
+            line["by_logp"] = by_logp / (by_logp_total or 1.0)
+
+            by_logits = sum(slope(token.p, rho, q) * token.spread for token in members)
+            by_logits_total = sum(slope(token.p, rho, q) * token.spread for token in tokens)
+            line["by_logits"] = by_logits / (by_logits_total or 1.0)
+            lines.append(line)
     return lines
 
 
 def report(lines: list[Record], rho: float, q: float) -> str:
     """The classes, then the share of the gradient on noise."""
-    classes = [
-        [of["stage"], of["class"], of["tokens"], percent(of["token_share"]), f"{of['mean_p']:.3g}", percent(of["live"])]
-        for of in lines
-        if of["loss"] == "ce"
-    ]
-    shares = [
-        [of["stage"], of["loss"], percent(of["by_logp"]), percent(of["by_logits"]), None]
-        for of in lines
-        if of["class"] == "noise"
-    ]
+    classes = []
+    shares = []
+    for line in lines:
+        if line["loss"] == "ce":  # the columns of a class are the same for every loss
+            size = [line["tokens"], percent(line["token_share"])]
+            classes.append([line["stage"], line["class"], *size, f"{line['mean_p']:.3g}", percent(line["live"])])
+        if line["class"] == "noise":
+            values = [percent(line["by_logp"]), percent(line["by_logits"])]
+            shares.append([line["stage"], line["loss"], *values, None])
     return "\n".join([
         markdown(["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"], classes),
         "\nPer cent of the gradient on noise:\n",
@@ -228,12 +264,14 @@ def on_noise(lines: Sequence[Record]) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, key, label in zip(panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True):
         for k, stage in enumerate(stages):
-            own = [line for line in noise if line["stage"] == stage]
-            shown = [100 * share for share in (own[0]["token_share"], *(line[key] for line in own))]
-            places = [i + (k - (len(stages) - 1) / 2) * width for i in range(len(shown))]
-            bars = axes.bar(places, shown, 0.9 * width, color=PALETTE[k], label=stage)
-            axes.bar_label(bars, [f"{value:.0f}" for value in shown], padding=1, fontsize=8)
-            axes.set_xticks(range(len(shown)), ["tokens", *(line["loss"] for line in own)])
+            of_stage = [line for line in noise if line["stage"] == stage]
+            heights = [100 * of_stage[0]["token_share"]]
+            heights += [100 * line[key] for line in of_stage]
+            offset = (k - (len(stages) - 1) / 2) * width
+            positions = [i + offset for i in range(len(heights))]
+            bars = axes.bar(positions, heights, 0.9 * width, color=PALETTE[k], label=stage)
+            axes.bar_label(bars, [f"{height:.0f}" for height in heights], padding=1, fontsize=8)
+            axes.set_xticks(range(len(heights)), ["tokens", *(line["loss"] for line in of_stage)])
         axes.set_xlabel(f"by {label}")
     panels[0].set_ylabel("On noise (%)")
     legend(panels[0])
@@ -241,12 +279,20 @@ def on_noise(lines: Sequence[Record]) -> Figure:
 
 
 def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-    """The curve over seeds, each seed's first smoothed by a moving mean; at the updates that all have."""
-    smooth = []
+    """The curve over seeds, each seed smoothed by a moving mean before; at the updates that all seeds have."""
+    smoothed: list[dict[int, float]] = []
     for run in runs:
         steps, values = run.series(key)
-        smooth.append(dict(zip(steps, map(float, moving_mean(values, window)), strict=True)) if steps else {})
-    return {step: interval([one[step] for one in smooth]) for step in smooth[0] if all(step in one for one in smooth)}
+        by_step: dict[int, float] = {}
+        if steps:
+            by_step = dict(zip(steps, map(float, moving_mean(values, window)), strict=True))
+        smoothed.append(by_step)
+
+    curve: Curve = {}
+    for step in smoothed[0]:
+        if all(step in by_step for by_step in smoothed):
+            curve[step] = interval([by_step[step] for by_step in smoothed])
+    return curve
 
 
 def dynamics(options: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -258,23 +304,27 @@ def dynamics(options: argparse.Namespace, overrides: dict[str, str]) -> None:
     shown = {key: label for key, label in CURVES.items() if key in logged}
     if not shown:
         raise UserError(f"{options.runs[0]}: none of its metrics is a training curve")
-    panels, rows = {}, []
+    panels: dict[str, dict[str, Curve]] = {}
+    rows = []
     for key, label in shown.items():
-        window, factor = 1 if key.startswith("eval/") else WINDOW, 100 if label.endswith("(%)") else 1
-        row, panels[label] = [label], {}
+        window = 1 if key.startswith("eval/") else WINDOW
+        row = [label]
+        panels[label] = {}
         for name, group in groups.items():
             having = [run for run in group if key in run.metrics]
             panels[label][name] = average(having, key, window) if having else {}
-            ends = [[mean(key, window) or 0.0 for mean in means]
-                    for means in ([run.first for run in having], [run.last for run in having])]  # fmt: skip
-            row.append("{:.3g} -> {:.3g}".format(*(factor * fmean(end) for end in ends)) if having else "-")
+            row.append(first_to_last(having, key, window, factor_of(label)))
         rows.append(row)
-    records = [
-        {"group": name, "run": run.name, "update": step} | {key: run.at(key, step) for key in shown}
-        for name, group in groups.items()
-        for run in group
-        for step in sorted({step for key in shown for step in run.metrics.get(key, {})})
-    ]
+
+    records = []
+    for name, group in groups.items():
+        for run in group:
+            for step in sorted({step for key in shown for step in run.metrics.get(key, {})}):
+                record = {"group": name, "run": run.name, "update": step}
+                for key in shown:
+                    record[key] = run.at(key, step)
+                records.append(record)
+
     header = ["", *(f"{name} ({len(group)})" for name, group in groups.items())]
     text = f"""# Training curves
 
@@ -286,8 +336,22 @@ arXiv 2606.02388."""
     write(options.out, "dynamics", text=text, records=records, figure=curves(panels))
 
 
+def factor_of(label: str) -> int:
+    """100 for a label in per cent."""
+    return 100 if label.endswith("(%)") else 1
+
+
+def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> str:
+    """ "first -> last": the mean over runs of the first and of the last `window` values; "-" without a run."""
+    if not runs:
+        return "-"
+    first = fmean([run.first(key, window) or 0.0 for run in runs])
+    last = fmean([run.last(key, window) or 0.0 for run in runs])
+    return f"{factor * first:.3g} -> {factor * last:.3g}"
+
+
 def read(folders: list[Path]) -> dict[str, list[Run]]:
-    """Runs by group: those of an experiment by variant, others each for itself. UserError where there is none."""
+    """Runs by group: an experiment's by variant, any other run on its own. Raises UserError if a folder has none."""
     groups: dict[str, list[Run]] = {}
     for folder in folders:
         if not (folder / "runs").is_dir():
@@ -295,22 +359,24 @@ def read(folders: list[Path]) -> dict[str, list[Run]]:
             groups.setdefault(run.name, []).append(run)
             continue
         runs = [load_run(path.parent) for path in sorted((folder / "runs").glob("*/metrics.jsonl"))]
-        if not (finished := [run for run in runs if run.finished]):
+        finished = [run for run in runs if run.finished]
+        if not finished:
             raise UserError(f"{folder / 'runs'}: no finished run in it")
         for run in finished:
-            groups.setdefault(run.name.rpartition("-")[0] or run.name, []).append(run)
+            variant, _, _ = run.name.rpartition("-")
+            groups.setdefault(variant or run.name, []).append(run)
     return groups
 
 
 @styled
 def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """A panel for each metric, in it a curve for each group of runs."""
+    """A panel for each metric with a curve for each group of runs."""
     rows = math.ceil(len(panels) / 3)
     figure = Figure((9.6, 2.5 * rows + 0.4))
     grid = list(figure.subplots(rows, 3, squeeze=False).flat)
     for axes, (label, groups) in zip(grid, panels.items(), strict=False):
         for index, (name, curve) in enumerate(groups.items()):
-            draw(axes, curve, index, name, 100 if label.endswith("(%)") else 1)
+            draw(axes, curve, index, name, factor_of(label))
         axes.set_title(label, fontsize=9, loc="left", color=INK)
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -332,17 +398,19 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--rule", help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)")
     add("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
     noise.set_defaults(study=noise_gradient)
-    plain = studies.add_parser("dynamics")
-    plain.add_argument(
+    curves_parser = studies.add_parser("dynamics")
+    curves_parser.add_argument(
         "runs", nargs="+", type=Path, help="run directories, or an experiment's folder (with runs/ in it)"
     )
-    plain.add_argument("--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)")
-    plain.set_defaults(study=dynamics)
+    curves_parser.add_argument(
+        "--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)"
+    )
+    curves_parser.set_defaults(study=dynamics)
     options, rest = parser.parse_known_args(words)
     try:
-        options.study(
-            options, {key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)}
-        )
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        overrides = {key.removeprefix("--"): value for key, value in pairs}
+        options.study(options, overrides)
     except (UserError, ValueError) as error:
         parser.error(str(error))
 
