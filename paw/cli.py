@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"command line: {_unknown(rest[0], takes)}")
         known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
         if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # training leaves at once until it has begun
+            signal.signal(signal.SIGINT, watcher.interrupt)  # training leaves at once until it has begun
         try:
             return options.command(options, overrides)
         except SystemExit as error:  # not ours: of an environment's file, or of a library

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from paw.lifeline import die_with_parent
@@ -79,6 +80,15 @@ def say_ending(code: int) -> None:
 def say_heard() -> None:
     """Python has heard of a signal."""
     _say("heard")
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of Ctrl-C in commands that need not finish anything: says that Python has heard it, and raises
+    KeyboardInterrupt.
+    """
+    say_heard()
+    signal.default_int_handler(number, frame)
+    raise KeyboardInterrupt
 
 
 def ending(words: str) -> int | None:

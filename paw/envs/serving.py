@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import Any
 
+from paw import watcher
 from paw.errors import UserError, needed, to_stderr
 
 MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
@@ -132,6 +133,7 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
             ws="auto" if websockets else "none",
             ws_max_size=MAX_BYTES,
             server_header=False,
+            loop="asyncio",  # uvloop would take the wake-up descriptor from the parent that watches
         )
     )
 
@@ -160,6 +162,13 @@ def run_server(server: Any, listener: socket.socket, said: str) -> int:
     """Run a uvicorn server until Ctrl-C or SIGTERM, having `said` that it is there; returns 0."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends at one of them, and then raises it once more
         signal.signal(number, signal.SIG_IGN)
+    handle_exit = server.handle_exit
+
+    def hear(number: int, frame: Any) -> None:
+        watcher.say_heard()
+        handle_exit(number, frame)
+
+    server.handle_exit = hear
     to_stderr(said)
     server.run(sockets=[listener])
     return 0

@@ -39,10 +39,17 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
     shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
     told: list[float] = []
+    """When signals to stop came."""
+    last = signal.SIGTERM
 
-    def tell(*_: object) -> None:
+    def note(number: int, _: object) -> None:
+        nonlocal last
+        last = signal.Signals(number)
         told.append(time.monotonic())
         watcher.say_heard()
+
+    def tell(number: int, frame: object) -> None:
+        note(number, frame)
         for rank in ranks:
             rank.process.terminate()
 
@@ -66,8 +73,9 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
             os.close(words_end)
             stack.callback(os.close, words)
             ranks.append(_Rank(process, words))
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, note)  # the terminal has sent it to the ranks too
         signal.signal(signal.SIGTERM, tell)
 
         patience = float("inf")
@@ -81,7 +89,7 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
             if told and not warned and time.monotonic() > told[0] + watcher.ANSWER_S:
                 warned = True
                 if not all(rank.heard for rank in ranks):
-                    to_stderr(watcher.unanswered("SIGTERM"))
+                    to_stderr(watcher.unanswered(last.name))
         fates = [_stopped(rank.process) for rank in ranks]
         for rank in ranks:
             rank.process.kill()
@@ -91,8 +99,8 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
         if not failed and None not in codes:
             return 0
         if None in codes and len(told) > 1:
-            to_stderr("paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)")
-            return 128 + signal.SIGTERM
+            to_stderr(f"paw: stopped at once by a second {last.name}; checkpoints are kept (--resume auto)")
+            return 128 + last
         # What is not PaW's says nothing. A mistake of the user says most, then a traceback, then which rank a signal
         # ended; a lost peer says little.
         first = min(

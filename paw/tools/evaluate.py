@@ -10,11 +10,12 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paw import watcher
 from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config import Config
 from paw.envs import make_factory
@@ -169,9 +170,8 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
             if episodes and endpoint:
                 rollouts = stack.enter_context(closing(Rollouts(factory, None, None, config, agent=agent)))
                 at_once = config.endpoint.concurrency
-                if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                    # Inside a library's task Ctrl-C would become another error. `closing` ends the loop that hears it.
-                    rollouts.loop.add_signal_handler(signal.SIGINT, rollouts.end, KeyboardInterrupt())
+                if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, watcher.interrupt):
+                    stack.enter_context(_interrupting(rollouts))
                 rollouts.run(episodes, lambda env: EndpointModel(env, config, endpoint), at_once=at_once, ended=ended)
             elif episodes and path:
                 from paw.tools.player import open_player
@@ -193,6 +193,24 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
     if failures:
         to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
     return summary, folder
+
+
+@contextmanager
+def _interrupting(rollouts: Rollouts) -> Iterator[None]:
+    """Ctrl-C ends the play in this block. Raised inside a library's task it would become another error.
+
+    Not by the loop's own `add_signal_handler`, which takes the wake-up descriptor from the parent that watches.
+    """
+
+    def end(*_: object) -> None:
+        watcher.say_heard()
+        rollouts.loop.call_soon_threadsafe(rollouts.end, KeyboardInterrupt())
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -99,6 +99,29 @@ def test_one_that_ends_in_order_keeps_its_exit_code(start):
     assert "check" in child.communicate(timeout=60)[0] and child.returncode == 0
 
 
+TIDIES = """
+import os, sys, time
+from paw import watcher
+watcher.watch(["play"])
+import signal
+signal.signal(signal.SIGINT, watcher.interrupt)
+print("ready", os.getpid(), flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(watcher.ANSWER_S + 1)
+watcher.say_ending(130)
+sys.exit(130)
+"""
+
+
+def test_a_command_that_tidies_up_for_long_has_heard_ctrl_c(start):
+    child = start(program=("-c", TIDIES))
+    assert child.stdout.readline().startswith("ready")
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60)[1] == "" and child.returncode == 130
+
+
 def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
     """After the first one a line says that Python does not answer."""
     child = start("env", "check", f"{FILE}:Deadly", deed="holds the interpreter")

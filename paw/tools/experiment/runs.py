@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paw import watcher
 from paw.config import Config
 from paw.errors import UserError, masked, nearest, to_stderr
 from paw.files import writing
@@ -191,7 +192,7 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
             how = f"failed (exit code {code})" if code else "was stopped"
             raise UserError(f"run {job.directory} {how}, see {job.log}; the same command goes on from here")
 
-    on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
     try:
         for batch in (first, [job for job in pending if job not in first]):
