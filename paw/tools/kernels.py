@@ -1,6 +1,7 @@
-"""`paw doctor --kernels`: every backend of the head against float64 on this machine, then which is the fastest there.
+"""`paw doctor --kernels`: checks every backend of the head against float64 on this machine, then times them.
 
-Cases run one after another in a child: what crashes, hangs or does not compile is a line of the table, not the end.
+Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a line of the table and
+the others go on.
 """
 
 import importlib.util
@@ -28,15 +29,18 @@ from paw_kernels._backend import implementation
 from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
-"""Of a case, imports and compilation included."""
+"""Most seconds of a case, imports and compilation included."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (64, 896, 4096)
+"""Hidden sizes D that are checked."""
 ROWS = (512, 4096)
-"""That are timed: a short batch, and one that fills a GPU."""
+"""Numbers of rows that are timed: a short batch, and one that fills a GPU."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """One backend on one problem: n rows of width D against a vocabulary of V."""
+
     backend: str
     device: str
     dtype: str
@@ -45,7 +49,7 @@ class Case:
     D: int
     timed: bool = False
     tiles: dict[str, Any] | None = field(default=None, hash=False)
-    """Triton's; None for its own choice."""
+    """Triton's tile sizes; None lets it choose."""
 
     @property
     def way(self) -> str:
@@ -53,7 +57,8 @@ class Case:
         if self.tiles is None:
             return self.backend
         sizes = "{rows}x{cols}x{depth}, {warps} warps, {stages} stages, groups of {group}".format(**self.tiles)
-        return ", ".join([f"{self.backend} {sizes}", *(name for name, on in self.tiles.items() if on is True)])
+        switches = [name for name, value in self.tiles.items() if value is True]
+        return ", ".join([f"{self.backend} {sizes}", *switches])
 
     def __str__(self) -> str:
         return f"{self.way} {self.dtype}, n {self.n}, V {self.V}, D {self.D}"
@@ -61,70 +66,104 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
+    """The result of a case."""
+
     share: float = math.nan
-    """Of the largest error that is allowed; right up to 1."""
+    """The largest error as a share of what is allowed; correct up to 1."""
     ms: float | None = None
+    """Milliseconds of forward + backward, if timed."""
     why: str = ""
-    """There is no number."""
+    """Why the case failed; empty if it did not."""
 
     @property
     def right(self) -> bool:
         return self.share <= 1
 
     def __str__(self) -> str:
-        found = "FAILED" if self.why else f"{self.share:.2f}" + ("" if self.right else " WRONG")
-        return found if self.ms is None else f"{self.ms:.4g} ms"
+        if self.ms is not None:
+            return f"{self.ms:.4g} ms"
+        if self.why:
+            return "FAILED"
+        return f"{self.share:.2f}" if self.right else f"{self.share:.2f} WRONG"
 
 
 def check(shape: str | None, model: str | None) -> int:
-    """Print the tables; 0 when every backend that can run here is right. Raises UserError for a shape that is none."""
+    """Print the tables; 0 if every backend that can run here is correct. Raises UserError if `shape` is not VxD."""
     size = head_size(shape, model)
     cases, left_out = here()
+    failed = _check_errors(cases, left_out)
+    if size is None:
+        print("Nothing is timed without a size: add --model PATH or --shape VxD.")
+    else:
+        V, D = size
+        failed_kinds = {(case.backend, case.dtype) for case in failed}
+        candidates = contest(V, D, {case.backend: case.device for case in cases})
+        _time([case for case in candidates if (case.backend, case.dtype) not in failed_kinds], V, D)
+    return 1 if failed else 0
+
+
+def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
+    """Run the cases, print their errors and what cannot run here; returns the cases that failed."""
     print("Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4).")
     answers = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
     columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
     table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
     for line in left_out:
         print(f"  -        {line}")
-    failed = [case for case, answer in answers.items() if not answer.right]
-    for case in failed:
-        print(f"  FAILED   {case}: {answers[case].why or f'{answers[case].share:.3g} of the allowed error'}")
-    if size is None:
-        print("Nothing is timed without a size: add --model PATH or --shape VxD.")
-    else:
-        wrong = {(case.backend, case.dtype) for case in failed}
-        timed = contest(*size, {case.backend: case.device for case in cases})
-        timed = [case for case in timed if (case.backend, case.dtype) not in wrong]
-        print("Forward + backward of V {} x D {}, half of its rows with a gradient:".format(*size))
-        times = dict(zip(timed, told(run(timed, LIMIT_S), timed), strict=True))
-        table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
-        keep(times)
-    return 1 if failed else 0
+
+    failed = []
+    for case, answer in answers.items():
+        if not answer.right:
+            failed.append(case)
+            print(f"  FAILED   {case}: {answer.why or f'{answer.share:.3g} of the allowed error'}")
+    return failed
+
+
+def _time(cases: list[Case], V: int, D: int) -> None:
+    """Run the cases, print their times and keep them for "auto"."""
+    print(f"Forward + backward of V {V} x D {D}, half of its rows with a gradient:")
+    times = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
+    table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
+    keep(times)
 
 
 def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
-    """(V, D) of `--shape`, else of `--model`."""
+    """(V, D) of `--shape`, otherwise of `--model`; None without either."""
     if shape:
-        if not (found := re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", shape)):
+        match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", shape)
+        if not match:
             raise UserError(f"--shape {clean(shape)}: it is the head's words x width, such as 151936x896")
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
     if not model:
         return None
     from paw.model.policy import head_shape
 
     check_hub(model)
-    if (found := head_shape(model)) is None:
+    size = head_shape(model)
+    if size is None:
         raise UserError(f"model.path = '{clean(model)}': its config.json does not tell vocab_size and hidden_size")
-    return found
+    return size
 
 
 def here() -> tuple[list[Case], list[str]]:
-    """What there is to check on this machine, and what cannot run here and why. Triton's interpreter is for the CPU."""
+    """(cases to check on this machine, lines on what cannot run here and why).
+
+    On a CPU Triton runs in its interpreter.
+    """
     main = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # More than two tiles of 128 x 256 for each multiprocessor; of the interpreter's 16 x 32 for each of 3 programs.
-    processors = torch.cuda.get_device_properties(main).multi_processor_count if main.type == "cuda" else 0
-    sizes = {"cuda": (1000, 256 * math.ceil(2.5 * processors / 8)), "cpu": (300, 1024), "triton": (40, 128)}
-    cases, left_out = [], []
+    processors = 0
+    if main.type == "cuda":
+        processors = torch.cuda.get_device_properties(main).multi_processor_count
+    # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two of the interpreter's
+    # 16 x 32 for each of its 3 programs.
+    sizes = {
+        "cuda": (1000, 256 * math.ceil(2.5 * processors / 8)),
+        "cpu": (300, 1024),
+        "triton": (40, 128),
+    }
+
+    cases: list[Case] = []
+    left_out = []
     for backend in BACKENDS:
         device = torch.device("cpu") if backend == "cpu" else main
         interpreted = backend == "triton" and device.type == "cpu" and importlib.util.find_spec("triton")
@@ -133,57 +172,82 @@ def here() -> tuple[list[Case], list[str]]:
             left_out.append(f"{backend}: {why}")
             continue
         n, V = sizes["triton" if interpreted else device.type]
-        shapes = [(size, D) for D in WIDTHS for size in (V, V - 27)]
-        cases += [Case(backend, device.type, dtype, n, *shape) for dtype in DTYPES for shape in shapes]
+        for dtype in DTYPES:
+            for D in WIDTHS:
+                cases.append(Case(backend, device.type, dtype, n, V, D))
+                cases.append(Case(backend, device.type, dtype, n, V - 27, D))  # ragged: no multiple of a tile
     return cases, left_out
 
 
 def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
-    """What is timed: on a GPU in bfloat16 with several ways of Triton's, on a CPU without Triton."""
-    gpu = "cuda" in devices.values()
+    """The cases to time: on a GPU in bfloat16 with several tile sizes of Triton's, on a CPU without Triton.
+
+    `devices`: the device type of each backend.
+    """
+    on_gpu = "cuda" in devices.values()
+    dtypes = ("bfloat16",) if on_gpu else ("float32", "bfloat16")
     cases = []
     for backend, device in devices.items():
-        if (device == "cuda") != gpu or (backend == "triton" and not gpu):
+        if (device == "cuda") != on_gpu:
             continue
-        ways: list[Any] = [None]
+        if backend == "triton" and not on_gpu:
+            continue
+
+        tile_choices: list[Any] = [None]
         if backend == "triton":
             from paw_kernels._triton import candidates
 
-            ways = [tiles._asdict() for tiles in candidates(torch.cuda.get_device_capability())]
-        dtypes = ("bfloat16",) if gpu else ("float32", "bfloat16")
-        cases += [Case(backend, device, d, n, V, D, True, way) for d in dtypes for way in ways for n in ROWS]
+            tile_choices = [tiles._asdict() for tiles in candidates(torch.cuda.get_device_capability())]
+        for dtype in dtypes:
+            for tiles in tile_choices:
+                for n in ROWS:
+                    cases.append(Case(backend, device, dtype, n, V, D, timed=True, tiles=tiles))
     return cases
 
 
 def told(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
+    """The answers as they come; each is also printed to stderr."""
     for number, (case, answer) in enumerate(zip(cases, answers, strict=True), 1):
         to_stderr(f"  {number}/{len(cases)} {case}: {answer.why or answer}")
         yield answer
 
 
 def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case], str]) -> None:
+    """Print the answers: cases of one name share a row."""
     rows: dict[str, list[Answer]] = {}
     for case, answer in answers.items():
         rows.setdefault(name(case), []).append(answer)
     width = max(map(len, rows), default=0)
     print(f"  {'':<{width}}" + "".join(f"{column:>14}" for column in columns))
-    for row, found in rows.items():
-        print(f"  {row:<{width}}" + "".join(f"{answer!s:>14}" for answer in found))
+    for row, row_answers in rows.items():
+        print(f"  {row:<{width}}" + "".join(f"{answer!s:>14}" for answer in row_answers))
 
 
 def keep(answers: dict[Case, Answer]) -> None:
-    """Put the times where "auto" looks for them, in place of older ones of these sizes; a disk that refuses is told."""
-    if not (times := {case: answer.ms for case, answer in answers.items() if answer.ms}):
+    """Write the times where "auto" looks for them, in place of older ones of these sizes.
+
+    If the file cannot be written, that is printed and not an error.
+    """
+    times = {case: answer.ms for case, answer in answers.items() if answer.ms}
+    if not times:
         return
-    path, some = _measured.file(), next(iter(times))
-    key, known, old = _measured.key(torch.device(some.device)), {}, []
-    with suppress(OSError, ValueError, TypeError, KeyError):  # of a broken file nothing is kept
-        known = dict(json.loads(path.read_text(encoding="utf-8")))
-        old = [time for time in known.get(key, ()) if (time["V"], time["D"]) != (some.V, some.D)]
-    new = [_measured.Time(c.backend, c.dtype, c.V, c.D, c.n, ms, c.tiles)._asdict() for c, ms in times.items()]
+    path = _measured.file()
+    first = next(iter(times))  # all have its device, V and D
+    key = _measured.key(torch.device(first.device))
+
+    by_key: dict[str, Any] = {}
+    kept: list[Any] = []
+    with suppress(OSError, ValueError, TypeError, KeyError):  # nothing of a broken file is kept
+        by_key = dict(json.loads(path.read_text(encoding="utf-8")))
+        kept = [time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)]
+    new = []
+    for case, ms in times.items():
+        time = _measured.Time(case.backend, case.dtype, case.V, case.D, case.n, ms, case.tiles)
+        new.append(time._asdict())
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(known | {key: [*old, *new]}, indent=1) + "\n")
+        write_file(path, json.dumps(by_key | {key: [*kept, *new]}, indent=1) + "\n")
     except OSError as error:
         to_stderr(f"paw: cannot write {path}: {cause(error)}; `auto` will not know these times (set PAW_CACHE)")
     else:
@@ -191,34 +255,35 @@ def keep(answers: dict[Case, Answer]) -> None:
 
 
 def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
-    """Their answers, in order."""
-    todo = list(cases)
-    while todo:
-        mine = list(takewhile(lambda case: case.backend == todo[0].backend, todo))
-        for answer in _in_a_child(mine, limit_s):
-            todo.pop(0)
+    """The answers of the cases, in order."""
+    pending = list(cases)
+    while pending:
+        same_backend = list(takewhile(lambda case: case.backend == pending[0].backend, pending))
+        for answer in _in_a_child(same_backend, limit_s):
+            pending.pop(0)
             yield answer
 
 
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
-    """Answers to the first of these cases, of one backend: to all, unless a child ends before. Then why, at the end."""
+    """Answers of one child process to these cases of one backend, in order.
+
+    If the child dies or hangs, the last answer is that of the case that did it, and the cases behind it have none.
+    """
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    with tempfile.NamedTemporaryFile("r", errors="replace") as said:
-        child: Any = spawn.Process(target=_answer, args=(theirs, cases, said.name))
+    receiver, sender = spawn.Pipe()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        child: Any = spawn.Process(target=_answer, args=(sender, cases, output.name))
         child.start()
-        theirs.close()
+        sender.close()
         try:
             for _ in cases:
-                if not ours.poll(limit_s):
+                if not receiver.poll(limit_s):
                     yield Answer(why=f"no answer in {limit_s:g} s")
                     return
-                yield ours.recv()
+                yield receiver.recv()
         except EOFError:
             child.join()
-            code, lines = child.exitcode, said.read().strip().splitlines()
-            last = clean(lines[-1]) if lines else f"ended with exit code {code}"
-            yield Answer(why=f"killed by {signal.Signals(-code).name}" if code < 0 else last)
+            yield Answer(why=_cause_of_death(child.exitcode, output.read()))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # with what it has started, such as a compiler
@@ -226,10 +291,18 @@ def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
             child.join()
 
 
-def _answer(answers: Connection, cases: list[Case], said: str) -> None:
-    """The child, a session of its own; what libraries write goes to the file `said`."""
+def _cause_of_death(exit_code: int, output: str) -> str:
+    """The signal that killed a child, otherwise the last line of its output."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    lines = output.strip().splitlines()
+    return clean(lines[-1]) if lines else f"ended with exit code {exit_code}"
+
+
+def _answer(answers: Connection, cases: list[Case], output: str) -> None:
+    """The child process, in a session of its own; what libraries print goes to the file `output`."""
     os.setsid()
-    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     if cases[0].backend == "triton" and cases[0].device == "cpu":
@@ -239,16 +312,19 @@ def _answer(answers: Connection, cases: list[Case], said: str) -> None:
 
 
 def attempt(case: Case) -> Answer:
-    """In the child. Raises what has left the GPU unusable."""
-    device, dtype = torch.device(case.device), getattr(torch, case.dtype)
-    n, V = (300, 512 + case.V % 256) if case.timed else (case.n, case.V)
+    """Check a case and, if asked for, time it; runs in the child. Raises if an error has left the GPU unusable."""
+    device = torch.device(case.device)
+    dtype = getattr(torch, case.dtype)
+    n, V = case.n, case.V
+    if case.timed:  # the check needs no large problem, only the same remainder of V
+        n, V = 300, 512 + case.V % 256
     try:
         make_rows = implementation(case.backend)
         if case.tiles:
             from paw_kernels._triton import TUNED, Tiles
 
-            for words in (V, case.V):
-                TUNED[words, case.D, dtype.itemsize] = Tiles(**case.tiles)
+            for vocabulary in (V, case.V):
+                TUNED[vocabulary, case.D, dtype.itemsize] = Tiles(**case.tiles)
         answer = Answer(largest_error(make_rows, device, dtype, n, V, case.D))
         if case.timed and answer.right:
             answer = replace(answer, ms=milliseconds(make_rows, device, dtype, case.n, case.V, case.D))

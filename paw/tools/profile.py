@@ -1,8 +1,8 @@
 """`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
 
-Both variants are the stages of `train.update` on the same groups, in alternating order. The learning rate is 0: the
-optimizer does all its work and leaves the weights as they are. Times come from passes that nothing watches, memory from
-one more pass of each. A record, a line of profile.csv, is one phase of one repeat of one variant.
+Both variants run the stages of `train.update` on the same groups, in alternating order. The learning rate is 0: the
+optimizer does all its work but leaves the weights as they are. Memory is measured in a pass of its own, as measuring it
+would slow the timed passes. A record, a line of profile.csv, is one phase of one repeat of one variant.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from paw.types import Group
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
-"""Repeats that a 95 % interval of a median takes: even the range of n holds it with probability 1 - 2^(1 - n) only."""
+"""Repeats from which on a median has a 95 % interval: even the range of n covers it only with 1 - 2^(1 - n)."""
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -54,54 +54,78 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     --rollouts (a file of `paw rollout`) and --synthetic (random tokens and weights of the model's shape) need neither
     games nor vLLM; the step then has no rollout.
     """
-    recipe, repeats, rollouts, synthetic = options.recipe, options.repeats, options.rollouts, options.synthetic
-    if repeats < 2:
-        raise UserError(f"--repeats {repeats}: a spread needs at least 2")
-    if synthetic or rollouts:
+    if options.repeats < 2:
+        raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
+    no_games: dict[str, str] = {}
+    if options.synthetic or options.rollouts:
         overrides = {"engine.type": "transformers", **overrides}
-    no_games = {"env.data": "none"} if synthetic or rollouts else {}
+        no_games = {"env.data": "none"}
     out = options.out.absolute()  # an environment may change the current folder
-    config = load_played(recipe, overrides, no_games)
+    config = load_played(options.recipe, overrides, no_games)
     if not config.wm.enabled:
-        raise UserError(f"{recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
+        raise UserError(f"{options.recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
-        model = random_model(config, Path(scratch) / "model") if synthetic else config.model.path
-        variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
-        with open_run(list(variants.values())[-1]) as run:
-            played: dict[str, Record] = {}
-            if synthetic:
-                run, groups = random_groups(run)
-            elif rollouts:
-                groups = with_log_probs(run, read_episodes(rollouts, vocabulary=len(run.policy.head_weight)))
-            else:
-                groups = play(run, played)
-            turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
-            about = {"recipe": recipe, "model": config.model.path, "turns": turns, "commit": code_commit()}
-            about |= {key: run.info[key] for key in ("device", "backend", "paw", "torch")}
-            records = measure(run, variants, groups, played, repeats=repeats)
-            if options.trace:
-                write_traces(run, variants, groups, out)
-    write_csv(out / "profile.csv", [record | about for record in records])
-    figure = chart(records, f"{recipe}, {turns:,} turns, {about['device']}")
+
+    records, facts = _measure_recipe(options, config, out)
+
+    turns = facts["turns"]
+    device = facts["device"]
+    write_csv(out / "profile.csv", [record | facts for record in records])
+    figure = chart(records, f"{options.recipe}, {turns:,} turns, {device}")
     write_file(out / "profile.png", partial(figure.savefig, dpi=150))
     Console(width=max(100, Console().width)).print(table(records))
-    print(f"{turns} turns, {about['device']}: {out / 'profile.csv'}, {out / 'profile.png'}")
+    print(f"{turns} turns, {device}: {out / 'profile.csv'}, {out / 'profile.png'}")
     return 0
 
 
+def _measure_recipe(options: argparse.Namespace, config: Config, out: Path) -> tuple[list[Record], Record]:
+    """(records of both variants, facts that hold for all of them). Writes the traces to `out` if asked for."""
+    with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
+        model = random_model(config, Path(scratch) / "model") if options.synthetic else config.model.path
+        variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
+        with_world_model = list(variants.values())[-1]
+        with open_run(with_world_model) as run:
+            rollout: dict[str, Record] = {}
+            if options.synthetic:
+                run, groups = random_groups(run)
+            elif options.rollouts:
+                episodes = read_episodes(options.rollouts, vocabulary=len(run.policy.head_weight))
+                groups = with_log_probs(run, episodes)
+            else:
+                groups = play(run, rollout)
+
+            facts = {
+                "recipe": options.recipe,
+                "model": config.model.path,
+                "turns": sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories),
+                "commit": code_commit(),
+            }
+            for key in ("device", "backend", "paw", "torch"):
+                facts[key] = run.info[key]
+
+            records = measure(run, variants, groups, rollout, repeats=options.repeats)
+            if options.trace:
+                write_traces(run, variants, groups, out)
+    return records, facts
+
+
 def make_variants(config: Config) -> dict[str, Config]:
-    """The recipe without and with the world model, as table and chart name them; lr 0, which no recipe may have."""
-    name, still = config.advantage.type.upper(), config.optim.model_copy(update={"lr": 0.0})
-    off, on = (changed(config, {"wm.enabled": wm}).model_copy(update={"optim": still}) for wm in (False, True))
-    return {name: off, f"{name} + PaW": on}
+    """The recipe without and with the world model, by their names in table and chart.
+
+    The learning rate is 0, which no recipe may have.
+    """
+    name = config.advantage.type.upper()
+    optim = config.optim.model_copy(update={"lr": 0.0})
+    without = changed(config, {"wm.enabled": False}).model_copy(update={"optim": optim})
+    with_world_model = changed(config, {"wm.enabled": True}).model_copy(update={"optim": optim})
+    return {name: without, f"{name} + PaW": with_world_model}
 
 
-def play(run: Run, found: dict[str, Record]) -> list[Group]:
-    """The episodes of the first update, as `train` plays them, and the time that took."""
+def play(run: Run, times: dict[str, Record]) -> list[Group]:
+    """The episodes of the first update, played as in training; the time goes to `times["rollout"]`."""
     push_weights(run.policy.lm, run.engine, version=run.step)
-    with closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts, timed(run, found, "rollout"):
+    with closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts, timed(run, times, "rollout"):
         groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
     if not groups:
         raise UserError(f"no group has two episodes left ({sampled.failures[0]})")
@@ -109,30 +133,37 @@ def play(run: Run, found: dict[str, Record]) -> list[Group]:
 
 
 def measure(
-    run: Run, variants: dict[str, Config], groups: list[Group], played: dict[str, Record], *, repeats: int
+    run: Run, variants: dict[str, Config], groups: list[Group], rollout: dict[str, Record], *, repeats: int
 ) -> list[Record]:
-    """A record for each variant, repeat and phase; the rollout, `played` once, is the same in all."""
-    fixed: dict[str, dict[str, Record]] = {name: defaultdict(dict) for name in variants}
+    """A record for each variant, repeat and phase; the rollout happened once and is the same in all."""
+    usage: dict[str, dict[str, Record]] = {}
     for name, config in variants.items():
+        usage[name] = defaultdict(dict)
         one_pass(run, config, groups, nullcontext)  # makes the optimizer's state
-        metrics = one_pass(run, config, groups, partial(memory, run, fixed[name]))
-        fixed[name]["update"]["gradient_frac"] = metrics.get("optim/gradient_frac", 0.0)
+        metrics = one_pass(run, config, groups, partial(memory, run, usage[name]))
+        usage[name]["update"]["gradient_frac"] = metrics.get("optim/gradient_frac", 0.0)
+
     records: list[Record] = []
     for repeat in range(1, repeats + 1):
-        for name in list(variants)[:: 1 if repeat % 2 else -1]:
-            found = dict(played)
-            one_pass(run, variants[name], groups, partial(timed, run, found))
-            order = {"variant": name, "repeat": repeat}
-            records += [order | {"phase": phase} | found[phase] | fixed[name][phase] for phase in found]
-        spent = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in variants)
-        run.say(f"repeat {repeat}/{repeats}: {spent} after the rollout")
+        names = list(variants)
+        if repeat % 2 == 0:
+            names.reverse()
+        for name in names:
+            times = dict(rollout)
+            one_pass(run, variants[name], groups, partial(timed, run, times))
+            for phase in times:
+                record = {"variant": name, "repeat": repeat, "phase": phase}
+                records.append(record | times[phase] | usage[name][phase])
+
+        seconds = ", ".join(f"{name} {pick(records, name, STAGES)[-1]:.2f} s" for name in variants)
+        run.say(f"repeat {repeat}/{repeats}: {seconds} after the rollout")
     return records
 
 
 def one_pass(
     run: Run, config: Config, groups: list[Group], meter: Callable[[str], AbstractContextManager[Any]]
 ) -> dict[str, float]:
-    """What `train.update` does after the rollout, each phase in its `meter`; returns the metrics of learning."""
+    """What `train.update` does after the rollout, each phase within its `meter`; returns the metrics of `optimize`."""
     run = replace(run, config=config, metrics={})
     run.engine.sleep()
     gc.collect()
@@ -146,145 +177,223 @@ def one_pass(
 
 
 @contextmanager
-def timed(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
-    """Seconds: by the clock, and of processor time over all threads, which other programs disturb less."""
+def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
+    """Put the seconds of a block into `times[phase]`: wall time, and processor time over all threads.
+
+    Other programs disturb processor time less.
+    """
     run.phase = phase
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall_start = time.perf_counter()
+    cpu_start = time.process_time()
     yield
     if run.policy.device.type == "cuda":
         torch.cuda.synchronize()
-    found[phase] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+    times[phase] = {"seconds": time.perf_counter() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
+
+
+@dataclass
+class MemoryUse:
+    """Bytes of all tensors during a block; filled in when the block ends."""
+
+    peak: float = 0.0
+    mean: float = 0.0
+    """Averaged over time."""
 
 
 @contextmanager
-def memory(run: Run, found: dict[str, Record], phase: str) -> Iterator[None]:
-    """Tokens through the policy's decoder, padding included; peak and time-averaged GiB of all tensors.
+def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
+    """Add to `usage[phase]` the tokens through the policy's decoder, padding included, and peak and mean GiB.
 
-    On CUDA the allocator's own peak, and samples of it every 5 ms. On a CPU every allocation and release of torch's
-    allocator, from torch's profiler (which slows the pass), on top of the weights and the optimizer's state.
+    The memory is that of all tensors; the mean is over time.
     """
     run.phase = phase
     tokens: list[int] = []
-    hook = run.policy.lm.get_decoder().register_forward_pre_hook(
-        lambda _, __, options: tokens.append(options["input_ids"].numel()), with_kwargs=True
-    )
-    if run.policy.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        samples, done = [torch.cuda.memory_allocated()], threading.Event()
 
-        def watch() -> None:
-            while not done.wait(0.005):
-                samples.append(torch.cuda.memory_allocated())
+    def count_tokens(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        tokens.append(kwargs["input_ids"].numel())
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
+    hook = run.policy.lm.get_decoder().register_forward_pre_hook(count_tokens, with_kwargs=True)
+    metered = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
+    with metered as bytes_used:
         yield
-        torch.cuda.synchronize()
-        done.set()
-        watcher.join()
-        peak, mean = torch.cuda.max_memory_allocated(), np.mean(samples)
-    else:
-        states = [value for state in run.optimizer.state.values() for value in state.values()]
-        tensors = [*run.policy.parameters(), *run.reference.parameters(), *filter(torch.is_tensor, states)]
-        before = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-        seen: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-        with seen:
-            yield
-        events = sorted(seen.kineto_results.events(), key=lambda event: event.start_ns())
-        held = before + np.cumsum([0, *(event.nbytes() if event.name() == "[memory]" else 0 for event in events)])
-        spans = np.diff([event.start_ns() for event in events])
-        peak, mean = held.max(), np.average(held[1:-1], weights=spans) if spans.any() else before
     hook.remove()
-    found[phase] |= {"tokens": sum(tokens), "peak_gib": peak / 2**30, "mean_gib": mean / 2**30}
+    usage[phase] |= {
+        "tokens": sum(tokens),
+        "peak_gib": bytes_used.peak / 2**30,
+        "mean_gib": bytes_used.mean / 2**30,
+    }
+
+
+@contextmanager
+def _cuda_memory() -> Iterator[MemoryUse]:
+    """The allocator's own peak, and the mean of samples taken every 5 ms."""
+    torch.cuda.reset_peak_memory_stats()
+    samples = [torch.cuda.memory_allocated()]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            samples.append(torch.cuda.memory_allocated())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    use = MemoryUse()
+    yield use
+    torch.cuda.synchronize()
+    done.set()
+    watcher.join()
+    use.peak = torch.cuda.max_memory_allocated()
+    use.mean = float(np.mean(samples))
+
+
+@contextmanager
+def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
+    """Every allocation and release of torch's allocator, on top of the weights and the optimizer's state.
+
+    They come from torch's profiler, which slows the pass.
+    """
+    start = _bytes_held(run)
+    profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+    use = MemoryUse()
+    with profiler:
+        yield use
+
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
+    held = start + np.cumsum([0, *changes])
+    durations = np.diff([event.start_ns() for event in events])
+    use.peak = held.max()
+    use.mean = np.average(held[1:-1], weights=durations) if durations.any() else start
+
+
+def _bytes_held(run: Run) -> int:
+    """Bytes of the weights, the reference's too, and of the optimizer's state; shared storage counts once."""
+    tensors = [*run.policy.parameters(), *run.reference.parameters()]
+    for state in run.optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
     """A Chrome trace of each variant on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
     group = max(groups, key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}))
-    history = torch.cuda.memory if run.policy.device.type == "cuda" else None
+    on_cuda = run.policy.device.type == "cuda"
     for name, config in zip(("vanilla", "paw"), variants.values(), strict=True):
-        if history:
-            history._record_memory_history(max_entries=1_000_000)
-        with torch.profiler.profile(profile_memory=True) as seen:
+        if on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        with torch.profiler.profile(profile_memory=True) as profiler:
             one_pass(run, config, [group], record_function)
-        seen.export_chrome_trace(str(out / f"trace_{name}.json.gz"))
-        if history:
-            history._dump_snapshot(str(out / f"memory_{name}.pickle"))
-            history._record_memory_history(enabled=None)
+        profiler.export_chrome_trace(str(out / f"trace_{name}.json.gz"))
+        if on_cuda:
+            torch.cuda.memory._dump_snapshot(str(out / f"memory_{name}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def pick(records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
     """[repeats] sums of `key` over the phases."""
-    repeats = range(1, records[-1]["repeat"] + 1)
-    own = [record for record in records if record["variant"] == variant and record["phase"] in phases]
-    return np.array([sum(record.get(key, 0.0) for record in own if record["repeat"] == r) for r in repeats])
+    sums = []
+    for repeat in range(1, records[-1]["repeat"] + 1):
+        values = [
+            record.get(key, 0.0)
+            for record in records
+            if record["variant"] == variant and record["phase"] in phases and record["repeat"] == repeat
+        ]
+        sums.append(sum(values))
+    return np.array(sums)
 
 
 def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
-    """Peak, and average moment, after the rollout."""
-    keys = ("peak_gib", "mean_gib", "seconds")
-    peaks, means, seconds = ([np.median(pick(records, variant, [phase], key)) for phase in STAGES] for key in keys)
-    return float(max(peaks)), float(np.average(means, weights=seconds))
+    """(peak, mean over time) of the memory after the rollout, GiB."""
+
+    def medians(key: str) -> list[Any]:
+        return [np.median(pick(records, variant, [phase], key)) for phase in STAGES]
+
+    peak = max(medians("peak_gib"))
+    mean = np.average(medians("mean_gib"), weights=medians("seconds"))
+    return float(peak), float(mean)
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
-    """Median over the repeats of `other` over `base`, less 1, in per cent, and its 95 % bootstrap interval, or range if
-    few: a ratio within a repeat, as what else the machine does slows both."""
+    """(median, low, high), in per cent, of `other` over `base` less 1, over the repeats.
+
+    low and high are the 95 % bootstrap interval of the median, or the range if there are few repeats. The ratio is
+    taken within a repeat, as whatever else the machine does slows both variants.
+    """
     ratios = other / base
-    ends = np.array([ratios.min(), ratios.max()])
+    low, high = ratios.min(), ratios.max()
     if len(ratios) >= ENOUGH:
         draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
-        ends = np.percentile(np.median(draws, 1), [2.5, 97.5])
-    return [100 * float(r) - 100 for r in (np.median(ratios), *ends)]
+        low, high = np.percentile(np.median(draws, 1), [2.5, 97.5])
+    return [100 * float(ratio) - 100 for ratio in (np.median(ratios), low, high)]
 
 
 def table(records: list[Record]) -> Table:
-    """Medians over the repeats, what the second variant adds in the median repeat, and in Figure 5 (Qwen2.5-1.5B)."""
-    variants, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("variant", "phase"))
+    """Medians over the repeats, what the second variant adds, and what it adds in Figure 5 (Qwen2.5-1.5B)."""
+    variants = _distinct(records, "variant")
+    phases = _distinct(records, "phase")
     step = "step" if "rollout" in phases else "after the rollout"
     repeats = records[-1]["repeat"]
     spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
-    columns = ("", *variants, f"PaW adds [{spread}]", "the paper")
-    shown = Table(*(Column(escape(name), no_wrap=True) for name in columns), box=SIMPLE)
+    columns = [Column(escape(title), no_wrap=True) for title in ("", *variants, f"PaW adds [{spread}]", "the paper")]
+    printed = Table(*columns, box=SIMPLE)
 
-    rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
-    rows += [(f"{step}, s", phases, "seconds", "+2.1 %"), ("update, CPU s", ["update"], "cpu_seconds", "")]
-    for label, which, key, paper in [*rows, (f"{step}, CPU s", phases, "cpu_seconds", "")]:
-        a, b = (pick(records, variant, which, key) for variant in variants)
-        differs = np.median(a) > 1e-3 and (a != b).any()
-        added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(a, b)) if differs else ""
-        shown.add_row(label, f"{np.median(a):.3f}", f"{np.median(b):.3f}", added, paper)
+    time_rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
+    time_rows.append((f"{step}, s", phases, "seconds", "+2.1 %"))
+    time_rows.append(("update, CPU s", ["update"], "cpu_seconds", ""))
+    time_rows.append((f"{step}, CPU s", phases, "cpu_seconds", ""))
+    for label, row_phases, key, paper in time_rows:
+        base, other = (pick(records, variant, row_phases, key) for variant in variants)
+        added = ""
+        if np.median(base) > 1e-3 and (base != other).any():
+            added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(base, other))
+        printed.add_row(label, f"{np.median(base):.3f}", f"{np.median(other):.3f}", added, paper)
+
     peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
-    tokens, live = ([pick(records, v, STAGES, key)[0] for v in variants] for key in ("tokens", "gradient_frac"))
-    for label, form, (a, b), paper in (
+    tokens = [pick(records, variant, STAGES, "tokens")[0] for variant in variants]
+    gradient_fracs = [pick(records, variant, STAGES, "gradient_frac")[0] for variant in variants]
+    for label, template, (base, other), paper in (
         ("peak memory, GiB", "{:.4g}", peaks, "+2.4 %"),
         ("average memory, GiB", "{:.4g}", means, ""),
         ("tokens processed", "{:,.0f}", tokens, ""),
-        ("head tokens with a gradient", "{:.3f}", live, ""),
+        ("head tokens with a gradient", "{:.3f}", gradient_fracs, ""),
     ):
-        shown.add_row(label, form.format(a), form.format(b), f"{100 * b / a - 100:+.1f} %" if a else "", paper)
-    return shown
+        added = f"{100 * other / base - 100:+.1f} %" if base else ""
+        printed.add_row(label, template.format(base), template.format(other), added, paper)
+    return printed
+
+
+def _distinct(records: list[Record], key: str) -> list[str]:
+    """The values of `key`, in the order in which they first occur."""
+    return list(dict.fromkeys(record[key] for record in records))
 
 
 @styled
 def chart(records: list[Record], title: str) -> Figure:
     """Figure 5: seconds of a step by phase (medians), and memory, of both variants."""
-    variants, phases = (list(dict.fromkeys(record[key] for record in records)) for key in ("variant", "phase"))
+    variants = _distinct(records, "variant")
     figure = Figure((7.2, 3.4))
     times, memory = figure.subplots(1, 2)
+
     bottom = np.zeros(2)
-    for phase in phases:
+    for phase in _distinct(records, "phase"):
         heights = [np.median(pick(records, variant, [phase])) for variant in variants]
         times.bar(variants, heights, 0.55, bottom, color=PHASES[phase], label=phase)
         bottom += heights
-    for place, total in enumerate(bottom):
-        times.text(place, total, f"{total:.3g} s", ha="center", va="bottom", color=INK)
+    for position, total in enumerate(bottom):
+        times.text(position, total, f"{total:.3g} s", ha="center", va="bottom", color=INK)
     times.set(ylabel="Time of a step (s)", ylim=(0, 1.12 * bottom.max()))
+
     peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
     for shift, label, heights, colour in ((-0.18, "peak", peaks, BLUE), (0.18, "average", means, SKY)):
         bars = memory.bar(np.arange(2) + shift, heights, 0.33, color=colour, label=label)
         memory.bar_label(bars, fmt="%.3g", color=INK)
     memory.set(xticks=range(2), xticklabels=variants, ylabel="Memory after the rollout (GiB)", ymargin=0.12)
+
     for axes in (times, memory):
         axes.tick_params(axis="x", labelcolor=INK)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, handlelength=1.0, columnspacing=0.9)

@@ -1,4 +1,4 @@
-"""What every key means: `paw train RECIPE --dry-run` for a recipe, `paw keys` as a page (docs/keys.md)."""
+"""The meaning of every key: `paw train RECIPE --dry-run` prints it for a recipe, `paw keys` as docs/keys.md."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,43 +21,69 @@ Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--
 
 
 def explain(config: Config) -> str:
-    """A whole configuration as TOML with the meaning and the default of each key, keys that are unset too."""
-    lines, section, tree = [], "", as_tree(config)
+    """The full configuration as TOML, with the meaning and the default of each key, unset keys included."""
+    lines: list[str] = []
+    section = ""
+    tree = as_tree(config)
     for dotted, key in known_keys(config).items():
         if key.needs:
             continue
         table, _, leaf = dotted.rpartition(".")
         if table != section:
-            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            if lines:
+                lines.append("")
+            lines.append(f"[{table}]")
             section = table
-        value = get(tree, dotted)
+
         lines.append(f"# {meaning(key.field)}")
-        lines.append(f"# {leaf} is not set" if value is None else f"{leaf} = {_inline(value)}")
+        value = get(tree, dotted)
+        if value is None:
+            lines.append(f"# {leaf} is not set")
+        else:
+            lines.append(f"{leaf} = {_inline(value)}")
     return "\n".join(lines) + "\n"
 
 
 def _inline(value: Any) -> str:
-    """A value as TOML, tables within the line."""
+    """A value as TOML on one line, tables as inline tables."""
     if isinstance(value, dict):
-        keys = [tomli_w.dumps({key: 0}).partition(" = 0")[0] for key in value]
-        return f"{{ {', '.join(f'{key} = {_inline(one)}' for key, one in zip(keys, value.values(), strict=True))} }}"
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        return f"[{', '.join(map(_inline, value))}]"
+        entries = []
+        for key, entry in value.items():
+            quoted_key = tomli_w.dumps({key: 0}).partition(" = 0")[0]
+            entries.append(f"{quoted_key} = {_inline(entry)}")
+        return f"{{ {', '.join(entries)} }}"
+    if isinstance(value, list) and any(isinstance(element, dict) for element in value):
+        return f"[{', '.join(_inline(element) for element in value)}]"
     return tomli_w.dumps({"": value}).removeprefix('"" = ').rstrip()
 
 
 def page() -> str:
-    """docs/keys.md: every key of every section, those of the built-in plug-ins too."""
+    """docs/keys.md: every key of every section, including those of the built-in plug-ins."""
     lines = [HEADING]
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
-        own = "" if base.__doc__ == Section.__doc__ else " ".join((base.__doc__ or "").split())
-        text = f"{own} Only with `{base.ONLY}`.".strip() if base.ONLY else own
-        lines += ["", f"## {section}", *(["", text] if text else []), *_table(fields(section, base), base.ONLY)]
+        lines += ["", f"## {section}"]
+        text = _section_text(base)
+        if text:
+            lines += ["", text]
+        lines += _table(fields(section, base), base.ONLY)
+
         for name in built_in(base):
-            if rows := own_fields(section, base, name):
-                lines += ["", f'With `{section}.{base.KEY} = "{name}"`:', *_table(rows, base.ONLY)]
+            rows = own_fields(section, base, name)
+            if rows:
+                lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
+                lines += _table(rows, base.ONLY)
     return "\n".join(lines)
+
+
+def _section_text(base: Any) -> str:
+    """The docstring of a section on one line, and what the section needs."""
+    text = ""
+    if base.__doc__ != Section.__doc__:
+        text = " ".join((base.__doc__ or "").split())
+    if base.ONLY:
+        text = f"{text} Only with `{base.ONLY}`.".strip()
+    return text
 
 
 def meaning(field: FieldInfo) -> str:
@@ -65,12 +91,16 @@ def meaning(field: FieldInfo) -> str:
     return f"{_description(field)} (default: {_default(field)})"
 
 
-def _table(rows: Iterable[Row], known: Only | None) -> list[str]:
+def _table(rows: Iterable[Row], section_need: Only | None) -> list[str]:
+    """Markdown of the keys' table; `section_need` is written above it and not repeated for each key."""
     lines = ["", "| key | takes | default | meaning |", "|---|---|---|---|"]
     for dotted, field, needs in rows:
-        only = "".join(f" Only with `{need}`." for need in needs if need != known)
         takes = " or ".join(dict.fromkeys(_takes(field.annotation)))
-        cells = (f"`{dotted}`", takes, f"`{_default(field)}`", _description(field) + only)
+        description = _description(field)
+        for need in needs:
+            if need != section_need:
+                description += f" Only with `{need}`."
+        cells = (f"`{dotted}`", takes, f"`{_default(field)}`", description)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
 
@@ -80,13 +110,16 @@ def _description(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    return "required" if field.is_required() else _toml(field.get_default(call_default_factory=True))
+    if field.is_required():
+        return "required"
+    return _toml(field.get_default(call_default_factory=True))
 
 
 def _takes(kind: Any) -> Iterator[str]:
     """What a key takes, in words, one for each alternative."""
     if get_origin(kind) is Literal:
-        yield from (f"`{_toml(value)}`" for value in get_args(kind))
+        for value in get_args(kind):
+            yield f"`{_toml(value)}`"
     elif get_origin(kind) in (list, tuple, dict):
         yield "table" if get_origin(kind) is dict else "list"
     elif hasattr(kind, "__metadata__"):  # Annotated

@@ -1,7 +1,7 @@
 """`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
-The page is self-contained (inline CSS and SVG, no script, nothing fetched) and a content security policy keeps it so:
-part of its text comes from environments and models. Its template, report.html.j2, escapes all text.
+The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security policy enforces that, as
+part of the text comes from environments and models. The template, report.html.j2, escapes all text.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from matplotlib.figure import Figure
 
 from paw.errors import clean
 from paw.files import write_file, writing
@@ -25,26 +26,35 @@ TAIL = 10
 """Updates averaged for the first and last columns of the table."""
 PER_END = 3
 """Episodes shown of the first and of the last sampled update."""
-EPISODE_CHARS, TEXT_CHARS, MAX_TOKENS = 100_000, 4_000, 600
-"""Of the texts of an episode, of one text, and tokens of an observation that are shaded: the page stays small."""
+EPISODE_CHARS = 100_000
+"""Most characters of an episode's texts: the page stays small."""
+TEXT_CHARS = 4_000
+"""Most characters of one text."""
+MAX_TOKENS = 600
+"""Most tokens of an observation that are shaded."""
 
 
 class Metric(NamedTuple):
+    """How the page shows one metric."""
+
     key: str
     label: str
     unit: str = ""
-    """`%`: a share, shown in per cent. `n`: a count of each update; `sum`: its sum so far. Anything else is a unit."""
+    """`%`: a share, shown in per cent. `n`: the count of an update. `sum`: the count so far. Anything else: a unit."""
     note: str = ""
     chart: bool = True
 
     @property
     def counts(self) -> bool:
+        """Whether the metric counts events."""
         return self.unit in ("n", "sum")
 
     def total(self, run: Run) -> float:
-        """A count over the whole run."""
+        """The count over the whole run."""
         values = run.metrics.get(self.key, {}).values()
-        return sum(values) if self.unit == "n" else max(values, default=0)
+        if self.unit == "n":
+            return sum(values)
+        return max(values, default=0)
 
 
 SECTIONS: dict[str, list[Metric]] = {
@@ -93,12 +103,15 @@ SECTIONS: dict[str, list[Metric]] = {
         Metric("health/sampler_mismatch_mean", "Sampler mismatch, mean", "nats", chart=False),
     ],
 }
+"""The metrics of the page's table, by section."""
 SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+"""Units of a number of parameters, the largest first."""
 LEADS = {
     "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
     "World model": "Predicting the next observation, on the turns where the policy was least certain.",
     "Cost": "Where the time went.",
 }
+"""The sections with charts, and the sentence above them."""
 
 
 def run(args: argparse.Namespace, _: object) -> int:
@@ -109,11 +122,12 @@ def run(args: argparse.Namespace, _: object) -> int:
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """Write report.html and plots/*.png into `out` and return the page's path.
 
-    `out` is the run's own folder, or for several `comparison/` beside the first. A damaged line or a missing metric
-    leaves a gap. UserError for a run without metrics, or a folder not writable.
+    By default `out` is the run's own folder, or for several runs `comparison/` beside the first. A damaged line or a
+    missing metric leaves a gap. Raises UserError if a run has no metrics or the folder is not writable.
     """
     runs = [load_run(path) for path in run_dirs]
-    out = out or (run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0])
+    if not out:
+        out = run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0]
     page = out / "report.html"
     with writing(f"the report to {out}", "; choose another folder with --out"):
         (out / "plots").mkdir(parents=True, exist_ok=True)
@@ -122,15 +136,30 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    folder, run, single = Path(__file__).parent, runs[0], len(runs) == 1
+    """The HTML of the page; the figures are also saved as PNG in `plots_dir`."""
+    run = runs[0]
+    single = len(runs) == 1
+    title = run.name if single else f"{len(runs)} runs compared"
+    masks_tokens = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+    episodes = []
+    if single:
+        episodes = [shown_episode(sample) for sample in pick_episodes(run.samples)]
+
+    folder = Path(__file__).parent
     pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, finalize=_printable,
-    )  # fmt: skip
-    pages.filters |= {"value": _value, "duration": _duration, "what": _what, "clip": clip}
-    masked = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_printable,
+    )
+    pages.filters["value"] = _value
+    pages.filters["duration"] = _duration
+    pages.filters["what"] = _summary_line
+    pages.filters["clip"] = clip
     return pages.get_template("report.html.j2").render(
-        title=run.name if single else f"{len(runs)} runs compared",
+        title=title,
         css=(folder / "report.css").read_text(encoding="utf-8"),
         run=run,
         runs=runs,
@@ -141,179 +170,296 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
         sections=SECTIONS,
         logged={key for run in runs for key in run.metrics},
         count=min(TAIL, max(run.updates for run in runs)),
-        rho=run.config.get("wm.rho") if masked else None,
-        episodes=[shown_episode(sample) for sample in pick_episodes(run.samples)] if single else [],
+        rho=run.config.get("wm.rho") if masks_tokens else None,
+        episodes=episodes,
         differences=_differences(runs),
     )
 
 
 def _printable(value: Any) -> Any:
-    """Text without the control characters that no page should show; None as nothing."""
-    return value if hasattr(value, "__html__") else clean(value, 50 * TEXT_CHARS, lines=True)
+    """Text without control characters, which no page should show; None becomes empty. HTML is left as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    return clean(value, 50 * TEXT_CHARS, lines=True)
 
 
-def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
-    """(title, lead, layout, figures) of each section; every figure for which there is data is drawn and saved."""
+Gallery = tuple[str, str, str, list[dict[str, Any]]]
+"""A section of figures for the template: (title, lead, layout, figures)."""
+
+
+def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
+    """The sections of figures, one at a time; every figure for which there is data is drawn, and saved as PNG too."""
     single = len(runs) == 1
 
-    def figures(*given: tuple[str, str, Any], aside: str = "", note: str = "") -> list[dict[str, Any]]:
-        """Of (file name, title, figure or None)."""
-        found = []
-        for name, title, figure in filter(lambda one: one[2], given):
-            svg = plots.to_svg(figure, name, html.escape(_printable(title)))
-            figure.set_layout_engine("none")  # laid out, which is half the work
-            write_file(plots_dir / f"{name}.png", partial(plots.styled(figure.savefig), dpi=150, facecolor="white"))
-            found.append({"title": title, "svg": svg, "aside": aside, "note": note})
-        return found
+    learning = _saved_figures(
+        plots_dir,
+        ("learning_curve", "Success over training", plots.learning_curve(runs, (4.8, 3.04))),
+        ("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4))),
+    )
+    yield "Learning", "", "pair-wide", learning
 
-    curve = ("learning_curve", "Success over training", plots.learning_curve(runs, (4.8, 3.04)))
-    bars = ("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4)))
-    yield "Learning", "", "pair-wide", figures(curve, bars)
-    kinds = [
-        (f"success_{i}_{re.sub('[^a-z0-9]+', '_', kind.lower())[:28]}", kind,
-         plots.learning_curve(runs, (3.7, 2.2), kind=kind))
-        for i, kind in enumerate(dict.fromkeys(kind for run in runs for kind in run.kinds))
-        if any(len(run.metrics.get(f"eval/success_{kind}", ())) > 1 for run in runs)
-    ]  # fmt: skip
     lead = "Evaluations in blue, training games in orange." if single else "Evaluations of each run."
-    yield "Task types", lead, "", figures(*kinds)
+    yield "Task types", lead, "", _saved_figures(plots_dir, *_kind_curves(runs))
+
     for section, lead in LEADS.items():
-        times = plots.phase_times(runs, (3.7, 2.5)) if section == "Cost" else None
-        found = figures(("time", "Time by phase", times))
-        for m in filter(lambda m: m.chart, SECTIONS[section]):
-            label = m.label + (f" ({m.unit})" if m.unit else "")
-            figure = plots.metric(runs, m.key, label, (3.7, 2.3), percent=m.unit == "%")
-            ends = " → ".join(_value(mean(m.key, TAIL), m.unit) for mean in (runs[0].first, runs[0].last))
-            found += figures((m.key.replace("/", "_"), m.label, figure), aside=ends if single else "", note=m.note)
-        yield section, lead, "", found
+        yield section, lead, "", _metric_figures(runs, section, plots_dir)
 
 
-def _what(run: Run) -> str:
+def _saved_figures(
+    plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
+) -> list[dict[str, Any]]:
+    """Save the figures, each (file name, title, figure or None for no data); returns them for the template."""
+    saved = []
+    for name, title, figure in named_figures:
+        if not figure:
+            continue
+        svg = plots.to_svg(figure, name, html.escape(_printable(title)))
+        figure.set_layout_engine("none")  # the SVG has laid it out, which is half the work
+        save_png = partial(plots.styled(figure.savefig), dpi=150, facecolor="white")
+        write_file(plots_dir / f"{name}.png", save_png)
+        saved.append({"title": title, "svg": svg, "aside": aside, "note": note})
+    return saved
+
+
+def _kind_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
+    """(file name, task type, learning curve) of each task type with more than one evaluation."""
+    curves = []
+    kinds = dict.fromkeys(kind for run in runs for kind in run.kinds)
+    for i, kind in enumerate(kinds):
+        if not any(len(run.metrics.get(f"eval/success_{kind}", ())) > 1 for run in runs):
+            continue
+        slug = re.sub("[^a-z0-9]+", "_", kind.lower())[:28]
+        curve = plots.learning_curve(runs, (3.7, 2.2), kind=kind)
+        curves.append((f"success_{i}_{slug}", kind, curve))
+    return curves
+
+
+def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[dict[str, Any]]:
+    """The charts of a section of metrics; for a single run each with its first and last mean."""
+    figures = []
+    if section == "Cost":
+        figures += _saved_figures(plots_dir, ("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5))))
+
+    for metric in SECTIONS[section]:
+        if not metric.chart:
+            continue
+        label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+        figure = plots.metric(runs, metric.key, label, (3.7, 2.3), percent=metric.unit == "%")
+        ends = ""
+        if len(runs) == 1:
+            first = _value(runs[0].first(metric.key, TAIL), metric.unit)
+            last = _value(runs[0].last(metric.key, TAIL), metric.unit)
+            ends = f"{first} → {last}"
+        name = metric.key.replace("/", "_")
+        figures += _saved_figures(plots_dir, (name, metric.label, figure), aside=ends, note=metric.note)
+    return figures
+
+
+def _summary_line(run: Run) -> str:
     """The run in one line: algorithm, environment, model."""
-    config, info = run.config, run.info
     parts = []
-    if estimator := config.get("advantage.type"):
-        world = " + world-model co-training" if config.get("wm.enabled") else ", no world model"
-        parts.append({"gigpo": "GiGPO"}.get(estimator, str(estimator).upper()) + world)
-    if environment := config.get("env.name"):
-        where = "games" if config.get("env.data") else f"generated games ({config.get('env.difficulty', 'full')})"
-        parts.append(f"{environment}, {where}")
-    if model := info.get("model") or config.get("model.path"):
-        count = info.get("parameters")
-        named = [f"{count / size:.3g}{name}" for size, name in SIZES if type(count) is int and count >= size]
-        parts.append(f"{model}, {named[0]} parameters" if named else str(model))
+    estimator = run.config.get("advantage.type")
+    if estimator:
+        name = "GiGPO" if estimator == "gigpo" else str(estimator).upper()
+        world_model = " + world-model co-training" if run.config.get("wm.enabled") else ", no world model"
+        parts.append(name + world_model)
+
+    environment = run.config.get("env.name")
+    if environment:
+        games = "games"
+        if not run.config.get("env.data"):
+            games = f"generated games ({run.config.get('env.difficulty', 'full')})"
+        parts.append(f"{environment}, {games}")
+
+    model = run.info.get("model") or run.config.get("model.path")
+    if model:
+        size = _parameter_count(run.info.get("parameters"))
+        parts.append(f"{model}, {size} parameters" if size else str(model))
     return " · ".join(parts)
 
 
+def _parameter_count(count: object) -> str:
+    """A number of parameters such as 1.54B; empty for anything but a positive integer."""
+    if type(count) is not int:
+        return ""
+    for size, unit in SIZES:
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return ""
+
+
 def _facts(run: Run) -> dict[str, str]:
-    info, planned = run.info, run.config.get("run.updates")
-    peak, speed = max(run.series("perf/peak_gib")[1], default=None), run.last("perf/tokens_per_s", TAIL)
-    software = {"torch": "PyTorch {}", "engine": "{} engine", "backend": "{} kernels"}
-    health = [(metric.total(run), metric.label.lower()) for metric in SECTIONS["Health"] if metric.counts]
-    lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
+    """The facts beside the headline, by label; those that are not known are left out."""
+    info = run.info
+    updates = str(run.updates)
+    planned = run.config.get("run.updates")
+    if planned not in (None, run.updates):
+        updates = f"{run.updates} of {planned} planned"
+
+    peak_gib = max(run.series("perf/peak_gib")[1], default=None)
+    tokens_per_s = run.last("perf/tokens_per_s", TAIL)
+
+    software = []
+    for key, template in (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels")):
+        if info.get(key):
+            software.append(template.format(info[key]))
+
+    health = []
+    for metric in SECTIONS["Health"]:
+        if metric.counts and metric.total(run):
+            health.append(f"{metric.total(run):g} {metric.label.lower()}")
+
+    damaged = ""
+    if run.unreadable:
+        damaged = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
+
     facts = {
-        "Updates": f"{run.updates} of {planned} planned" if planned not in (None, run.updates) else str(run.updates),
+        "Updates": updates,
         "Wall time": _duration(info.get("wall_s")),
         "Warm-up": _duration(info.get("warmup_s")),
         "Device": str(info.get("device") or ""),
-        "Peak memory": "" if peak is None else f"{peak:.3g} GiB",
-        "Throughput": "" if speed is None else f"{_value(speed, '')} tokens/s at the end",
-        "Software": ", ".join(text.format(info[key]) for key, text in software.items() if info.get(key)),
+        "Peak memory": "" if peak_gib is None else f"{peak_gib:.3g} GiB",
+        "Throughput": "" if tokens_per_s is None else f"{_value(tokens_per_s, '')} tokens/s at the end",
+        "Software": ", ".join(software),
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
-        "Health": ", ".join(f"{total:g} {label}" for total, label in health if total),
-        "Damaged log": lines if run.unreadable else "",
+        "Health": ", ".join(health),
+        "Damaged log": damaged,
     }
     return {label: value for label, value in facts.items() if value}
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Keys of the configuration in which the runs differ, with each one's value."""
-    values = {key: [run.config.get(key, "–") for run in runs] for run in runs for key in run.config}
-    return {key: found for key, found in values.items() if key != "run.name" and any(v != found[0] for v in found)}
+    """Keys of the configuration in which the runs differ, with the value of each run."""
+    differences = {}
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        values = [run.config.get(key, "–") for run in runs]
+        if key != "run.name" and any(value != values[0] for value in values):
+            differences[key] = values
+    return differences
 
 
 def _value(value: float | None, unit: str) -> str:
+    """A metric's value as the page shows it, in per cent if its unit is "%"."""
     if value is None:
         return "–"
     if unit == "%":
         return f"{100 * value:.1f}%"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.2g}"
+    if abs(value) >= 1e-3:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:.2g}"
 
 
 def _duration(seconds: object) -> str:
-    """Empty for anything but a positive number."""
+    """Seconds as hours, minutes and seconds; empty for anything but a positive number."""
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         return ""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{rest} s"
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to PER_END of the first sampled update and of the last, of the same tasks; the first of the last is "open"."""
+    """Up to PER_END samples of the first sampled update and as many of the last, of the same tasks if possible.
+
+    The page opens with the first of the last update: "open" is true for that one.
+    """
     samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
     steps = sorted(s["step"] for s in samples)
     early = [s for s in samples if s["step"] == steps[0]][:PER_END]
     late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
-    tasks = {str(s.get("task")) for s in early}
-    picked = early + sorted(late, key=lambda s: str(s.get("task")) not in tasks)[:PER_END]
-    return [s | {"open": i == (len(early) if late else 0)} for i, s in enumerate(picked)]
+
+    early_tasks = {str(s.get("task")) for s in early}
+    late = sorted(late, key=lambda s: str(s.get("task")) not in early_tasks)[:PER_END]
+    open_index = len(early) if late else 0
+    return [sample | {"open": i == open_index} for i, sample in enumerate(early + late)]
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a record of samples.jsonl, anything of which may be missing or of another type."""
+    """What the page shows of a line of samples.jsonl, of which anything may be missing or of another type."""
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
-    shown, size = [], 0
-    while len(shown) < len(turns) and size <= EPISODE_CHARS:
-        shown.append(_turn(turns[len(shown)]))
-        size += sum(len(text) for text, _ in shown[-1]["tokens"]) + 50 * len(shown[-1]["tokens"])
-        size += sum(len(clip(shown[-1][key])) for key in ("prompt", "response", "action"))
+    shown_turns: list[dict[str, Any]] = []
+    size = 0
+    for turn in turns:
+        if size > EPISODE_CHARS:
+            break
+        shown = _shown_turn(turn)
+        shown_turns.append(shown)
+        size += sum(len(text) for text, _ in shown["tokens"]) + 50 * len(shown["tokens"])
+        size += sum(len(clip(shown[key])) for key in ("prompt", "response", "action"))
+
     total = sample["length"] if type(sample.get("length")) is int else len(turns)
-    return {"task": "", "kind": "", "won": None, "return": None} | sample | {"total": total, "turns": shown}
+    defaults = {"task": "", "kind": "", "won": None, "return": None}
+    return defaults | sample | {"total": total, "turns": shown_turns}
 
 
-def _turn(turn: dict[str, Any]) -> dict[str, Any]:
-    texts = {key: str(turn.get(key) or "") for key in ("prompt", "action", "response", "observation")}
-    guess, real = turn.get("predicted"), texts["observation"]
-    tokens = _shaded(real, turn.get("observation_tokens"), turn.get("observation_token_p"))
-    return texts | {key: turn.get(key) for key in ("selected", "valid", "entropy")} | {
-        "tokens": list(tokens),
-        "predicted": None if guess is None else list(_compared(str(guess), real)),
-        "exact": guess is not None and str(guess).strip() == real.strip(),
-    }  # fmt: skip
+def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn for the template: its texts, the observation in shaded tokens, and the model's prediction."""
+    shown: dict[str, Any] = {}
+    for key in ("prompt", "action", "response", "observation"):
+        shown[key] = str(turn.get(key) or "")
+    for key in ("selected", "valid", "entropy"):
+        shown[key] = turn.get(key)
+
+    observation = shown["observation"]
+    shown["tokens"] = list(_shaded(observation, turn.get("observation_tokens"), turn.get("observation_token_p")))
+    shown["predicted"] = None
+    shown["exact"] = False
+    prediction = turn.get("predicted")
+    if prediction is not None:
+        shown["predicted"] = list(_compared(str(prediction), observation))
+        shown["exact"] = str(prediction).strip() == observation.strip()
+    return shown
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """The model's greedy guess in pieces: (text, whether it differs from the real one)."""
-    words, real = (re.findall(r"\s+|\S+", clip(text.strip())) for text in (predicted, observation))
-    for tag, low, high, _, _ in difflib.SequenceMatcher(None, words, real, autojunk=False).get_opcodes():
+    """The model's greedy prediction in pieces: (text, whether it differs from the real observation)."""
+    predicted_words = _words(predicted)
+    matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
+    for tag, low, high, _, _ in matcher.get_opcodes():
         if low < high:
-            yield "".join(words[low:high]), tag != "equal"
+            yield "".join(predicted_words[low:high]), tag != "equal"
+
+
+def _words(text: str) -> list[str]:
+    """Words and the spaces between them."""
+    return re.findall(r"\s+|\S+", clip(text.strip()))
 
 
 def _shaded(observation: str, tokens: Any, probabilities: Any) -> Iterator[tuple[str, float | None]]:
-    """The observation in pieces: (text, its probability where it is a token that has one)."""
-    at = 0
+    """The observation in pieces: (text, its probability if it is a token that has one)."""
+    end = 0  # of what has been yielded of the observation
     if isinstance(tokens, list) and isinstance(probabilities, list):
-        for token, p in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
+        for token, probability in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
             text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
-            if not observation.startswith(text, at):
+            if not observation.startswith(text, end):
                 # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
                 text = text.strip() or text
-            found = observation.find(text, at, at + len(text) + 16)
-            if found >= 0:
-                if (gap := observation[at:found]).isspace():
+
+            start = observation.find(text, end, end + len(text) + 16)
+            if start >= 0:
+                gap = observation[end:start]
+                if gap.isspace():
                     yield gap, None
-                at = found + len(text)
-            known = type(p) in (int, float) and 0 <= p <= 1
-            yield text, p if known else None
-    if observation[at:]:
-        yield clip(observation[at:]), None
+                end = start + len(text)
+
+            is_probability = type(probability) in (int, float) and 0 <= probability <= 1
+            yield text, probability if is_probability else None
+
+    rest = observation[end:]
+    if rest:
+        yield clip(rest), None
 
 
 def clip(text: object) -> str:
+    """The text, cut off after TEXT_CHARS."""
     text = str(text)
-    return text if len(text) <= TEXT_CHARS else text[:TEXT_CHARS] + " …"
+    if len(text) <= TEXT_CHARS:
+        return text
+    return text[:TEXT_CHARS] + " …"

@@ -1,4 +1,4 @@
-"""What the memory and the time of a decoder depend on: its shape, from config.json or a table. Loads no torch."""
+"""The shape of a decoder, from config.json or a table: memory and time depend on it. Loads no torch."""
 
 import json
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from paw.hub import check_hub
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of Qwen's or Llama's kind: RMSNorm, grouped-query attention, SwiGLU, tied or separate head.
+    """A decoder like Qwen's or Llama's: RMSNorm, grouped-query attention, SwiGLU, tied or separate head.
 
-    With `experts` each layer has so many MLPs and a router to them; a token goes through `active` of them.
+    With `experts`, each layer has that many MLPs and a router; a token goes through `active` of them.
     """
 
     vocabulary: int
     hidden: int
     intermediate: int
-    """Of the MLP, or of each expert."""
+    """Width of the MLP, or of each expert."""
     layers: int
     heads: int
     kv_heads: int
@@ -32,37 +32,50 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Columns of the queries; `keys` those of the keys, and of the values."""
+        """Columns of the queries of one layer."""
         return self.heads * self.head_size
 
     @property
     def keys(self) -> int:
+        """Columns of the keys of one layer, and of the values."""
         return self.kv_heads * self.head_size
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of the linear layers of one decoder layer."""
-        D, Q, K, F = self.hidden, self.queries, self.keys, self.intermediate
-        attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
-        if self.experts:
-            return attention  # experts lie in two tensors, of which LoRA knows nothing
-        return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+        layers = {
+            "q_proj": (self.hidden, self.queries),
+            "k_proj": (self.hidden, self.keys),
+            "v_proj": (self.hidden, self.keys),
+            "o_proj": (self.queries, self.hidden),
+        }
+        if not self.experts:  # all experts of a layer are two tensors, which LoRA does not adapt
+            layers["gate_proj"] = (self.hidden, self.intermediate)
+            layers["up_proj"] = (self.hidden, self.intermediate)
+            layers["down_proj"] = (self.intermediate, self.hidden)
+        return layers
 
     @property
     def layer_vectors(self) -> int:
         """Parameters of the norms and biases of one decoder layer."""
-        bias = self.queries + 2 * self.keys if self.qkv_bias else 0
-        return bias + 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        vectors = 2 * self.hidden
+        if self.qkv_bias:
+            vectors += self.queries + 2 * self.keys
+        if self.qk_norm:
+            vectors += 2 * self.head_size
+        return vectors
 
     @property
     def layer(self) -> int:
         """Parameters of one decoder layer."""
-        routed = self.hidden * (self.experts + 3 * self.experts * self.intermediate)
-        return sum(i * o for i, o in self.linears.values()) + routed + self.layer_vectors
+        linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
+        router = self.hidden * self.experts
+        experts = 3 * self.experts * self.hidden * self.intermediate
+        return linears + router + experts + self.layer_vectors
 
     @property
     def active_layer(self) -> int:
-        """Those that a token goes through."""
+        """Parameters of one decoder layer that a token goes through."""
         idle = max(0, self.experts - self.active)
         return self.layer - 3 * idle * self.hidden * self.intermediate
 
@@ -87,16 +100,21 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """KV cache of one token in 16 bits."""
+        """Bytes of the KV cache of one token in 16 bits."""
         return 2 * 2 * self.layers * self.keys
 
 
 KEYS = {
-    "vocabulary": "vocab_size", "hidden": "hidden_size", "intermediate": "intermediate_size",
-    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-    "head_size": "head_dim", "tied": "tie_word_embeddings",
-}  # fmt: skip
-"""Their keys in config.json."""
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "tied": "tie_word_embeddings",
+}
+"""Fields of Shape and their keys in config.json."""
 KINDS = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": True, "mixtral": True}
 """Model types, and whether they have experts."""
 SHAPES = {
@@ -120,20 +138,25 @@ SHAPES = {
     "Llama-3.1-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
     "Llama-3.3-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
 }
-"""By the name that Hugging Face names start with: no download needed."""
+"""Shapes by the start of the name on Hugging Face; these need no download."""
 
 
 def shape_of(model: str | Path) -> Shape:
-    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of one to be downloaded; or
-    UserError."""
-    path, name = Path(model).expanduser() / "config.json", str(model).rpartition("/")[2] + "-"
+    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of a model on the hub.
+
+    Raises UserError if the model is none of these, or its shape cannot be read.
+    """
+    path = Path(model).expanduser() / "config.json"
     if path.is_file():
         try:
             return from_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
         except ValueError as error:
             raise UserError(f"{path}: cannot be read ({error})") from None
-    if known := [shape for known, shape in SHAPES.items() if name.startswith(f"{known}-")]:
-        return known[0]
+
+    name = str(model).rpartition("/")[2] + "-"
+    for known_name, shape in SHAPES.items():
+        if name.startswith(f"{known_name}-"):
+            return shape
     if str(model) == "quickstart":
         raise UserError("model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine")
     check_hub(str(model))
@@ -148,21 +171,33 @@ def shape_of(model: str | Path) -> Shape:
 
 
 def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
-    """The shape that a Hugging Face config.json describes; UserError for unknown kinds and experts in some layers."""
+    """The shape that a Hugging Face config.json describes.
+
+    Raises UserError if the model type is unknown, a key is missing, or only some layers have experts.
+    """
     kind = settings.get("model_type", "")
     if kind not in KINDS:
         raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{kind}'")
     if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
         raise UserError(f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says otherwise")
-    experts = settings.get("num_experts") or settings.get("num_local_experts") or 0 if KINDS[kind] else 0
+
+    experts = 0
+    if KINDS[kind]:
+        experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
     try:
-        heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-        known = {"num_key_value_heads": heads, "head_dim": hidden // heads, "tie_word_embeddings": False}
-        known |= {key: value for key, value in settings.items() if value}
+        heads = settings["num_attention_heads"]
+        values = {
+            "num_key_value_heads": heads,
+            "head_dim": settings["hidden_size"] // heads,
+            "tie_word_embeddings": False,
+        }
+        values |= {key: value for key, value in settings.items() if value}
         if kind == "qwen3_moe":
-            known["intermediate_size"] = settings["moe_intermediate_size"]
-        sizes: dict[str, Any] = {name: known[key] for name, key in KEYS.items()} | {"experts": experts}
-        sizes |= {"active": settings["num_experts_per_tok"]} if experts else {}
-        return Shape(**sizes, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
+            values["intermediate_size"] = settings["moe_intermediate_size"]
+        fields: dict[str, Any] = {name: values[key] for name, key in KEYS.items()}
+        fields["experts"] = experts
+        if experts:
+            fields["active"] = settings["num_experts_per_tok"]
+        return Shape(**fields, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
     except KeyError as error:
         raise UserError(f"{origin}: {error} is missing") from None

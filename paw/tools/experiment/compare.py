@@ -1,9 +1,10 @@
-"""`paw experiment compare`: variants x seeds, each less the first seed by seed, with intervals.
+"""`paw experiment compare`: variants x seeds, each variant less the first one seed by seed, with intervals.
 
-Tables 1 to 4 and Figure 4 of PaW in form.
+The tables and the figure have the form of PaW's Tables 1 to 4 and Figure 4.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -15,95 +16,170 @@ from paw.tools.results import markdown
 from paw.tools.rundir import Run
 
 REACHED = 0.1
-"""Training success that counts as having taken off (Figure 4)."""
+"""Training success from which a run counts as having taken off (Figure 4)."""
 FACTS = ("commit", "paw", "torch", "device")
+"""Keys of run.json that are columns of the CSV."""
 
 
 def run(options: argparse.Namespace, overrides: Overrides) -> int:
     """Train what is missing; write compare.{csv,png,md} and summary.json. Returns 0."""
     variants = runs.parse_variants(options.variants, options.own)
     paper = results.paper_columns(load(options.recipe, overrides))
-    seeds: dict[str, list[int]] = {variant: options.seeds for variant in variants}
-    seeds |= {variant: sorted({*options.seeds, *options.pair_seeds}) for variant in list(variants)[:2]}
-    found = runs.conduct(options, variants, seeds, overrides)
-    records = [measure(variant, seed, run) for variant, by_seed in found.items() for seed, run in by_seed.items()]
+    seeds = _seeds_of(list(variants), options.seeds, options.pair_seeds)
+    finished = runs.conduct(options, variants, seeds, overrides)
+
+    records = []
+    for variant, by_seed in finished.items():
+        for seed, seed_run in by_seed.items():
+            records.append(measure(variant, seed, seed_run))
     summary = summarise(records)
-    figure = figures.comparison(figures.evaluations(records), summary)
-    text = report(f"Comparison: {options.recipe}", summary, records, paper)
-    told = {variant: {"overrides": variants[variant]} | of for variant, of in summary.items()}
-    results.write(options.out, "compare", text=text, records=records, figure=figure, summary=told)
+
+    results.write(
+        options.out,
+        "compare",
+        text=report(f"Comparison: {options.recipe}", summary, records, paper),
+        records=records,
+        figure=figures.comparison(figures.evaluations(records), summary),
+        summary={variant: {"overrides": variants[variant]} | row for variant, row in summary.items()},
+    )
     return 0
 
 
+def _seeds_of(variants: list[str], seeds: list[int], pair_seeds: list[int]) -> dict[str, list[int]]:
+    """The seeds of each variant: the first two variants also have the `pair_seeds`."""
+    by_variant = {variant: seeds for variant in variants}
+    for variant in variants[:2]:
+        by_variant[variant] = sorted({*seeds, *pair_seeds})
+    return by_variant
+
+
 def measure(variant: str, seed: int, run: Run) -> Record:
-    """A line of the CSV. Shares; `_last10` are means over the last ten updates, others over all updates."""
-    evaluated, trained = (run.metrics.get(key, {}) for key in ("eval/success", "success/all"))
-    always = run.updates + 1
-    return {
-        "variant": variant,
-        "seed": seed,
-        "before": run.first("eval/success"),
-        "after": run.last("eval/success"),
-        **{key: run.last(f"eval/{key}") for key in ("ci_low", "ci_high", "games")},
-        "area": results.area(evaluated) if evaluated else None,
-        "train_last10": run.last("success/all", 10),
-        "updates_with_success": fmean(share > 0 for share in trained.values()) if trained else None,
-        "takes_off_at": next((step for step, share in trained.items() if share > REACHED), None),
-        "lambda_first10": run.first("wm/lambda", 10),
-        "lambda_last10": run.last("wm/lambda", 10),
-        "gradient_frac": run.first("optim/gradient_frac", always),
-        "masked_frac": run.first("wm/masked_frac", always),
-        **{key.replace("/", "_"): run.first(key, always) for key in run.metrics if key.endswith("/grad_norm")},
-        "minutes": (run.info.get("warmup_s", 0.0) + run.info.get("wall_s", 0.0)) / 60,
-        **{key: run.info.get(key, "") for key in FACTS},
-        **{f"eval_{step}": value for step, value in evaluated.items()},
-    }
+    """A line of the CSV. Success is a share; `_last10` is a mean over the last ten updates, other means over all."""
+    evaluated = run.metrics.get("eval/success", {})
+    trained = run.metrics.get("success/all", {})
+    all_updates = run.updates + 1
+
+    record: Record = {"variant": variant, "seed": seed}
+    record["before"] = run.first("eval/success")
+    record["after"] = run.last("eval/success")
+    for key in ("ci_low", "ci_high", "games"):
+        record[key] = run.last(f"eval/{key}")
+    record["area"] = results.area(evaluated) if evaluated else None
+
+    record["train_last10"] = run.last("success/all", 10)
+    record["updates_with_success"] = fmean(share > 0 for share in trained.values()) if trained else None
+    record["takes_off_at"] = next((step for step, share in trained.items() if share > REACHED), None)
+
+    record["lambda_first10"] = run.first("wm/lambda", 10)
+    record["lambda_last10"] = run.last("wm/lambda", 10)
+    record["gradient_frac"] = run.first("optim/gradient_frac", all_updates)
+    record["masked_frac"] = run.first("wm/masked_frac", all_updates)
+    for key in run.metrics:
+        if key.endswith("/grad_norm"):
+            record[key.replace("/", "_")] = run.first(key, all_updates)
+
+    record["minutes"] = (run.info.get("warmup_s", 0.0) + run.info.get("wall_s", 0.0)) / 60
+    for key in FACTS:
+        record[key] = run.info.get(key, "")
+    for step, success in evaluated.items():
+        record[f"eval_{step}"] = success
+    return record
 
 
 def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
     """By variant: success before and after, area under the curve, paired differences to the first, as intervals."""
     summary: dict[str, dict[str, Any]] = {}
-    base: dict[str, dict[int, float]] = {}
+    baseline: dict[str, dict[int, float]] | None = None
     for variant in dict.fromkeys(row["variant"] for row in records):
         rows = [row for row in records if row["variant"] == variant]
-        keys = ("before", "after", "area", "train_last10", "takes_off_at", "updates_with_success")
-        column = {key: {row["seed"]: row[key] for row in rows if row[key] is not None} for key in keys}
-        found: dict[str, Any] = {key: interval(list(column[key].values())) for key in keys[:4] if column[key]}
-        found |= {"seeds": list(column["after"]), "difference": None, "area_difference": None}
-        if base:
-            found["difference"] = paired(base["after"], column["after"])
-            found["area_difference"] = paired(base["area"], column["area"])
-            found["verdict"] = results.verdict(found["difference"])
-        base = base or column
-        took_off, shares = column["takes_off_at"].values(), column["updates_with_success"].values()
-        found |= {"took_off": len(took_off), "takes_off_at": median(took_off) if took_off else None}
-        summary[variant] = found | {"updates_with_success": fmean(shares) if shares else None}
+        after = _by_seed(rows, "after")
+        areas = _by_seed(rows, "area")
+
+        line: dict[str, Any] = {}
+        for key in ("before", "after", "area", "train_last10"):
+            values = list(_by_seed(rows, key).values())
+            if values:
+                line[key] = interval(values)
+
+        line["seeds"] = list(after)
+        line["difference"] = None
+        line["area_difference"] = None
+        if baseline is None:
+            baseline = {"after": after, "area": areas}
+        else:
+            line["difference"] = paired(baseline["after"], after)
+            line["area_difference"] = paired(baseline["area"], areas)
+            line["verdict"] = results.verdict(line["difference"])
+
+        took_off = list(_by_seed(rows, "takes_off_at").values())
+        shares = list(_by_seed(rows, "updates_with_success").values())
+        line["took_off"] = len(took_off)
+        line["takes_off_at"] = median(took_off) if took_off else None
+        line["updates_with_success"] = fmean(shares) if shares else None
+        summary[variant] = line
     return summary
 
 
+def _by_seed(rows: list[Record], key: str) -> dict[int, float]:
+    """A column of the CSV by seed, without the runs that have no value."""
+    return {row["seed"]: row[key] for row in rows if row[key] is not None}
+
+
 def report(title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]]) -> str:
-    """The markdown: the table, the paper's numbers (title -> variant -> per cent) beside ours, and how to read both."""
-    base = next(iter(summary))
-    header = ["variant", "seeds", "before", "after", "sd", "area", f"after, less {base}", "area, less", "shown"]
-    header += ["updates with a success", f"above {100 * REACHED:.0f} %", "from update (median)"]
-    rows = []
-    for variant, found in summary.items():
-        n = len(found["seeds"])
-        row = [variant, n, points(found["before"]), points(found["after"]), percent(found["after"].sd)]
-        row += [points(found["area"]), points(found["difference"], sign=True)]
-        row += [points(found["area_difference"], sign=True), found.get("verdict", "baseline")]
-        row += [percent(found["updates_with_success"]), f"{found['took_off']} of {n}", found["takes_off_at"]]
-        rows.append([*row, *(printed.get(variant) for printed in paper.values())])
-    halves = [(row["ci_high"] - row["ci_low"]) / 2 for row in records if row["ci_low"] is not None]
-    alone = f"A single evaluation is known to +-{100 * fmean(halves or [0.0]):.1f} points (95 %); "
+    """The markdown: our table with the paper's numbers (title -> variant -> per cent) beside, and how to read both."""
+    baseline = next(iter(summary))
+    header = [
+        "variant",
+        "seeds",
+        "before",
+        "after",
+        "sd",
+        "area",
+        f"after, less {baseline}",
+        "area, less",
+        "shown",
+        "updates with a success",
+        f"above {100 * REACHED:.0f} %",
+        "from update (median)",
+    ]
+    header += [f"paper: {heading}" for heading in paper]
+    rows = [_table_row(variant, line, list(paper.values())) for variant, line in summary.items()]
+
+    half_widths = [(row["ci_high"] - row["ci_low"]) / 2 for row in records if row["ci_low"] is not None]
+    precision = ""
+    if half_widths:
+        precision = (
+            f"A single evaluation is known to +-{100 * fmean(half_widths):.1f} points (95 %); "
+            "the spread over seeds contains that."
+        )
+
     return "\n".join([
         f"# {title}\n",
-        markdown([*header, *(f"paper: {name}" for name in paper)], rows),
+        markdown(header, rows),
         "\nPer cent of evaluation games won, mean over seeds [95 % Student interval], before and after training; area: "
         "mean height of the evaluation curve.",
-        f"Differences to {base} are paired: the variants of a seed share start model and games. No interval is widened "
-        "for the number of variants.",
-        alone + "the spread over seeds contains that." if halves else "",
+        f"Differences to {baseline} are paired: the variants of a seed share start model and games. No interval is "
+        "widened for the number of variants.",
+        precision,
         "The paper: arXiv 2606.02388, Tables 1 to 4, means over three seeds. Where model or games are not its own, "
         "compare differences, not levels.",
     ])  # fmt: skip
+
+
+def _table_row(variant: str, line: Mapping[str, Any], paper: Sequence[Mapping[str, float]]) -> list[Any]:
+    seeds = len(line["seeds"])
+    row = [
+        variant,
+        seeds,
+        points(line["before"]),
+        points(line["after"]),
+        percent(line["after"].sd),
+        points(line["area"]),
+        points(line["difference"], sign=True),
+        points(line["area_difference"], sign=True),
+        line.get("verdict", "baseline"),
+        percent(line["updates_with_success"]),
+        f"{line['took_off']} of {seeds}",
+        line["takes_off_at"],
+    ]
+    return row + [printed.get(variant) for printed in paper]

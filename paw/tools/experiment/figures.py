@@ -12,17 +12,20 @@ from paw.tools.experiment.results import Interval, Record, interval
 from paw.tools.plots import MUTED, PALETTE, legend, look, name_bars, printable, styled
 
 PALE = "#b9c0c8"
+"""Colour of the curves that are not named."""
 Curve = dict[int, Interval]
 """The mean over seeds with its interval, by update."""
 
 
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
-    """The evaluation curve of each variant, from lines of compare.csv, or what is read back from it."""
-    steps = sorted({int(key[5:]) for row in records for key in row if key.startswith("eval_")})
+    """The evaluation curve of each variant, from the lines of compare.csv, as measured or as read back."""
+    prefix = "eval_"
+    steps = sorted({int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)})
     curves: dict[str, Curve] = {row["variant"]: {} for row in records}
     for variant, curve in curves.items():
+        rows = [row for row in records if row["variant"] == variant]
         for step in steps:
-            values: list[Any] = [row.get(f"eval_{step}") for row in records if row["variant"] == variant]
+            values: list[Any] = [row.get(f"{prefix}{step}") for row in rows]
             if None not in values:
                 curve[step] = interval(values)
     return curves
@@ -30,43 +33,104 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 @styled
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
-    """Success (shares) over the updates by variant, and beside it each one's paired difference to the first.
+    """Success (shares) over the updates by variant, and beside it each variant's paired difference to the first.
 
-    Of more than five variants only the first two and those beyond their interval have a colour; at most three, a band.
+    With more than five variants, only the first two and those whose interval excludes zero have a colour. Bands are
+    drawn for at most three coloured variants.
     """
-    base, *others = curves
-    differences = {variant: summary[variant]["difference"] for variant in others if summary[variant]["difference"]}
-    told = [v for v, d in differences.items() if d.low is not None and (d.low > 0 or d.high < 0)]
-    named = [base, *others] if len(curves) <= 5 else list(dict.fromkeys([base, others[0], *told]))[: len(PALETTE)]
+    baseline, *others = curves
+    differences: dict[str, Interval] = {}
+    for variant in others:
+        if summary[variant]["difference"]:
+            differences[variant] = summary[variant]["difference"]
+    coloured = _coloured_variants(list(curves), differences)
+
     figure = Figure((9.6, max(3.9, 1.4 + 0.28 * len(curves))))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    for index, variant in enumerate(named):
-        draw(left, curves[variant], index, variant, 100, band=len(named) <= 3)
-    for index, variant in enumerate(variant for variant in others if variant not in named):
-        means, text = [100 * mean.mean for mean in curves[variant].values()], None if index else "others"
-        left.plot(list(curves[variant]), means, color=PALE, linewidth=1.4, label=text, zorder=1.5)
-    left.set(xlabel="Update", ylabel="Success on unseen games (%)", ylim=(0, None))
-    legend(left)
-    for place, (variant, found) in enumerate(differences.items()):
-        colour = look(named.index(variant))[0] if variant in named else MUTED
-        if found.low is not None:
-            right.plot([100 * found.low, 100 * found.high], [place, place], color=colour, linewidth=1.8)
-        right.plot(100 * found.mean, place, "o", color=colour, markersize=6)
-    right.axvline(0, color=MUTED, linewidth=1)
-    name_bars(right, [f"{printable(variant)} ({found.n} seeds)" for variant, found in differences.items()])
-    right.set(xlabel=f"Success after training, less {base} (points)", ylim=(len(differences) - 0.5, -0.5))
+    _draw_curves(left, curves, coloured)
+    _draw_differences(right, differences, coloured, baseline)
     return figure
 
 
+def _coloured_variants(variants: list[str], differences: Mapping[str, Interval]) -> list[str]:
+    """The variants with a colour of their own, in the order of the colours."""
+    if len(variants) <= 5:
+        return variants
+
+    coloured = variants[:2]
+    for variant, difference in differences.items():
+        if difference.low is None or difference.high is None or variant in coloured:
+            continue
+        if difference.low > 0 or difference.high < 0:
+            coloured.append(variant)
+    return coloured[: len(PALETTE)]
+
+
+def _draw_curves(axes: Axes, curves: Mapping[str, Curve], coloured: list[str]) -> None:
+    for index, variant in enumerate(coloured):
+        draw(axes, curves[variant], index, variant, 100, band=len(coloured) <= 3)
+
+    label: str | None = "others"
+    for variant, curve in curves.items():
+        if variant in coloured:
+            continue
+        means = [100 * point.mean for point in curve.values()]
+        axes.plot(list(curve), means, color=PALE, linewidth=1.4, label=label, zorder=1.5)
+        label = None  # one entry of the legend for all of them
+
+    axes.set(xlabel="Update", ylabel="Success on unseen games (%)", ylim=(0, None))
+    legend(axes)
+
+
+def _draw_differences(axes: Axes, differences: Mapping[str, Interval], coloured: list[str], baseline: str) -> None:
+    names = []
+    for row, (variant, difference) in enumerate(differences.items()):
+        colour = MUTED
+        if variant in coloured:
+            colour, _ = look(coloured.index(variant))
+        if difference.low is not None and difference.high is not None:
+            axes.plot([100 * difference.low, 100 * difference.high], [row, row], color=colour, linewidth=1.8)
+        axes.plot(100 * difference.mean, row, "o", color=colour, markersize=6)
+        names.append(f"{printable(variant)} ({difference.n} seeds)")
+
+    axes.axvline(0, color=MUTED, linewidth=1)
+    name_bars(axes, names)
+    axes.set(xlabel=f"Success after training, less {baseline} (points)", ylim=(len(differences) - 0.5, -0.5))
+
+
 def draw(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
-    """A mean and its interval as a band, cut off where no value can lie: below 0 if no mean is, and beyond 100 %."""
+    """Draw a mean over seeds, and with `band` its interval.
+
+    The band is cut off where no value can lie: below 0 if no mean is negative, and above 100 %.
+    """
     colour, dash = look(index)
+    means = [factor * point.mean for point in curve.values()]
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    line: Any = {"color": colour, "linestyle": dash, "marker": "o" if len(curve) < 12 else "", "markersize": 3.5}
-    means = [factor * mean.mean for mean in curve.values()]
-    axes.plot(list(curve), means, linewidth=1.8, label=printable(label), **line)
-    known = [(step, factor * of.low, factor * (of.high or 0)) for step, of in curve.items() if of.low is not None]
-    if known and band:
-        at, low, high = np.array(known).T
-        least, most = 0 if min(means) >= 0 else -np.inf, 100 if factor == 100 else np.inf
-        axes.fill_between(at, low.clip(least), high.clip(max=most), color=colour, alpha=0.1, linewidth=0)
+    axes.plot(
+        list(curve),
+        means,
+        color=colour,
+        linestyle=dash,
+        linewidth=1.8,
+        marker="o" if len(curve) < 12 else "",
+        markersize=3.5,
+        label=printable(label),
+    )
+    if not band:
+        return
+
+    steps = []
+    low = []
+    high = []
+    for step, point in curve.items():
+        if point.low is not None:
+            steps.append(step)
+            low.append(factor * point.low)
+            high.append(factor * (point.high or 0))
+    if not steps:
+        return
+    floor = 0 if min(means) >= 0 else -np.inf
+    ceiling = 100 if factor == 100 else np.inf
+    axes.fill_between(
+        steps, np.clip(low, floor, None), np.clip(high, None, ceiling), color=colour, alpha=0.1, linewidth=0
+    )

@@ -1,7 +1,7 @@
-"""The runs of an experiment: variants x seeds, each one `paw train` of its own in OUT/runs/<variant>-<seed>.
+"""The runs of an experiment: variants x seeds, each a separate `paw train` in OUT/runs/<variant>-<seed>.
 
-The seed is that of training and of the warm-up: the variants of a seed share its start model and games. What is
-finished is not trained again; what was interrupted is resumed.
+The seed is used for training and for the warm-up, so the variants of a seed share its start model and games. Finished
+runs are not trained again; interrupted ones are resumed.
 """
 
 import argparse
@@ -47,12 +47,12 @@ VARIANTS = {
     **{name: (f"{keys} wm.enabled=false", f"{name} without a world model") for name, keys in ESTIMATORS.items()},
     **{f"{name}-paw": (f"{keys} wm.enabled=true", f"{name} + PaW") for name, keys in ESTIMATORS.items()},
 }
-"""Of a comparison: what it changes in the recipe, and a line on what it is."""
+"""Variants of a comparison by name: (what it changes in the recipe, a line on what it is)."""
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
 """Keys that the experiment sets."""
 IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
 IGNORED |= {"tracking.project", "tracking.name", "tracking.tags"}
-"""Keys in which a finished run may differ: what was learnt is the same."""
+"""Keys in which a finished run may differ, as they do not change what is learnt."""
 Overrides = dict[str, str]
 """Dotted keys of the configuration and their values, as on the command line."""
 Runs = dict[str, dict[int, Run]]
@@ -61,7 +61,7 @@ Runs = dict[str, dict[int, Run]]
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the experiment; `words` are those of `paw train`."""
+    """One run of the experiment; `words` are the arguments of `paw`."""
 
     variant: str
     seed: int
@@ -71,10 +71,11 @@ class Job:
 
     @property
     def finished(self) -> Run | None:
-        """Its run, if that ended by itself; a report it may lack."""
-        with suppress(UserError):  # not begun
+        """The run if it has ended by itself after all its updates, otherwise None. It may lack a report."""
+        with suppress(UserError):  # not started
             run = load_run(self.directory)
-            return run if run.finished and run.updates >= self.updates else None
+            if run.finished and run.updates >= self.updates:
+                return run
 
     @property
     def log(self) -> Path:
@@ -82,124 +83,171 @@ class Job:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """ "5" is 0 to 4; a list names seeds: "0-4,7"."""
-    seeds = range(int(text)) if text.isdecimal() else []
-    if not text.isdecimal() and re.fullmatch(r"\d+(-\d+)?(,(\d+(-\d+)?)?)*", text):
-        ends = [part.split("-") for part in text.split(",") if part]
-        seeds = {seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)}
+    """The seeds, sorted: a number such as "5" means 0 to 4, a list such as "0-4,7" names them."""
+    seeds: set[int] = set()
+    if text.isdecimal():
+        seeds.update(range(int(text)))
+    elif re.fullmatch(r"\d+(-\d+)?(,(\d+(-\d+)?)?)*", text):
+        for part in text.split(","):
+            if part:
+                ends = part.split("-")
+                seeds.update(range(int(ends[0]), int(ends[-1]) + 1))
     if not seeds:
         raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-0 or 0-4,7")
     return sorted(seeds)
 
 
 def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
-    """Variants by name from "grpo,paw", then the user's own, each "name: wm.scale=10 wm.loss=mae". Or UserError."""
-    named = []
-    for name in filter(None, map(str.strip, names.split(","))):
+    """The overrides of each variant: those named in "grpo,paw", then the user's own, "name: wm.scale=10 wm.loss=mae".
+
+    Raises UserError if a variant is unknown, malformed or there twice, or if there is none.
+    """
+    definitions = []
+    for word in names.split(","):
+        name = word.strip()
+        if not name:
+            continue
         if name not in VARIANTS:
             hint = nearest(name, VARIANTS) or f"there are: {', '.join(VARIANTS)}"
             raise UserError(f"--variants: unknown variant '{name}': {hint} (or give your own with --variant)")
-        named.append(f"{name}: {VARIANTS[name][0]}")
-    found: dict[str, Overrides] = {}
-    for text in [*named, *own]:
-        name, colon, rest = text.partition(":")
-        pairs = [word.partition("=") for word in shlex.split(rest)]
+        changes, _ = VARIANTS[name]
+        definitions.append(f"{name}: {changes}")
+
+    variants: dict[str, Overrides] = {}
+    for definition in [*definitions, *own]:
+        name, colon, changes = definition.partition(":")
+        pairs = [word.partition("=") for word in shlex.split(changes)]
         if not colon or not re.fullmatch(r"[\w.+=-]+", name) or not all(equals for _, equals, _ in pairs):
-            raise UserError(f"--variant '{text}': give a name and what it changes, such as 'loud: wm.scale=10'")
-        if name in found:
+            raise UserError(f"--variant '{definition}': give a name and what it changes, such as 'loud: wm.scale=10'")
+        if name in variants:
             raise UserError(f"variant '{name}' is there twice")
-        found[name] = {key: value for key, _, value in pairs}
-    if not found:
+        variants[name] = {key: value for key, _, value in pairs}
+    if not variants:
         raise UserError("--variants names no variant")
-    return found
+    return variants
 
 
 def conduct(
     options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> Runs:
-    """Train what is missing, unless --report-only; returns the finished runs, variants in order. Or UserError."""
+    """Train what is missing, unless --report-only; returns the finished runs, variants in order.
+
+    Raises UserError if a run cannot be planned or fails, or if the first variant has no finished run.
+    """
     jobs = plan(options, variants, seeds, overrides)
     if not options.report_only:
         train(jobs, at_once=options.jobs)
     runs: Runs = {variant: {} for variant in variants}
     for job in jobs:
-        if run := job.finished:
+        run = job.finished
+        if run:
             runs[job.variant][job.seed] = run
-    if not runs[base := next(iter(variants))]:
-        raise UserError(f"--report-only: no finished run of variant '{base}' in {options.out / 'runs'}")
-    return {variant: found for variant, found in runs.items() if found}
+
+    baseline = next(iter(variants))
+    if not runs[baseline]:
+        raise UserError(f"--report-only: no finished run of variant '{baseline}' in {options.out / 'runs'}")
+    return {variant: by_seed for variant, by_seed in runs.items() if by_seed}
 
 
 def plan(
     options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
 ) -> list[Job]:
-    """The runs, all variants of a seed in a row. UserError for a key that a variant or the experiment sets itself, and
-    for a run that is there with another configuration."""
+    """The runs, all variants of a seed in a row.
+
+    Raises UserError if `overrides` has a key that a variant or the experiment sets, or if a run is there already with
+    another configuration.
+    """
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: give 1 or more")
     for key in overrides:
         if key in OWN:
             raise UserError(f"--{key}: the experiment sets it; see --seeds and --out")
-        if setters := [variant for variant, keys in variants.items() if key in keys]:
-            raise UserError(f"--{key} is what variant '{setters[0]}' sets; leave it out, or write a --variant yourself")
+        for variant, changes in variants.items():
+            if key in changes:
+                raise UserError(
+                    f"--{key} is what variant '{variant}' sets; leave it out, or write a --variant yourself"
+                )
+
     jobs = []
-    common = {"run.threads": "1"} if options.jobs > 1 else {}
-    for seed in sorted({seed for chosen in seeds.values() for seed in chosen}):
-        for variant in (variant for variant in variants if seed in seeds[variant]):
-            directory = options.out / "runs" / f"{variant}-{seed}"
-            own = {"run.dir": str(directory.parent), "run.name": directory.name}
-            keys = common | overrides | variants[variant] | own | {"run.seed": str(seed)}
-            if (config := load(options.recipe, keys)).model.path == "quickstart":
-                config = load(options.recipe, keys := keys | {"warmup.seed": str(seed)})
-            if (directory / "config.toml").is_file() and (found := difference(directory / "config.toml", config)):
-                raise UserError(f"{directory} has {found}: take another --out, or remove it")
-            words = [word for key, value in keys.items() for word in (f"--{key}", value)]
-            words = ["train", options.recipe, "--gpus", str(options.gpus), *words]
-            jobs.append(Job(variant, seed, directory, config.run.updates, tuple(words)))
+    for seed in sorted({seed for variant_seeds in seeds.values() for seed in variant_seeds}):
+        for variant in variants:
+            if seed in seeds[variant]:
+                jobs.append(_job(options, variant, seed, overrides | variants[variant]))
     return jobs
 
 
+def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overrides) -> Job:
+    """The run of one variant and seed; `overrides` are the user's and the variant's."""
+    directory = options.out / "runs" / f"{variant}-{seed}"
+    keys = {"run.threads": "1"} if options.jobs > 1 else {}
+    keys |= overrides
+    keys |= {"run.dir": str(directory.parent), "run.name": directory.name, "run.seed": str(seed)}
+    config = load(options.recipe, keys)
+    if config.model.path == "quickstart":
+        keys["warmup.seed"] = str(seed)
+        config = load(options.recipe, keys)
+
+    config_file = directory / "config.toml"
+    if config_file.is_file():
+        changed = difference(config_file, config)
+        if changed:
+            raise UserError(f"{directory} has {changed}: take another --out, or remove it")
+
+    words = ["train", options.recipe, "--gpus", str(options.gpus)]
+    for key, value in keys.items():
+        words += [f"--{key}", value]
+    return Job(variant, seed, directory, config.run.updates, tuple(words))
+
+
 def difference(path: Path, now: Config) -> str:
-    """The first key in which two configurations would learn differently, and both values."""
-    wanted = masked(flatten(now))
+    """The first key in which two configurations would learn differently, and both values; empty if there is none."""
+    current = masked(flatten(now))
     for key, value in masked(flatten(load(path))).items():
-        if key not in IGNORED and value != wanted.get(key):
-            return f"{key} = {value!r}, not {wanted.get(key)!r}"
+        if key not in IGNORED and value != current.get(key):
+            return f"{key} = {value!r}, not {current.get(key)!r}"
     return ""
 
 
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run what is not finished, `at_once` processes at a time; first one variant of each seed, which makes its model.
+    """Run what is not finished, `at_once` processes at a time: first one variant of each seed, which makes its model.
 
-    UserError where a run fails. On the way out running ones are asked to stop: they save a checkpoint first.
+    Raises UserError if a run fails. On the way out the running ones are asked to stop; they save a checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
-    first = list({job.seed: job for job in reversed(pending)}.values())[::-1]
-    done = before = len(jobs) - len(pending)
-    started, running, stopping = time.monotonic(), set[subprocess.Popen[bytes]](), threading.Event()
+    first_of_seed = {job.seed: job for job in reversed(pending)}
+    first = list(reversed(first_of_seed.values()))
+    others = [job for job in pending if job not in first]
+
+    done_before = len(jobs) - len(pending)
+    done = done_before
+    started = time.monotonic()
+    running: set[subprocess.Popen[bytes]] = set()
+    stopping = threading.Event()
     to_stderr(f"{done} of {len(jobs)} runs")
 
     def run(job: Job) -> None:
         if stopping.is_set():
             return
-        running.add(child := _start(job))
+        child = _start(job)
+        running.add(child)
         code = child.wait()
         running.discard(child)
         if code or not job.finished:
             stopping.set()
             for line in job.log.read_text(errors="replace").splitlines()[-10:]:
                 to_stderr(line)
-            how = f"failed (exit code {code})" if code else "was stopped"
-            raise UserError(f"run {job.directory} {how}, see {job.log}; the same command goes on from here")
+            ending = f"failed (exit code {code})" if code else "was stopped"
+            raise UserError(f"run {job.directory} {ending}, see {job.log}; the same command goes on from here")
 
     on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
     try:
-        for batch in (first, [job for job in pending if job not in first]):
+        for batch in (first, others):
             for future in as_completed([pool.submit(run, job) for job in batch]):
                 future.result()
                 done += 1
-                minutes = (time.monotonic() - started) / (done - before) * (len(jobs) - done) / 60
+                seconds_per_run = (time.monotonic() - started) / (done - done_before)
+                minutes = seconds_per_run * (len(jobs) - done) / 60
                 to_stderr(f"{done} of {len(jobs)} runs" + (f", about {minutes:.0f} min left" if minutes else ""))
     finally:
         stopping.set()
@@ -210,11 +258,13 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
+    """Start a run, or resume it if it has metrics; its output goes to the job's log."""
     metrics = job.directory / "metrics.jsonl"
     with writing(job.directory, "; set --out"):
         job.directory.parent.mkdir(parents=True, exist_ok=True)
-        resume = ["--resume", "auto"] if metrics.is_file() and metrics.stat().st_size else []
-        command = [sys.executable, "-m", "paw", *job.words, *resume]
+        command = [sys.executable, "-m", "paw", *job.words]
+        if metrics.is_file() and metrics.stat().st_size:
+            command += ["--resume", "auto"]
         with job.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches it once, through `train`.
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
