@@ -83,7 +83,9 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
             self.has_begun = True
             self.wind(HEAD_S)
             if len(self.connections) > most:
-                next(iter(idle)).transport.abort()
+                oldest = next(iter(idle))
+                del idle[oldest]  # it is lost in a later round of the loop, and several may come before that
+                oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             before = self.cycle
