@@ -246,7 +246,10 @@ def test_every_head_has_a_clock(serving):
     connection.settimeout(60)
     for _ in range(2):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b" 200 OK" in connection.recv(1 << 16)
+        answer = connection.recv(1 << 16)
+        while not answer.endswith(b"}"):  # head and body may come apart
+            answer += connection.recv(1 << 16)
+        assert b" 200 OK" in answer
         time.sleep(0.75)  # kept open while nothing is asked
     connection.sendall(b"GET /health HTTP/1.1\r\n")
     assert is_closed(connection, b"")
