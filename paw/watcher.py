@@ -61,8 +61,8 @@ def watch(arguments: list[str]) -> None:
     os.close(words_end)
     try:
         _Watch(child, signals, words, arguments[0]).run(before)
-    except BaseException:  # a bug, which must not look like a second command that goes on
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # a bug, which must not look like a second command that goes on
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(1)
 

@@ -262,8 +262,8 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
     changes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
     held = start + np.cumsum([0, *changes])
     durations = np.diff([event.start_ns() for event in events])
-    use.peak = held.max()
-    use.mean = np.average(held[1:-1], weights=durations) if durations.any() else start
+    use.peak = float(held.max())
+    use.mean = float(np.average(held[1:-1], weights=durations)) if durations.any() else float(start)
 
 
 def _bytes_held(run: Run) -> int:
