@@ -36,6 +36,21 @@ class Ends(Deadly):
         return End()
 """
 
+HOLDS = """
+import os, sys
+sys.path.append("{folder}")
+from deadly import Counter, Deadly, holds_the_interpreter
+class Hold(Counter):
+    def step(self, response):
+        if os.environ["RANK"] == "1" and self.id.startswith("train"):
+            open("{once}", "w").close()
+            holds_the_interpreter()
+        return super().step(response)
+class Holds(Deadly):
+    def make(self):
+        return Hold()
+"""
+
 
 @pytest.fixture
 def recipe(start, tmp_path):  # noqa: F811
@@ -166,17 +181,38 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
     assert launcher.wait(20) != 0 and not any(map(alive, ranks))
 
 
-def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path):
-    """Which tells all processes of it, the launcher too."""
+def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(recipe, tmp_path):
+    once = tmp_path / "once"
+    (tmp_path / "mine.py").write_text(HOLDS.format(folder=Path(__file__).parents[1] / "attack", once=once))
+    tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Holds"}}
+    recipe.write_text(tomli_w.dumps(tree))
+    launcher = launched(recipe, "--gpus", "2")
+    try:
+        until(lambda: launcher.poll() is not None or once.exists(), 200)
+        os.killpg(launcher.pid, signal.SIGINT)
+        lines = iter(launcher.stderr.readline, "")
+        assert any("SIGINT: Python does not answer" in line for line in lines)
+        os.killpg(launcher.pid, signal.SIGINT)
+        errors = launcher.communicate(timeout=20)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 130
+    assert "paw: stopped at once by a second SIGINT; checkpoints are kept (--resume auto)\n" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path, number):
+    """Which tells all processes of it, the launcher too, as Ctrl-C does."""
     launcher, metrics = launched(recipe, "--gpus", "2", "--run.save_every", "0"), tmp_path / "run" / "metrics.jsonl"
     try:
         until(lambda: launcher.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1), 200)
-        os.killpg(launcher.pid, signal.SIGHUP)
+        os.killpg(launcher.pid, number)
         errors = launcher.communicate(timeout=60)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-    assert launcher.returncode == 0 and "SIGHUP: finishing this update, then saving" in errors
+    assert launcher.returncode == 0 and f"{number.name}: finishing this update, then saving" in errors
     assert restore.newest(tmp_path / "run" / "checkpoints")
 
 
