@@ -1,13 +1,14 @@
-"""Calls of tools in a model's answer, read by the parsers of others.
+"""Calls of tools in a model's answer, read by other projects' parsers.
 
-transformers' where the tokenizer says how (`response_template`), else vLLM's for the model's family, or without vLLM
-those that `transformers serve` has. Which one is found by trial: it reads back a call as the chat template writes it.
+If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser for the model's family
+does, or without vLLM one of those that `transformers serve` has. The right one is found by trial: it reads back a call
+that the chat template wrote.
 """
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
@@ -22,159 +23,207 @@ if TYPE_CHECKING:
     from paw.rollouts.chat import Chat
 
 Reader = Callable[[str, list[Any], int], Reply]
-"""Of a text, the tools, and the number of the first call, in an episode one after another."""
-Found = tuple[str, list[tuple[str, Any]]]
+"""(text, tools, number of its first call) -> the answer. Calls are numbered through an episode."""
+Parsed = tuple[str, list[tuple[str, Any]]]
 """(text without calls, (name, arguments) of each call)."""
-Read = Callable[[str, list[Any]], Found]
+Parser = Callable[[str, list[Any]], Parsed]
+"""(text, tools) -> what is in the text. Raises what it likes if the text cannot be parsed."""
 PARSE_S = 60.0
-"""Seconds for an answer to be read, which takes less than a millisecond."""
+"""Most seconds to parse an answer, which takes less than a millisecond."""
 KNOWN = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
-"""Tried first, those of a form that is all their own before those that take any JSON."""
+"""vLLM's parsers to try first: those of a distinct format before those that take any JSON."""
 
 
 def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
-    """A reader of answers, by model.tool_parser = `name`. UserError where there is no parser of that name, or none that
-    reads what the chat template writes.
+    """A reader of answers; `name` is model.tool_parser.
+
+    Raises UserError if no parser has that name, or none reads what the chat template writes.
     """
-    written, own = _written(chat), getattr(tokenizer, "response_template", None)
-    if own and name in ("auto", "transformers"):
-        return _reader(_by_transformers(tokenizer, own), written)
-    known = _vllm_parsers(name)
-    if name != "transformers" and known:
-        if name not in ("auto", *known):
-            raise UserError(
-                f"model.tool_parser = '{name}' is no parser of vLLM; {nearest(name, known)}".removesuffix("; ")
-            )
-        names = [name] if name != "auto" else [*KNOWN, *(one for one in known if one not in KNOWN)]
-        tried: Iterator[Callable[[], Read]] = (partial(_by_vllm, tokenizer, one) for one in names)
-    elif name in ("auto", "transformers"):
-        tried = (partial(_by_transformers, tokenizer, template) for template in _served())
-    else:
-        raise UserError(
-            f"model.tool_parser = '{name}' is vLLM's, which is not installed; pip install 'paw-trainer[vllm]'"
-        )
-    for make in tried:
-        with suppress(Exception):
-            read = make()
-            if name not in ("auto", "transformers") or read(written, TOOLS)[1] == [(PROBE.name, PROBE.arguments)]:
-                return _reader(read, written)
-    fix = "vLLM has more parsers: pip install 'paw-trainer[vllm]'" if not known else "see vLLM's --tool-call-parser"
+    written_call = _written_call(chat)
+    response_template = getattr(tokenizer, "response_template", None)
+    if response_template and name in ("auto", "transformers"):
+        return _reader(_by_transformers(tokenizer, response_template), written_call)
+
+    vllm_names = _vllm_parsers(name)
+    needs_trial = name in ("auto", "transformers")
+    for make_parser in _candidates(tokenizer, name, vllm_names):
+        with suppress(Exception):  # a parser raises what it likes for another model's tokenizer or format
+            parser = make_parser()
+            if not needs_trial or parser(written_call, TOOLS)[1] == [(PROBE.name, PROBE.arguments)]:
+                return _reader(parser, written_call)
+
+    fix = "see vLLM's --tool-call-parser"
+    if not vllm_names:
+        fix = "vLLM has more parsers: pip install 'paw-trainer[vllm]'"
     raise UserError(
         f"model.tool_parser = '{name}' finds no parser of calls as the chat template of '{chat.name}' writes them; "
         f"name the model's with --model.tool_parser NAME ({fix})"
     )
 
 
+def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callable[[], Parser]]:
+    """Makers of the parsers to try, in this order. Raises UserError if there is no parser of that name."""
+    if name != "transformers" and vllm_names:
+        if name not in ("auto", *vllm_names):
+            hint = nearest(name, vllm_names)
+            raise UserError(f"model.tool_parser = '{name}' is no parser of vLLM; {hint}".removesuffix("; "))
+        names = [name]
+        if name == "auto":
+            names = [*KNOWN, *(other for other in vllm_names if other not in KNOWN)]
+        return [partial(_by_vllm, tokenizer, candidate) for candidate in names]
+
+    if name in ("auto", "transformers"):
+        return [partial(_by_transformers, tokenizer, template) for template in _served_templates()]
+
+    raise UserError(f"model.tool_parser = '{name}' is vLLM's, which is not installed; pip install 'paw-trainer[vllm]'")
+
+
 def _vllm_parsers(name: str) -> list[str]:
-    """Names of vLLM's parsers; none where it is not installed, or not wanted."""
+    """Names of vLLM's parsers; none if vLLM is not installed, or `name` asks for transformers."""
     if name == "transformers":
         return []
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         return []
-    for logger in ("vllm.tool_parsers", "vllm.parser"):  # a traceback for every broken call
+    for logger in ("vllm.tool_parsers", "vllm.parser"):  # they log a traceback for every broken call
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
 
 
-def _served() -> list[dict[str, Any]]:
-    """How `transformers serve` reads answers of models whose tokenizers do not say so."""
+def _served_templates() -> list[dict[str, Any]]:
+    """How `transformers serve` reads answers of models whose tokenizers have no `response_template`."""
     with suppress(ImportError):
-        from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as served
+        from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as templates
 
-        return [*served.values()]
+        return [*templates.values()]
     return []
 
 
-def _written(chat: "Chat") -> str:
-    """A call as the template writes it, after what opens an answer; "" where it takes none."""
+def _written_call(chat: "Chat") -> str:
+    """A call as the template writes it, after what opens an answer; "" if the template takes no calls."""
     user = {"role": "user", "content": "QxUser"}
-    with suppress(Exception):
-        asked = chat.render([user], TOOLS)
-        told = chat.render([user, Reply.of("", PROBE).message()], TOOLS, ask=False)
-        text = told.removeprefix(asked) if told.startswith(asked) else told.rpartition("QxUser")[2]
-        return chat.decode(chat.encode(text), calls=True).rpartition(THINKING[1])[2]
+    call = Reply.of("", PROBE).message()
+    with suppress(Exception):  # a template raises what it likes
+        prompt = chat.render([user], TOOLS)
+        with_call = chat.render([user, call], TOOLS, ask=False)
+        written = with_call.rpartition("QxUser")[2]
+        if with_call.startswith(prompt):
+            written = with_call.removeprefix(prompt)
+        decoded = chat.decode(chat.encode(written), calls=True)
+        return decoded.rpartition(THINKING[1])[2]
     return ""
 
 
-def _reader(read: Read, written: str) -> Reader:
-    head = written.partition(PROBE.name)[0].strip()
-    opening = (re.match(r'[^\s{"]+|\{', head) or [""])[0]
-    """How a call begins in this format ("<tool_call>", "{"): what begins so and is not found to be one is broken."""
+def _reader(parser: Parser, written_call: str) -> Reader:
+    """A reader of answers by `parser`; `written_call` is a call as the template writes it."""
+    opening = _opening(written_call)
 
-    def reply(text: str, tools: list[Any], called: int) -> Reply:
+    def read(text: str, tools: list[Any], first_number: int) -> Reply:
         body = text.rpartition(THINKING[1])[2]
-        if THINKING[0] in body:  # it never ended its thought
+        if THINKING[0] in body:  # the thought never ended
             return Reply(text, "")
         try:
-            content, found = read(body, tools)
+            content, parsed_calls = parser(body, tools)
         except UserError:
             raise
         except Exception as error:
             return Reply(text, body.strip(), (), f"the call cannot be read: {clean(error, 200)}")
-        begun = bool(opening) and (opening in body if len(opening) > 1 else body.lstrip().startswith(opening))
-        if begun and not found:
-            return Reply(text, body.strip(), (), f"the call cannot be read{_json_problem(body.partition(opening))}")
-        calls, problem = [], ""
-        for number, (name, arguments) in enumerate(found, called):
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                problem = problem or f"the arguments of '{clean(name, 60)}' are no JSON object"
-                arguments = {}
-            calls.append(ToolCall(str(name), arguments, f"call{number:05}"))  # nine, as Mistral's templates ask
+
+        if not parsed_calls and _begins_call(body, opening):
+            return Reply(text, body.strip(), (), f"the call cannot be read{_json_problem(body, opening)}")
+        calls, problem = _numbered(parsed_calls, first_number)
         return Reply(text, content.strip(), calls, problem)
 
-    return reply
+    return read
 
 
-def _json_problem(parts: tuple[str, str, str]) -> str:
-    text = (parts[1] if parts[1] == "{" else "") + parts[2].strip()
+def _opening(written_call: str) -> str:
+    """How a call begins in this format ("<tool_call>", "{"). Text that begins so and is not parsed is a broken call."""
+    before_name = written_call.partition(PROBE.name)[0].strip()
+    match = re.match(r'[^\s{"]+|\{', before_name)
+    return match[0] if match else ""
+
+
+def _begins_call(body: str, opening: str) -> bool:
+    """Whether a call begins in the text of an answer; one that opens with a single character only at its start."""
+    if not opening:
+        return False
+    if len(opening) == 1:
+        return body.lstrip().startswith(opening)
+    return opening in body
+
+
+def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[list[ToolCall], str]:
+    """(the calls, the first problem of their arguments or "")."""
+    calls: list[ToolCall] = []
+    problem = ""
+    for number, (name, arguments) in enumerate(parsed_calls, first_number):
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            problem = problem or f"the arguments of '{clean(name, 60)}' are no JSON object"
+            arguments = {}
+        call_id = f"call{number:05}"  # nine characters, as Mistral's templates require
+        calls.append(ToolCall(str(name), arguments, call_id))
+    return calls, problem
+
+
+def _json_problem(body: str, opening: str) -> str:
+    """What is wrong with the JSON of the first call in `body`, after ": "; "" if it is no JSON, or nothing is wrong."""
+    _, opened, after = body.partition(opening)
+    text = after.strip()
+    if opened == "{":
+        text = opened + text
     try:
         json.JSONDecoder().raw_decode(text)
     except ValueError as error:
-        return f": {error}" if text[:1] in ("{", "[") else ""
+        if text.startswith(("{", "[")):
+            return f": {error}"
     return ""
 
 
-def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Read:
-    def read(text: str, tools: list[Any]) -> Found:
+def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
+    def parse(text: str, tools: list[Any]) -> Parsed:
         # In a thread: the patterns are the model's own, and `regex` frees the interpreter's lock while it matches.
-        parse = Daemons().submit(tokenizer.parse_response, text, template, prefix="", tools=tools)
+        parsing = Daemons().submit(tokenizer.parse_response, text, template, prefix="", tools=tools)
         try:
-            message = parse.result(PARSE_S)
+            message = parsing.result(PARSE_S)
         except FutureTimeoutError:
-            slow = (
-                f"the tokenizer's response_template has not read an answer of {len(text)} characters in {PARSE_S:g} s"
-            )
-            fix = "its patterns do not come to an end; name another parser with --model.tool_parser"
-            raise UserError(f"{slow}: {fix}") from None
-        functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-        calls = [(one.get("name"), _arguments(one.get("arguments"))) for one in functions]
+            raise UserError(
+                f"the tokenizer's response_template has not read an answer of {len(text)} characters in {PARSE_S:g} s: "
+                "its patterns do not come to an end; name another parser with --model.tool_parser"
+            ) from None
+
+        calls: list[tuple[str, Any]] = []
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            calls.append((function.get("name"), _arguments(function.get("arguments"))))
         return message.get("content") or "", calls
 
-    return read
+    return parse
 
 
-def _by_vllm(tokenizer: Any, name: str) -> Read:
+def _by_vllm(tokenizer: Any, name: str) -> Parser:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    parser: Any = ToolParserManager.get_tool_parser(name)
-    parser(tokenizer)  # raises where the vocabulary lacks what it looks for
+    make_parser: Any = ToolParserManager.get_tool_parser(name)
+    make_parser(tokenizer)  # raises if the vocabulary lacks the tokens that it looks for
+    make_request: Any = ChatCompletionRequest
 
-    request_of: Any = ChatCompletionRequest
+    def parse(text: str, tools: list[Any]) -> Parsed:
+        request = make_request(messages=[], model="", tools=tools)
+        extracted = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [(call.function.name, _arguments(call.function.arguments)) for call in extracted.tool_calls]
+        return extracted.content or "", calls
 
-    def read(text: str, tools: list[Any]) -> Found:
-        request = request_of(messages=[], model="", tools=tools)
-        seen = parser(tokenizer, request.tools).extract_tool_calls(text, request)
-        calls = [(call.function.name, _arguments(call.function.arguments)) for call in seen.tool_calls]
-        return seen.content or "", calls
-
-    return read
+    return parse
 
 
-def _arguments(given: Any) -> Any:
+def _arguments(value: Any) -> Any:
+    """The arguments of a call; if they are JSON in a text, what it says."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(value)
     except ValueError:
-        return given
+        return value

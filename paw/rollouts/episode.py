@@ -1,7 +1,7 @@
 """One episode: an agent, which is a coroutine like `plain` below, between an environment and a model.
 
-Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that turn its outcome:
-so each agent can be trained.
+Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that turn its outcome,
+so every agent can be trained.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
 from paw.rollouts.chat import Context, shown
+from paw.rollouts.engines.base import Completion
+from paw.rollouts.further import Ends, add_result, further
 from paw.rollouts.guard import Guarded
 from paw.rollouts.turns import checked_stop
 from paw.types import Group, Outcome, Reply, Trajectory, Turn
@@ -27,17 +29,18 @@ if TYPE_CHECKING:
     from paw.rollouts.scheduler import Rollouts
 
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
-"""Agents that answer questions: the environment that asks them."""
+"""Agents that answer questions, with the environment that asks them."""
 CALLS_PER_TURN = 100
-"""Calls of the model for each of env.max_turns, after which an agent counts as one that never ends."""
+"""Calls of the model for each of env.max_turns, beyond which an agent counts as one that never ends."""
 LATE_S = 0.02
-"""A timer that is later than this was held up, by a batch of the engine or another agent: who waits begins anew."""
+"""Seconds. A timer later than this was held up by a batch of the engine or another agent; the wait begins anew."""
 HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
+"""Counts that are always reported, under health/."""
 
 
 @dataclass
 class RolloutStats:
-    """What happened besides the episodes themselves, in one of them or in many."""
+    """Counts of what happened in one episode, or in many together."""
 
     groups_dropped: int = 0
     prompts_truncated: int = 0
@@ -51,12 +54,13 @@ class RolloutStats:
     """Processes of environments that died or hung (env.processes)."""
     prompt_tokens: int = 0
     response_tokens: int = 0
-    """As sampled or billed, what a stop string cut off included."""
+    """As sampled or billed, including what a stop string cut off."""
     cached_tokens: int = 0
+    """Of the prompt tokens, those that the engine had in its cache."""
     failed: list[Trajectory] = field(default_factory=list)
-    """Episodes whose environment or agent failed: they are in no group."""
+    """Episodes whose environment or agent failed. They are in no group."""
     uniform: list[Group] = field(default_factory=list)
-    """Groups whose returns are all equal, where others take their place."""
+    """Groups whose returns are all equal, if others took their place."""
 
     @property
     def failures(self) -> list[str]:
@@ -71,54 +75,64 @@ class RolloutStats:
         return total
 
     def metrics(self) -> dict[str, float]:
-        counts = {f"health/{name}": getattr(self, name) for name in HEALTH}
-        cached = {"perf/cached_frac": self.cached_tokens / self.prompt_tokens} if self.cached_tokens else {}
-        refilled = {"health/groups_refilled": len(self.uniform)} if self.uniform else {}
-        lost = {"health/processes_lost": self.processes_lost} if self.processes_lost else {}
-        return {"health/env_failures": len(self.failed)} | counts | cached | refilled | lost
+        metrics: dict[str, float] = {"health/env_failures": len(self.failed)}
+        for name in HEALTH:
+            metrics[f"health/{name}"] = getattr(self, name)
+        if self.cached_tokens:
+            metrics["perf/cached_frac"] = self.cached_tokens / self.prompt_tokens
+        if self.uniform:
+            metrics["health/groups_refilled"] = len(self.uniform)
+        if self.processes_lost:
+            metrics["health/processes_lost"] = self.processes_lost
+        return metrics
 
 
 Played = tuple[list[Group], RolloutStats]
+"""What a play of tasks results in."""
 
 
 @dataclass
 class Episode:
-    """One task in play, and what it took."""
+    """One task in play: what identifies its random draws, and what has happened so far."""
 
     trajectory: Trajectory
     index: int
-    """Of its task among those of all ranks."""
+    """Index of its task among those of all ranks."""
     seed: int
     stream: str
-    """Names the draw ("train/12", "eval"): no two share random numbers."""
+    """Names the draw ("train/12", "eval"), so that no two share random numbers."""
     temperature: float
     stats: RolloutStats = field(default_factory=RolloutStats)
     outcome: Outcome | None = None
-    """Of the last step of this trial."""
+    """The outcome of the last step of this trial."""
     trials: int = 0
     """Times that the agent has begun the task."""
     steps: list[tuple[int, str, Outcome]] = field(default_factory=list)
-    """(trial, what was said, outcome)."""
+    """(trial, response, outcome)."""
     notes: list[str] = field(default_factory=list)
     """Reflexion's plans."""
     context_full: bool = False
+    """Whether it ended because no further prompt fits."""
     seconds: float = 0.0
 
 
 class Patience:
-    """Limits how long an agent waits for what is neither the model nor the environment, which have limits of their own.
+    """Limits how long an agent waits for anything but the model and the environment, which have limits of their own.
 
-    Only what awaits can be ended: an agent that blocks, blocks the loop.
+    Only an agent that awaits can be ended: one that blocks, blocks the loop.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._pending, self._expired = seconds, 0, False
+        self.seconds = seconds
+        self._pauses = 0
+        """Calls of the model or the environment in progress."""
+        self._expired = False
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Of an agent's whole play. TimeoutError beyond it."""
+        """Around an agent's whole play. Raises TimeoutError if one of its waits is too long."""
         self._task = asyncio.current_task()
         self._restart()
         try:
@@ -127,32 +141,40 @@ class Patience:
             if not (self._expired and self._task):
                 raise
             self._task.uncancel()
-            what = "what is neither the model nor the environment"
-            raise TimeoutError(f"the agent waited over env.step_timeout_s = {self.seconds:g} for {what}") from None
+            raise TimeoutError(
+                f"the agent waited over env.step_timeout_s = {self.seconds:g} "
+                "for what is neither the model nor the environment"
+            ) from None
         finally:
             self._task = None
             self._restart()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While the model or the environment is at work."""
-        self._pending += 1
+        """Around what the model or the environment does: that time does not count."""
+        self._pauses += 1
         self._restart()
         try:
             yield
         finally:
-            self._pending -= 1
+            self._pauses -= 1
             self._restart()
 
     def _restart(self) -> None:
+        """Count from now on, unless the agent has ended or a pause is in progress."""
         if self._timer:
             self._timer.cancel()
-        loop = self._task.get_loop() if self._task and not self._pending else None
-        self._timer = loop.call_later(self.seconds, self._end) if loop and not loop.is_closed() else None
+            self._timer = None
+        if self._task is None or self._pauses:
+            return
+        loop = self._task.get_loop()
+        if not loop.is_closed():
+            self._timer = loop.call_later(self.seconds, self._expire)
 
-    def _end(self) -> None:
+    def _expire(self) -> None:
         assert self._task and self._timer
-        if self._task.get_loop().time() > self._timer.when() + LATE_S:
+        lateness = self._task.get_loop().time() - self._timer.when()
+        if lateness > LATE_S:
             self._restart()
             return
         self._expired = True
@@ -160,19 +182,24 @@ class Patience:
 
 
 class EnvHandle:
-    """The environment of one episode, as its agent sees it. What its methods raise is a failure of the episode."""
+    """The environment of one episode, as its agent sees it. Whatever a method raises fails the episode."""
 
     def __init__(self, guarded: Guarded, threads: Threads, episode: Episode, config: EnvConfig) -> None:
-        self.episode, self.config, self.task = episode, config, episode.trajectory.task
-        self.observation = self.anchor = ""
-        """The last observation, and as GiGPO compares it."""
+        self.episode = episode
+        self.config = config
+        self.task = episode.trajectory.task
+        self.observation = ""
+        """The last observation."""
+        self.anchor = ""
+        """The last observation as GiGPO compares it."""
         self.patience = Patience(config.step_timeout_s)
-        self._guarded, self._threads = guarded, threads
+        self._guarded = guarded
+        self._threads = threads
         self._context: Context = ""
 
     @property
     def instruction(self) -> str:
-        """The task in words, where the environment has a member `task`; else the first observation."""
+        """The task in words, if the environment has a member `task`; otherwise the last observation."""
         text = getattr(self._guarded, "task", None)
         return text if isinstance(text, str) else self.observation
 
@@ -191,8 +218,9 @@ class EnvHandle:
 
     async def reset(self) -> str:
         """Begin a trial of the task; returns the first observation."""
-        self.episode.trials, self.episode.outcome = self.episode.trials + 1, None
-        self.observation = await self._call(self._guarded.reset, self.task, looks=True)
+        self.episode.trials += 1
+        self.episode.outcome = None
+        self.observation = await self._call(self._guarded.reset, self.task, updates_context=True)
         return self.observation
 
     def context(self) -> Context:
@@ -200,53 +228,73 @@ class EnvHandle:
         return self._context
 
     async def step(self, response: str) -> Outcome:
-        """Play the action that the environment finds in `response`, the answer to the model's last turn.
+        """Play the action that the environment reads from `response`, the answer in the model's last turn.
 
-        Steps that the model was not asked about add their rewards to that turn.
+        The rewards of steps that the model was not asked about are added to that turn.
         """
-        episode, turns = self.episode, self.episode.trajectory.turns
+        episode = self.episode
+        turns = episode.trajectory.turns
         if not episode.trials or self.done:
             raise RuntimeError("env.step() before env.reset() or after the end")
         if isinstance(response, Response):
             response = str(response) if response.reply is None else response.reply
-        outcome = await self._call(self._guarded.step, response, looks=True)
-        self.observation, episode.outcome = outcome.observation, outcome
-        episode.steps.append((episode.trials, turns[-1].response if turns else response, outcome))
+
+        outcome = await self._call(self._guarded.step, response, updates_context=True)
+        self.observation = outcome.observation
+        episode.outcome = outcome
         if turns:
-            turns[-1].outcome = replace(outcome, reward=turns[-1].outcome.reward + outcome.reward)
+            last_turn = turns[-1]
+            episode.steps.append((episode.trials, last_turn.response, outcome))
+            last_turn.outcome = replace(outcome, reward=last_turn.outcome.reward + outcome.reward)
+        else:
+            episode.steps.append((episode.trials, response, outcome))
         return outcome
 
     async def admissible_actions(self) -> list[str]:
-        """Actions that do something now, bare; [] where any text may be one."""
+        """Bare actions that have an effect now; [] if any text may be an action."""
         return await self._call(self._guarded.admissible_actions)
 
     async def format_action(self, action: str) -> str:
         """A well-formed response that plays the bare `action`."""
         return await self._call(self._guarded.format_action, action)
 
-    async def _call(self, method: Callable[..., Any], *args: Any, looks: bool = False) -> Any:
-        """What a method returns, in a thread and with a deadline; `looks` at what the model is to see then."""
+    async def _call(self, method: Callable[..., Any], *args: Any, updates_context: bool = False) -> Any:
+        """Call a method in a thread and with a deadline; then, if asked to, get what the model is to see next.
+
+        Raises EnvironmentFailure if it fails, and closes the environment if it is the method that raises.
+        """
 
         def call() -> Any:
             try:
-                answer = method(*args)
-                if looks:
-                    over = isinstance(answer, Outcome) and answer.done
-                    self._context, self.anchor = ("", "") if over else (self._guarded.context(), self._guarded.anchor())
-                return answer
+                result = method(*args)
+                if updates_context:
+                    self._update_context(result)
+                return result
             except BaseException:
                 with quietly():  # it is broken already
                     self._guarded.close()
                 raise
 
+        trajectory = self.episode.trajectory
         try:
             with self.patience.pause():
                 return await self._threads.run(call)
         except (*OURS, asyncio.CancelledError):
             raise
         except BaseException as error:
-            self.episode.trajectory.failure = self.episode.trajectory.failure or describe(error)
-            raise EnvironmentFailure(self.episode.trajectory.failure) from None
+            trajectory.failure = trajectory.failure or describe(error)
+            raise EnvironmentFailure(trajectory.failure) from None
+
+    def _update_context(self, result: object) -> None:
+        """Get what the model is to see after reset() or step() returned `result`: nothing after the end."""
+        if isinstance(result, Outcome) and result.done:
+            self._context = ""
+            self.anchor = ""
+            return
+        context = self._guarded.context()
+        anchor = self._guarded.anchor()
+        self._context = context
+        self.anchor = anchor
 
 
 class Response(str):
@@ -254,13 +302,13 @@ class Response(str):
 
     turn: Turn
     stop: str
-    """The stop string that ended it; "" where none did."""
+    """The stop string that ended it; "" without one."""
     message: Context
     """What it answers."""
     answer: str
-    """The whole answer so far, stop strings included: what a call that `continues` this one goes on with."""
+    """The whole answer so far, stop strings included. A call that `continues` this response goes on from there."""
     reply: Reply | None
-    """It with the calls in it, where the environment has tools."""
+    """The response with its calls, if the environment has tools."""
 
 
 Earlier = Response | None
@@ -268,104 +316,146 @@ Stop = Sequence[str]
 
 
 class Model(ABC):
-    """The model of one episode, as its agent sees it. Subclasses say who answers."""
+    """The model of one episode, as its agent sees it. Subclasses implement who answers."""
 
     def __init__(self, env: EnvHandle, config: Config) -> None:
-        self.env, self.episode, self.config = env, env.episode, config
+        self.env = env
+        self.episode = env.episode
+        self.config = config
         self.reply: Reply | None = None
-        """The last answer with its calls, where the environment has tools."""
+        """The last answer with its calls, if the environment has tools."""
 
     async def generate(self, context: Context, *, stop: Stop = (), continues: Earlier = None) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
-        With `continues`, the text `context` is put after that response, within the answer, or as a further user
-        message where the model had ended its turn. Its prompt_ids then are exactly prompt_ids + response_ids of the
-        turn before + the ids of what was put there. Raises ContextFull beyond rollout.max_prompt_tokens.
+        With `continues`, the text `context` is put after that response: within the answer, or as a further user message
+        if the model had ended its turn. The prompt_ids are then exactly prompt_ids + response_ids of the turn before
+        + the ids of what was put there. Raises ContextFull beyond rollout.max_prompt_tokens.
         """
-        episode, turns = self.episode, self.episode.trajectory.turns
+        episode = self.episode
+        turns = episode.trajectory.turns
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
         seed = derive_seed(episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns))
         stop = checked_stop(stop)
-        message, begun = asked(context, continues)
-        unasked = 0.0 if turns else sum((step.reward for _, _, step in episode.steps), 0.0)  # the first turn has them
-        outcome = Outcome("", unasked, done=False, won=False)
-        turn = Turn([], [], [], None, shown(message) + begun, "", outcome, self.env.anchor, version=0)
+
+        message, answer_so_far = asked(context, continues)
+        turn = Turn(
+            prompt_ids=[],
+            response_ids=[],
+            sampled_logp=[],
+            entropy=None,
+            prompt=shown(message) + answer_so_far,
+            response="",
+            outcome=Outcome("", reward=self._unclaimed_reward(), done=False, won=False),
+            anchor=self.env.anchor,
+            version=0,
+        )
         with self.env.patience.pause():
-            found = await self._answer(turn, context, continues, stop, seed)
+            stop_string = await self._answer(turn, context, continues, stop, seed)
         turns.append(turn)
-        response = Response(turn.response.partition(found)[0] if found else turn.response)
-        response.turn, response.stop, response.message, response.answer = turn, found, message, begun + turn.response
+
+        response = Response(_before(turn.response, stop_string))
+        response.turn = turn
+        response.stop = stop_string
+        response.message = message
+        response.answer = answer_so_far + turn.response
         response.reply = self.reply
         return response
 
+    def _unclaimed_reward(self) -> float:
+        """The rewards of steps before the first turn, which gets them; 0 for later turns."""
+        if self.episode.trajectory.turns:
+            return 0.0
+        return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)
+
     def ended(self) -> None:
-        """The episode is over."""
+        """Called when the agent has ended the episode."""
         return
 
     @abstractmethod
     async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
-        """Put what the model writes into `turn`, the stop string that ended it included; returns that, or "". With
-        tools, `reply` is that answer too."""
+        """Fill `turn` with what the model writes, the stop string that ended it included.
+
+        Returns that stop string, or "". If the environment has tools, sets `reply` as well.
+        """
 
 
 class EngineModel(Model):
+    """The model in the engine of `player`, for one episode."""
+
     def __init__(self, env: EnvHandle, player: "Rollouts") -> None:
         super().__init__(env, player.config)
         self.player = player
-        self.said: list[dict[str, Any]] = []
-        """The messages of the last conversation."""
-        self.called = 0
+        self.messages: list[dict[str, Any]] = []
+        """Of the last conversation, without the model's answer; [] if the last context was a text."""
+        self.call_count = 0
         """Calls of tools so far."""
 
     async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
-        chat, stats, limits, ends = self.player.chat, self.episode.stats, self.config.rollout, None
-        opened, tools = chat.opened, self.env.tools
-        if continues is None and isinstance(context, str) and not tools:
-            turn.prompt_ids, cut = chat.fit_prompt(context, limits.max_prompt_tokens)
-            stats.prompts_truncated += cut > 0
-        else:
-            from paw.rollouts.further import further
+        chat = self.player.chat
+        turn.prompt_ids, opened = self._prompt(context, continues)
+        ends = Ends(chat, stop) if stop else None
+        completion = await self.player.sample(self.episode, turn.prompt_ids, seed, ends)
 
-            turn.prompt_ids, opened = further(self, context, continues)
-        if stop:
-            from paw.rollouts.further import Ends
-
-            ends = Ends(chat, stop)
-        sampled = await self.player.sample(self.episode, turn.prompt_ids, seed, ends)
+        stats = self.episode.stats
         stats.prompt_tokens += len(turn.prompt_ids)
-        stats.response_tokens += len(sampled.token_ids)
-        stats.cached_tokens += sampled.cached_tokens
-        n, found = ends.first(sampled.token_ids) if ends else (len(sampled.token_ids), "")
-        turn.response_ids, turn.sampled_logp = sampled.token_ids[:n], sampled.logp[:n]
-        turn.entropy = sampled.entropy and sampled.entropy[:n]
-        if missing_end := chat.missing_end(turn.response_ids):
-            turn.separator_ids = missing_end + chat.separator_ids
-        versions = sampled.versions and sampled.versions[:n]
-        turn.version = min(versions) if versions else self.player.engine.version
-        turn.versions = versions if versions and len(set(versions)) > 1 else None
-        turn.server = sampled.server
+        stats.response_tokens += len(completion.token_ids)
+        stats.cached_tokens += completion.cached_tokens
+
+        length = len(completion.token_ids)
+        stop_string = ""
+        if ends:
+            length, stop_string = ends.first(completion.token_ids)
+        self._fill_tokens(turn, completion, length)
+
+        tools = self.env.tools
         turn.response = opened + chat.decode(turn.response_ids, calls=bool(tools))
         if tools:
-            text = turn.response.partition(found)[0] if found else turn.response
-            self.reply = reply = chat.reply(text, tools, self.called)
-            self.called += len(reply.calls)
-        self.said = [] if isinstance(context, str) else context
-        return found
+            self.reply = chat.reply(_before(turn.response, stop_string), tools, self.call_count)
+            self.call_count += len(self.reply.calls)
+        self.messages = [] if isinstance(context, str) else context
+        return stop_string
+
+    def _prompt(self, context: Context, continues: Earlier) -> tuple[list[int], str]:
+        """(prompt ids, how the template opens the answer)."""
+        chat = self.player.chat
+        if continues is not None or not isinstance(context, str) or self.env.tools:
+            return further(self, context, continues)
+        ids, cut = chat.fit_prompt(context, self.config.rollout.max_prompt_tokens)
+        if cut > 0:
+            self.episode.stats.prompts_truncated += 1
+        return ids, chat.opened
+
+    def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
+        """Put the first `length` tokens of a completion into the turn, with what is known of each."""
+        chat = self.player.chat
+        turn.response_ids = completion.token_ids[:length]
+        turn.sampled_logp = completion.logp[:length]
+        turn.entropy = completion.entropy and completion.entropy[:length]
+        turn.server = completion.server
+
+        missing_end = chat.missing_end(turn.response_ids)
+        if missing_end:
+            turn.separator_ids = missing_end + chat.separator_ids
+
+        versions = completion.versions and completion.versions[:length]
+        turn.version = min(versions) if versions else self.player.engine.version
+        turn.versions = versions if versions and len(set(versions)) > 1 else None
 
     def ended(self) -> None:
-        if self.reply is not None and (self.reply.calls or self.reply.problem):
-            from paw.rollouts.further import add_result
-
-            turn, limit = self.episode.trajectory.turns[-1], self.config.wm.max_tokens
-            add_result(self.player.chat, turn, self.reply, limit)
+        if self.reply is None:
+            return
+        if self.reply.calls or self.reply.problem:
+            last_turn = self.episode.trajectory.turns[-1]
+            add_result(self.player.chat, last_turn, self.reply, self.config.wm.max_tokens)
 
 
 Agent = Callable[[EnvHandle, Model], Awaitable[None]]
 
 
 async def plain(env: EnvHandle, model: Model) -> None:
-    """The agent of the paper: the environment's own context in each turn, the response to the environment."""
+    """The agent of the paper: each turn gives the environment's context to the model, and the response back to it."""
     await env.reset()
     while not env.done:
         response = await model.generate(env.context())
@@ -373,21 +463,27 @@ async def plain(env: EnvHandle, model: Model) -> None:
 
 
 def find_agent(config: Config) -> Agent:
-    """The agent that agent.type names, with its settings. UserError where it cannot play this environment."""
-    name, env = config.agent.type, config.env.name
-    if PLAYS.get(name, env) != env:
-        raise UserError(f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env}'")
+    """The agent that agent.type names, with its settings. Raises UserError if it cannot play this environment."""
+    name = config.agent.type
+    env_name = config.env.name
+    if name in PLAYS and PLAYS[name] != env_name:
+        raise UserError(
+            f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env_name}'"
+        )
     agent = plugins.load("agents", name)
     with others_code(f"agent.type = '{name}'"):
         return bind(agent, config.agent)
 
 
 def bind(plugin: Any, section: Any) -> Any:
-    """A plug-in with its settings: a class made with the section, a function with its keyword-only parameters."""
+    """A plug-in with its settings: a class is made with the section, a function gets its keyword-only parameters."""
     if isinstance(plugin, type):
         return plugins.make(plugin, section)
-    settings = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return partial(plugin, **{p.name: getattr(section, p.name, p.default) for p in settings})
+    settings: dict[str, Any] = {}
+    for parameter in inspect.signature(plugin).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            settings[parameter.name] = getattr(section, parameter.name, parameter.default)
+    return partial(plugin, **settings)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -397,5 +493,12 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
-    """(the message that is to be answered, the answer so far)."""
-    return (context, "") if continues is None else (continues.message, continues.answer + shown(context))
+    """(the message to answer, the answer so far)."""
+    if continues is None:
+        return context, ""
+    return continues.message, continues.answer + shown(context)
+
+
+def _before(text: str, stop_string: str) -> str:
+    """The text before the stop string that ended it; all of it without one."""
+    return text.partition(stop_string)[0] if stop_string else text

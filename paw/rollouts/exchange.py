@@ -1,8 +1,7 @@
-"""What each rank has played, told to all of them: rows of tokens as arrays, the rest (texts, outcomes) as JSON."""
+"""Every rank gets the episodes that each rank has played: numbers of tokens as arrays, texts and outcomes as JSON."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from paw.rollouts.episode import Played
@@ -15,40 +14,80 @@ if TYPE_CHECKING:
 def exchange(
     own: Played, tasks: Sequence[Task], ranks: "Ranks", encode: Callable[[str], list[int]] | None = None
 ) -> list[Played]:
-    """What each rank has played of `tasks`, in the order of ranks; a call of all, which takes `own` apart.
+    """The episodes of `tasks` that each rank has played, in the order of ranks. A call of all ranks.
 
-    Log-probs and entropies travel as float32, which is what engines give. With `encode` each rank encodes the
-    observations of the episodes it played.
+    `own` is taken apart.
+    Log-probs and entropies travel as float32, which is what engines give. With `encode`, each rank encodes the
+    observations of the episodes it has played.
     """
-    ids, values = list[list[int]](), list[list[float]]()
-    for turn in turns_of(own):
-        observation = (turn.observation_ids or encode(turn.observation)) if encode else []
-        ids += turn.prompt_ids, turn.response_ids, turn.versions or [], observation
-        values += turn.sampled_logp, turn.entropy or []
-        turn.prompt_ids, turn.response_ids, turn.sampled_logp = [], [], []
-        turn.entropy = turn.versions = turn.observation_ids = None
-    set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # which every rank has
-    parts = ranks.gather(own, Played)
-    all_ids, all_values = ranks.gather_rows(ids, int), ranks.gather_rows(values, float)
-    for part, its_ids, its_values in zip(parts, map(iter, all_ids), map(iter, all_values), strict=True):
-        for turn in turns_of(part):
-            turn.prompt_ids, turn.response_ids, versions, observation = islice(its_ids, 4)
-            turn.sampled_logp, entropy = islice(its_values, 2)
-            turn.versions, turn.entropy = versions or None, entropy or None
-            turn.observation_ids = observation if encode else None
-        set_tasks(part, {task.id: task for task in tasks})
-    return parts
+    ids, values = _take_numbers(own, encode)
+    set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # every rank has the payloads
+
+    gathered = ranks.gather(own, Played)
+    gathered_ids = ranks.gather_rows(ids, int)
+    gathered_values = ranks.gather_rows(values, float)
+
+    for played, rank_ids, rank_values in zip(gathered, gathered_ids, gathered_values, strict=True):
+        _restore_numbers(played, iter(rank_ids), iter(rank_values), encoded=encode is not None)
+        set_tasks(played, {task.id: task for task in tasks})
+    return gathered
+
+
+def _take_numbers(
+    played: Played, encode: Callable[[str], list[int]] | None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """(four rows of ids, two rows of values) for each turn, in the order `_restore_numbers` reads them.
+
+    The turns lose them.
+    """
+    ids: list[list[int]] = []
+    values: list[list[float]] = []
+    for turn in turns_of(played):
+        observation_ids: list[int] = []
+        if encode:
+            observation_ids = turn.observation_ids or encode(turn.observation)
+        ids += [turn.prompt_ids, turn.response_ids, turn.versions or [], observation_ids]
+        values += [turn.sampled_logp, turn.entropy or []]
+
+        turn.prompt_ids = []
+        turn.response_ids = []
+        turn.versions = None
+        turn.observation_ids = None
+        turn.sampled_logp = []
+        turn.entropy = None
+    return ids, values
+
+
+def _restore_numbers(played: Played, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool) -> None:
+    """Give the turns the rows that `_take_numbers` took from them; `encoded` says whether observations were encoded."""
+    for turn in turns_of(played):
+        turn.prompt_ids = next(ids)
+        turn.response_ids = next(ids)
+        turn.versions = next(ids) or None
+        observation_ids = next(ids)
+        turn.observation_ids = observation_ids if encoded else None
+        turn.sampled_logp = next(values)
+        turn.entropy = next(values) or None
 
 
 def _trajectories(played: Played) -> list[Trajectory]:
+    """All episodes: those of groups, then those that failed."""
     groups, stats = played
-    return [*chain(*(group.trajectories for group in groups)), *stats.failed]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
+    return trajectories + stats.failed
 
 
 def turns_of(played: Played) -> list[Turn]:
+    """The turns of all episodes, failed ones included."""
     return [turn for trajectory in _trajectories(played) for turn in trajectory.turns]
 
 
 def set_tasks(played: Played, by_id: dict[str, Task]) -> None:
-    for holder in (*played[0], *_trajectories(played)):
-        holder.task = by_id[holder.task.id]
+    """Replace the task of every group and episode by the one that `by_id` has for its id."""
+    groups, _ = played
+    for group in groups:
+        group.task = by_id[group.task.id]
+    for trajectory in _trajectories(played):
+        trajectory.task = by_id[trajectory.task.id]

@@ -1,6 +1,7 @@
-"""Conversations with marks in place of texts: a chat template is rendered around them, so no text takes part in it.
+"""Conversations with marks in place of texts: a chat template is rendered around the marks, and never sees a text.
 
-A mark holds a quotation mark. So it tells where the template writes JSON, in which the text is then escaped as often.
+A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in JSON the template
+put it, and the text is escaped as often.
 """
 
 import json
@@ -11,75 +12,103 @@ from typing import Any
 from paw.types import THINKING, ToolCall
 
 PROBE = ToolCall("probe_tool", {"key": "QxValue"}, "call00000")
-"""A call that tells how a template writes one."""
+"""A call to render, which shows how a template writes calls."""
 TOOLS = [{"type": "function", "function": {"name": PROBE.name, "description": "a tool", "parameters": {}}}]
 TAGS = re.compile("(" + "|".join(map(re.escape, THINKING)) + ")")
 MARK = re.compile(r'QxText(\\*)"(\d+)\1"xQ')
 PLAIN = re.compile(r"[\w .,:;()/+-]*")
-"""Text that a template may see: it decides by names and types."""
+"""Names and types, which a template decides by, so it may see them."""
 
 
 class Marks:
-    """Texts by number; `harmless(text)` says whether a name or a word of a schema may stand as it is."""
+    """The texts that marks stand for. `harmless(text)` says whether a name or a word of a schema needs no mark."""
 
     def __init__(self, harmless: Callable[[str], bool]) -> None:
         self.texts: list[str] = []
+        """By the number in their mark."""
         self.needed: dict[int, str] = {}
-        """Texts that the template has to show, and whose they are."""
+        """Numbers of the texts that the template has to show, with the role of their message."""
         self._harmless = harmless
 
     def mark(self, text: str, role: str = "") -> str:
-        """What is rendered in place of `text`; of a message's `role` it must be shown."""
-        if role:
-            self.needed[len(self.texts)] = role
+        """What is rendered in place of `text`. With the `role` of its message, the template has to show it."""
+        number = len(self.texts)
         self.texts.append(text)
-        return f'QxText"{len(self.texts) - 1}"xQ'
+        if role:
+            self.needed[number] = role
+        return f'QxText"{number}"xQ'
 
     def message(self, message: dict[str, Any], *, spaces: bool = True) -> dict[str, Any]:
-        """A message with marks. `spaces` around a content, and <think> tags of an answer, stay for the template to act
-        on; so does an empty content."""
-        role, content, others = message["role"], message["content"], dict(message)
-        del others["content"]
+        """A message with marks.
+
+        An empty content stays for the template to act on, and so do, with `spaces`, white space around a content and
+        the <think> tags of an answer.
+        """
+        role = message["role"]
+        content = message["content"]
         if not spaces:
             content = self.mark(content, role)
         elif role != "assistant":
             content = self._spaced(content, role)
         else:
-            *thought, said = TAGS.split(content)
-            content = "".join(part if part in THINKING else self._spaced(part) for part in thought)
-            content += self._spaced(said, "" if "tool_calls" in message else role)  # Llama 3, Mistral: calls alone
-        return self.rest({**others, "content": None}) | {"content": content}
+            content = self._marked_answer(content, calls="tool_calls" in message)
+
+        others = dict(message)
+        del others["content"]
+        marked = self.rest({**others, "content": None})
+        marked["content"] = content
+        return marked
+
+    def _marked_answer(self, content: str, *, calls: bool) -> str:
+        """An answer with its thoughts and its text marked, <think> tags left as they are."""
+        *thoughts, text = TAGS.split(content)
+        marked = ""
+        for part in thoughts:
+            marked += part if part in THINKING else self._spaced(part)
+        role = "" if calls else "assistant"  # Llama 3 and Mistral show the calls alone
+        return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Names, ids, arguments and schemas, with marks where a text could do harm."""
+        """Names, ids, arguments and schemas, with a mark in place of each text that could do harm."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):
             return [self.rest(part) for part in value]
-        plain = not isinstance(value, str) or (PLAIN.fullmatch(value) and self._harmless(value))
-        return value if plain else self.mark(value)
+        if not isinstance(value, str):
+            return value
+        if PLAIN.fullmatch(value) and self._harmless(value):
+            return value
+        return self.mark(value)
 
     def split(self, rendered: str, harmless: Callable[[str], str]) -> tuple[list[str], list[str], list[int]]:
-        """(what the template wrote, n + 1 pieces; the n texts between them, made harmless and escaped as there; their
-        numbers).
+        """(the n + 1 pieces that the template wrote, the n texts between them, their numbers).
 
-        Raises ValueError where a text that it has to show is not there.
+        The texts are made `harmless`, and escaped as the template escaped their marks. Raises ValueError if a text that
+        the template has to show is not there.
         """
         parts = MARK.split(rendered)
+        pieces = parts[::3]
+        escapes = parts[1::3]
         numbers = [int(number) for number in parts[2::3]]
-        if hidden := [role for number, role in self.needed.items() if number not in numbers]:
-            raise ValueError(f"it does not show the {hidden[0]} message")
-        texts = []
-        for slashes, number in zip(parts[1::3], numbers, strict=True):
+        for number, role in self.needed.items():
+            if number not in numbers:
+                raise ValueError(f"it does not show the {role} message")
+
+        texts: list[str] = []
+        for backslashes, number in zip(escapes, numbers, strict=True):
             text = harmless(self.texts[number])
-            for _ in range((len(slashes) + 1).bit_length() - 1):  # 1, 3, 7, ...: JSON in JSON
+            json_depth = (len(backslashes) + 1).bit_length() - 1  # 1, 3, 7, ... backslashes: JSON in JSON
+            for _ in range(json_depth):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
             texts.append(text)
-        return parts[::3], texts, numbers
+        return pieces, texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
+        """`text` with a mark in place of all but the white space around it; a text of white space as it is."""
         core = text.strip()
-        return text.replace(core, self.mark(core, role), 1) if core else text
+        if not core:
+            return text
+        return text.replace(core, self.mark(core, role), 1)
 
 
 def conversation(context: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,14 +117,17 @@ def conversation(context: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | None) -> bool:
-    """Whether `message` is the model's last answer: its raw text, or what was read of it, calls included."""
+    """Whether `message` is the model's last answer: its raw text, or the parsed `answer`, calls included."""
     if message["role"] != "assistant":
         return False
-    said = message["content"].strip()
-    if said == response.strip():
+    text = message["content"].strip()
+    if text == response.strip():
         return True
-    return answer is not None and said == answer["content"].strip() and _calls(message) == _calls(answer)
+    if answer is None:
+        return False
+    return text == answer["content"].strip() and _functions(message) == _functions(answer)
 
 
-def _calls(message: dict[str, Any]) -> Sequence[dict[str, Any]]:
+def _functions(message: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """The functions that a message calls, with their arguments."""
     return [call["function"] for call in message.get("tool_calls", ())]

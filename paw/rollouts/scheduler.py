@@ -1,16 +1,17 @@
-"""Episodes played at once: agents' coroutines on one event loop, over one engine.
+"""Episodes played in parallel: agents' coroutines on one event loop, over one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request enters the engine
-immediately. Environments that may block run in threads meanwhile. Seeds derive from (seed, stream, task, member, turn),
-so an episode's tokens do not depend on which others it was batched with.
+immediately. Environments that may block run in threads. Seeds derive from (seed, stream, task, member, turn), so an
+episode's tokens do not depend on the others in its batch.
 """
 
 import asyncio
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paw import plugins
@@ -21,6 +22,7 @@ from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_cod
 from paw.rollouts.chat import ContextFull
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
+from paw.rollouts.exchange import exchange
 from paw.rollouts.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
 from paw.rollouts.turns import turns_problem
@@ -32,18 +34,51 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
-"""Environments stepped in parallel. Many more child processes would outlast their time limit starting together."""
+"""Environments stepped in parallel. Many more child processes, started together, would exceed their time limit."""
 MOMENT_S = 2e-4
-"""After responses, for the environments in threads that answer at once: their next requests join the next batch."""
+"""Seconds to wait after responses: requests of environments in threads that answer at once join the next batch."""
 STOP_S = 1.0
 """Seconds that agents have to end after an error or Ctrl-C."""
+LOOP_ROUNDS = 3
+"""Rounds of the event loop from the answer of a thread to the next request."""
+
+
+@dataclass
+class QueuedRequest:
+    """A request that the engine does not have yet."""
+
+    order: tuple[int, int]
+    """(index of the task, member) of its episode."""
+    request: Request
+    completion: asyncio.Future[Completion]
+
+
+@dataclass
+class PlayState:
+    """What changes while `Rollouts.run` plays some episodes."""
+
+    unfinished: int = 0
+    """Episodes that have not ended, begun or not."""
+    live: int = 0
+    """Episodes in play."""
+    being_made: int = 0
+    """Episodes that wait for a new environment."""
+    queue: list[QueuedRequest] = field(default_factory=list)
+    in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
+    """Completions that the engine owes, by the key of their request."""
+    error: BaseException | None = None
+    """Ends the play."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request is queued, an environment is made, an episode ends or an error is set."""
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an environment is made: one after the other, in the order of episodes."""
 
 
 class Rollouts:
-    """Plays episodes by the agent of agent.type, or `agent`; keeps its environments (some are processes) between plays.
+    """Plays episodes with `agent`, or that of agent.type. Keeps its environments (some are processes) between plays.
 
-    `engine` and `chat` are those of the model; None where `run` is told who answers. `encode_observation` gives the
-    world model's targets, which each of several ranks makes of what it has played.
+    `engine` and `chat` are the model's; None if `run` is told who answers. With several ranks, each encodes the world
+    model's targets of the episodes it has played, by `encode_observation`.
     """
 
     def __init__(
@@ -57,17 +92,23 @@ class Rollouts:
         agent: Callable[..., Any] | None = None,
         encode_observation: Callable[[str], list[int]] | None = None,
     ) -> None:
-        self.factory, self.engine, self.chat, self.config, self.ranks = factory, engine, chat, config, ranks
+        self.factory = factory
+        self.engine = engine
+        self.chat = chat
+        self.config = config
+        self.ranks = ranks
         self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, THREADS)
         self.loop = EpisodeLoop()
-        self._keys = itertools.count()
         self.loop.set_default_executor(Daemons())
+        self._request_keys = itertools.count()
         self._judges = Threads(THREADS, config.env.step_timeout_s)
         self._reward: Any = load_reward(config)
         self._idle: list[Guarded] = []
-        self._cut_is_told = False
+        """Environments of episodes that have ended."""
+        self._cut_is_reported = False
+        self._state = PlayState()
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
         """Play the first `count` tasks of update `step` in groups, as `play` does; then further ones, see `refill`."""
@@ -75,63 +116,87 @@ class Rollouts:
         return self.refill(played, step, count, progress)
 
     def refill(self, played: Played, step: int, count: int, progress: Progress | None) -> Played:
-        """Groups of further tasks in place of those whose returns are all equal, from which no policy learns: dynamic
-        sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count`; the groups as they were where none of
-        all varies."""
+        """Replace groups whose returns are all equal, from which no policy learns, by groups of further tasks.
+
+        This is dynamic sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count` further tasks are
+        played. If no group at all varies, the groups stay as they were.
+        """
         groups, stats = played
-        most, begun, config = self.config.rollout.refill * count, 0, self.config
+        config = self.config
+        budget = config.rollout.refill * count
+        begun = 0  # further tasks so far
         varied, uniform = split_by_variance(groups)
-        while begun < most and len(varied) < count:
-            start, missing = step * most + begun, min(count - len(varied), most - begun)
-            tasks = further_tasks(self.factory, start, missing, config.run.seed, split=config.env.train_split)
-            options = self.options(step) | {"stream": f"train/{step}/{begun}"}
-            further, seen = self.play(tasks, **options, progress=progress)
-            found = split_by_variance(further)
-            varied, uniform = varied + found[0], uniform + found[1]
-            stats, begun = RolloutStats.sum([stats, seen]), begun + missing
-        if most and varied:
-            groups, stats.uniform = varied, uniform
+
+        while begun < budget and len(varied) < count:
+            missing = min(count - len(varied), budget - begun)
+            first = step * budget + begun
+            further_groups, further_stats = self.play(
+                further_tasks(self.factory, first, missing, config.run.seed, split=config.env.train_split),
+                group_size=config.rollout.group_size,
+                temperature=config.rollout.temperature,
+                seed=config.run.seed,
+                stream=f"train/{step}/{begun}",
+                progress=progress,
+            )
+            further_varied, further_uniform = split_by_variance(further_groups)
+            varied += further_varied
+            uniform += further_uniform
+            stats = RolloutStats.sum([stats, further_stats])
+            begun += missing
+
+        if budget and varied:
+            stats.uniform = uniform
+            return varied, stats
         return groups, stats
 
     def tasks(self, step: int, count: int) -> list[Task]:
         return train_tasks(self.factory, step, count, self.config.run.seed, split=self.config.env.train_split)
 
     def options(self, step: int) -> dict[str, Any]:
-        """How `play` plays the tasks of update `step`."""
-        own = {"group_size": self.config.rollout.group_size, "temperature": self.config.rollout.temperature}
-        return own | {"seed": self.config.run.seed, "stream": f"train/{step}"}
+        """The keyword arguments with which `play` plays the tasks of update `step`."""
+        return {
+            "group_size": self.config.rollout.group_size,
+            "temperature": self.config.rollout.temperature,
+            "seed": self.config.run.seed,
+            "stream": f"train/{step}",
+        }
 
     def evaluation(self, progress: Progress | None = None) -> Played:
         """Play the evaluation games once each, as `play` does."""
         config = self.config.eval
-        tasks = eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed)
-        options = {"group_size": 1, "temperature": config.temperature}
-        return self.play(tasks, **options, seed=config.seed, stream="eval", progress=progress)
+        return self.play(
+            eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed),
+            group_size=1,
+            temperature=config.temperature,
+            seed=config.seed,
+            stream="eval",
+            progress=progress,
+        )
 
     def play(self, tasks: list[Task], **options: Any) -> Played:
         """Play each task `group_size` times with the engine's current weights, each rank its share of the episodes.
 
-        `stream` names the draw ("train/12", "eval"), so that no two share random numbers. An episode that fails is left
-        out; a group left with fewer than min(2, group_size) members is dropped. Returns the groups of all ranks, in the
-        order of tasks.
+        `options` are those of `play_own`. Returns the groups of all ranks, in the order of tasks. An episode that fails
+        is in no group, and a group left with fewer than min(2, group_size) members is dropped.
         """
         return self.share(self.play_own(tasks, **options), tasks, options["group_size"])
 
     def share(self, own: Played, tasks: list[Task], group_size: int) -> Played:
-        """What all ranks have played of the tasks, in their order, the parts of a group put together; takes all ranks.
+        """The groups that all ranks have played, in the order of tasks, each put together. A call of all ranks.
 
         Groups left with too few members are dropped here, whichever rank played them.
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
-            from paw.rollouts.exchange import exchange
-
             parts = exchange(own, tasks, self.ranks, self.encode_observation)
+
         groups = [Group(task, [], place) for place, task in enumerate(tasks)]
-        for group in (group for played, _ in parts for group in played):
-            groups[group.place].trajectories += group.trajectories
+        for rank_groups, _ in parts:
+            for group in rank_groups:
+                groups[group.place].trajectories += group.trajectories
+
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
-        stats = RolloutStats.sum(stats for _, stats in parts)
+        stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
         stats.groups_dropped = len(groups) - len(kept)
         return kept, stats
 
@@ -145,37 +210,68 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> Played:
-        """This rank's share of the episodes, for `share`: one block of all, in the order of tasks and members.
+        """Play this rank's share of the episodes, for `share`.
 
-        So the members of a group stay together and share their prompt in the engine's cache, but for those at the ends.
+        `stream` names the draw ("train/12", "eval"), so that no two share random numbers.
         """
         for task in tasks:
-            if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
-                name = type(self.factory).__name__
-                raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
-            check_kind(task, self.factory)
-        rank, count = (self.ranks.rank, self.ranks.world_size) if self.ranks else (0, 1)
-        members = [(place, member) for place in range(len(tasks)) for member in range(group_size)]
-        cuts = (len(members) * rank // count, len(members) * (rank + 1) // count)
-        groups = [
-            Group(tasks[place], [Trajectory(tasks[place], member) for _, member in of], place)
-            for place, of in itertools.groupby(members[slice(*cuts)], key=lambda pair: pair[0])
-        ]
-        episodes = [Episode(t, group.place, seed, stream, temperature) for group in groups for t in group.trajectories]
-        given_up, finished = self.threads.given_up, itertools.count(1)
-        processes_lost = self._processes_lost
-        report = progress or (lambda done, total: None)
-        self.run(episodes, ended=lambda _: report(next(finished), len(episodes)))
+            self._check_task(task)
+        groups = self._own_groups(tasks, group_size)
+        episodes: list[Episode] = []
+        for group in groups:
+            for trajectory in group.trajectories:
+                episodes.append(Episode(trajectory, group.place, seed, stream, temperature))
+
+        finished = itertools.count(1)
+
+        def ended(_: Episode) -> None:
+            if progress:
+                progress(next(finished), len(episodes))
+
+        given_up_before = self.threads.given_up
+        processes_lost_before = self._processes_lost
+        self.run(episodes, ended=ended)
+
         stats = RolloutStats.sum(episode.stats for episode in episodes)
-        stats.threads_lost = self.threads.given_up - given_up
-        stats.processes_lost = self._processes_lost - processes_lost
-        if stats.texts_cut and not self._cut_is_told:
-            self._cut_is_told = True
-            most = self.config.env.max_text
-            to_stderr(f"{stats.texts_cut} texts of the environment were cut to env.max_text = {most} (said once)")
+        stats.threads_lost = self.threads.given_up - given_up_before
+        stats.processes_lost = self._processes_lost - processes_lost_before
+        self._report_cut_texts(stats.texts_cut)
         for group in groups:
             group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
         return groups, stats
+
+    def _check_task(self, task: Task) -> None:
+        """Raise UserError if the environment's list of tasks has something else, or a kind that may not be."""
+        if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
+            name = type(self.factory).__name__
+            raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
+        check_kind(task, self.factory)
+
+    def _own_groups(self, tasks: list[Task], group_size: int) -> list[Group]:
+        """This rank's share of the episodes, not played yet, in groups.
+
+        It is one block of all episodes in the order of tasks and members. So the members of a group stay together and
+        share their prompt in the engine's cache, except for the groups at the ends of the block.
+        """
+        rank = self.ranks.rank if self.ranks else 0
+        world_size = self.ranks.world_size if self.ranks else 1
+        count = len(tasks) * group_size
+        start = count * rank // world_size
+        end = count * (rank + 1) // world_size
+
+        groups: list[Group] = []
+        for episode_index in range(start, end):
+            place, member = divmod(episode_index, group_size)
+            if not groups or groups[-1].place != place:
+                groups.append(Group(tasks[place], [], place))
+            groups[-1].trajectories.append(Trajectory(tasks[place], member))
+        return groups
+
+    def _report_cut_texts(self, count: int) -> None:
+        if count and not self._cut_is_reported:
+            self._cut_is_reported = True
+            max_text = self.config.env.max_text
+            to_stderr(f"{count} texts of the environment were cut to env.max_text = {max_text} (said once)")
 
     def run(
         self,
@@ -185,55 +281,80 @@ class Rollouts:
         at_once: int = 0,
         ended: Callable[[Episode], None] | None = None,
     ) -> None:
-        """Play the episodes to their ends, `at_once` of them in parallel (0: all); `ended` gets each as it ends.
+        """Play the episodes to their ends, `at_once` of them in parallel (0: all). `ended` gets each as it ends.
 
-        `make_model` says who answers in place of the engine. Whatever an environment or an agent raises is its
-        episode's failure. KeyboardInterrupt, UserError, and what the engine or `ended` raise end the play.
+        `make_model` makes who answers in place of the engine. Whatever an environment or an agent raises is its
+        episode's failure. KeyboardInterrupt, UserError, and whatever the engine or `ended` raise end the play.
         """
-        self._queue: list[tuple[tuple[int, int], Request, asyncio.Future[Completion]]] = []
-        self._in_flight: dict[int, asyncio.Future[Completion]] = {}
-        self._error: BaseException | None = None
-        self._live, self._unmade, self._left = 0, 0, len(episodes)
-        self._changed, self._making = asyncio.Event(), asyncio.Lock()
-        places = asyncio.Semaphore(at_once or len(episodes) or 1)
+        self._state = PlayState(unfinished=len(episodes))
+        slots = asyncio.Semaphore(at_once or len(episodes) or 1)
+        make_model = make_model or self._make_engine_model
 
-        async def play(episode: Episode) -> None:
+        with _outside_running_loop():
+            tasks: list[asyncio.Task[None]] = []
+            for episode in episodes:
+                tasks.append(self.loop.create_task(self._run_episode(episode, make_model, slots, ended)))
+            driver = self.loop.create_task(self._drive())
             try:
-                async with places:
-                    self.loop.enter(episode.trajectory)
-                    self._live += 1
-                    await self._play(episode, make_model or (lambda env: EngineModel(env, self)))
-                    self._live -= 1
-                    if ended and not self._error:
-                        ended(episode)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                self.end(error)
-            self._left -= 1
-            self._changed.set()
+                self.loop.run_until_complete(driver)
+            finally:
+                self.end(asyncio.CancelledError())
+                self._cancel([*tasks, driver])
 
-        outer = asyncio._get_running_loop()  # of a notebook, which runs its cells inside; asyncio has one a thread
-        asyncio._set_running_loop(None)
-        tasks = [self.loop.create_task(play(episode)) for episode in episodes]
-        driver = self.loop.create_task(self._drive())
+    def _make_engine_model(self, env: EnvHandle) -> Model:
+        return EngineModel(env, self)
+
+    async def _run_episode(
+        self,
+        episode: Episode,
+        make_model: Callable[[EnvHandle], Model],
+        slots: asyncio.Semaphore,
+        ended: Callable[[Episode], None] | None,
+    ) -> None:
+        """Play an episode once there is a slot for it. What is not the episode's failure ends the play."""
+        state = self._state
         try:
-            self.loop.run_until_complete(driver)
-        finally:
-            self.end(asyncio.CancelledError())
-            if left := [task for task in (*tasks, driver) if not task.done() and task.cancel()]:
-                self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
-            asyncio._set_running_loop(outer)
+            async with slots:
+                self.loop.enter(episode.trajectory)
+                state.live += 1
+                await self._play(episode, make_model)
+                state.live -= 1
+                if ended and not state.error:
+                    ended(episode)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.end(error)
+        state.unfinished -= 1
+        state.changed.set()
+
+    def _cancel(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Cancel tasks that have not ended, and give them STOP_S to do so."""
+        cancelled: list[asyncio.Task[Any]] = []
+        for task in tasks:
+            if not task.done() and task.cancel():
+                cancelled.append(task)
+        if cancelled:
+            self.loop.run_until_complete(asyncio.wait(cancelled, timeout=STOP_S))
 
     async def sample(self, episode: Episode, prompt_ids: list[int], seed: int, stopped: Any) -> Completion:
-        limit, future = self.config.rollout.max_response_tokens, self.loop.create_future()
-        request = Request(next(self._keys), prompt_ids, seed, episode.temperature, limit, stopped)
-        self._queue.append(((episode.index, episode.trajectory.member), request, future))
-        self._changed.set()
-        return await future
+        """What the engine samples for a prompt of an episode. Raises EnvironmentFailure if it could not."""
+        completion: asyncio.Future[Completion] = self.loop.create_future()
+        request = Request(
+            key=next(self._request_keys),
+            prompt_ids=prompt_ids,
+            seed=seed,
+            temperature=episode.temperature,
+            max_tokens=self.config.rollout.max_response_tokens,
+            stopped=stopped,
+        )
+        order = (episode.index, episode.trajectory.member)
+        self._state.queue.append(QueuedRequest(order, request, completion))
+        self._state.changed.set()
+        return await completion
 
     def close(self) -> None:
-        """Close the environments. What one of them raises, or that it hangs, no longer matters."""
+        """Close the environments and the loop. An environment that raises or hangs no longer matters."""
         self.threads.close(*(environment.close for environment in self._idle))
         self._judges.close()
         self._idle.clear()
@@ -241,102 +362,153 @@ class Rollouts:
             self.loop.close()
 
     def end(self, error: BaseException) -> None:
-        """Have the play end with this error, or an earlier one."""
-        self._error = self._error or error
-        self._changed.set()
+        """End the play with this error, unless an earlier one ends it."""
+        self._state.error = self._state.error or error
+        self._state.changed.set()
 
     async def _drive(self) -> None:
-        while self._left and not self._error:
-            for _ in range(3):  # rounds of the loop from the answer of a thread to the next request
-                await asyncio.sleep(0)
-            waiting = len(self._queue) + len(self._in_flight)
-            # An engine that takes no request while it runs waits for all live episodes. Each waits while environments
-            # are made, so that the members of a group begin together and share their prompt in its cache.
-            if self.engine and waiting and not self._unmade and (self.engine.continuous or waiting >= self._live):
+        """Step the engine until all episodes have ended. Raises the error that ends the play."""
+        state = self._state
+        while state.unfinished and not state.error:
+            await _let_others_run()
+            if self._engine_may_step():
                 if self._step() and self.threads.count:
-                    for _ in range(3):
-                        await asyncio.sleep(0)
+                    await _let_others_run()
                     time.sleep(MOMENT_S)
-            elif self._left and not self._error:
-                self._changed.clear()
-                await self._changed.wait()
-        if self._error:
-            raise self._error
+            elif state.unfinished and not state.error:
+                state.changed.clear()
+                await state.changed.wait()
+        if state.error:
+            raise state.error
+
+    def _engine_may_step(self) -> bool:
+        """Whether there are requests, and no others have to be waited for.
+
+        Each step waits while environments are made, so that the members of a group begin together and share their
+        prompt in the engine's cache. An engine that takes no request while it runs waits for all live episodes.
+        """
+        state = self._state
+        waiting = len(state.queue) + len(state.in_flight)
+        if not self.engine or not waiting or state.being_made:
+            return False
+        return self.engine.continuous or waiting >= state.live
 
     def _step(self) -> bool:
+        """Submit the queued requests and step the engine; whether it has completed any."""
+        state = self._state
         if not self.engine.continuous:
-            self._queue.sort(key=lambda queued: queued[0])  # batches do not depend on which environment was faster
-        for _, request, future in self._queue:
-            self.engine.submit(request)
-            self._in_flight[request.key] = future
-        self._queue.clear()
+            state.queue.sort(key=lambda queued: queued.order)  # batches do not depend on which environment was faster
+        for queued in state.queue:
+            self.engine.submit(queued.request)
+            state.in_flight[queued.request.key] = queued.completion
+        state.queue.clear()
+
         completions = self.engine.step()
         for completion in completions:
-            future = self._in_flight.pop(completion.key, None)
-            if future and not future.done() and completion.failure:
+            future = state.in_flight.pop(completion.key, None)
+            if future is None or future.done():
+                continue
+            if completion.failure:
                 future.set_exception(EnvironmentFailure(completion.failure))
-            elif future and not future.done():
+            else:
                 future.set_result(completion)
         return bool(completions)
 
     async def _play(self, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
-        trajectory, started, guarded = episode.trajectory, time.monotonic(), None
+        """Play one episode. Whatever goes wrong is its failure; only what `OURS` names is raised."""
+        trajectory = episode.trajectory
+        started = time.monotonic()
+        guarded: Guarded | None = None
         try:
             guarded = self._idle.pop() if self._idle else await self._make()
-            env = EnvHandle(guarded, self.threads, episode, self.config.env)
-            model = make_model(env)
-            try:
-                async with env.patience.limit():
-                    await self.agent(env, model)
-            except ContextFull:
-                episode.context_full = True
-                episode.stats.context_full = 1
-            model.ended()
-            if not (trajectory.turns or trajectory.failure or episode.context_full):
-                raise RuntimeError("the agent ended without a call of the model")
-            if self._reward and trajectory.turns and trajectory.failure is None:
-                await self._judge(trajectory)
-            if not (trajectory.turns or trajectory.failure or episode.context_full):
-                raise RuntimeError("its turns were taken away")
-            if problem := turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel)):
-                raise RuntimeError(problem)
+            await self._play_in(guarded, episode, make_model)
         except OURS:
             raise
         except BaseException as error:
             trajectory.failure = trajectory.failure or describe(error)
+
         episode.seconds = time.monotonic() - started
         episode.stats.failed = [trajectory] if trajectory.failure is not None else []
         if guarded:
-            episode.stats.texts_cut, guarded.texts_cut = guarded.texts_cut, 0
+            episode.stats.texts_cut = guarded.texts_cut
+            guarded.texts_cut = 0
             if trajectory.failure is None:
                 self._idle.append(guarded)
+
+    async def _play_in(self, guarded: Guarded, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
+        """Have the agent play an episode in this environment, and judge it. Raises what is wrong with the episode."""
+        trajectory = episode.trajectory
+        env = EnvHandle(guarded, self.threads, episode, self.config.env)
+        model = make_model(env)
+        try:
+            async with env.patience.limit():
+                await self.agent(env, model)
+        except ContextFull:
+            episode.context_full = True
+            episode.stats.context_full = 1
+        model.ended()
+
+        if _lacks_turns(episode):
+            raise RuntimeError("the agent ended without a call of the model")
+        if self._reward and trajectory.turns and trajectory.failure is None:
+            await self._judge(trajectory)
+        if _lacks_turns(episode):
+            raise RuntimeError("its turns were taken away")
+        problem = turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel))
+        if problem:
+            raise RuntimeError(problem)
 
     @property
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
     async def _make(self) -> Guarded:
-        self._unmade += 1
+        """A new environment, checked."""
+        state = self._state
+        state.being_made += 1
         try:
-            async with self._making:  # one after the other, in the order of episodes
+            async with state.making:
                 environment = await self.threads.run(self.factory.make)
         finally:
-            self._unmade -= 1
-            self._changed.set()
+            state.being_made -= 1
+            state.changed.set()
         if inspect.iscoroutinefunction(getattr(environment, "step", None)):
             self.threads.count = THREADS
         return Guarded(environment, self.config.env)
 
     async def _judge(self, trajectory: Trajectory) -> None:
-        """Give the episode the reward of reward.type in place of the environment's, to the last turn."""
-        value = await self._judges.run(self._reward, trajectory)
-        value = number(f"reward.type = '{self.config.reward.type}'", value, -MAX_REWARD, MAX_REWARD)
+        """Replace the environment's rewards: the last turn gets the reward of reward.type, the others 0."""
+        result = await self._judges.run(self._reward, trajectory)
+        reward = number(f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD)
         for turn in trajectory.turns:
-            turn.outcome = replace(turn.outcome, reward=value if turn is trajectory.turns[-1] else 0.0)
+            is_last = turn is trajectory.turns[-1]
+            turn.outcome = replace(turn.outcome, reward=reward if is_last else 0.0)
+
+
+async def _let_others_run() -> None:
+    """Wait for what other tasks can do at once: from the answer of a thread to the next request."""
+    for _ in range(LOOP_ROUNDS):
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def _outside_running_loop() -> Iterator[None]:
+    """Hide the loop that a notebook's cells run in: asyncio allows one running loop a thread, and has no other way."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+def _lacks_turns(episode: Episode) -> bool:
+    """Whether an episode without a turn has no reason to have none."""
+    return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
 
 
 def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """The reward function that reward.type names, with its settings; None for the environment's own rewards."""
+    """The reward function that reward.type names, with its settings; None if the environment's rewards count."""
     name = config.reward.type
     if name == "env":
         return None
@@ -346,9 +518,16 @@ def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """(groups whose members differ in what they won, those where they do not); a lone member counts among the first."""
-    found: tuple[list[Group], list[Group]] = [], []
+    """(groups whose members differ in their returns, groups whose returns are all equal).
+
+    A group of one member is among the first.
+    """
+    varied: list[Group] = []
+    uniform: list[Group] = []
     for group in groups:
-        returns = {member.episode_return for member in group.trajectories}
-        found[len(group.trajectories) > 1 and len(returns) == 1].append(group)
-    return found
+        returns = {trajectory.episode_return for trajectory in group.trajectories}
+        if len(group.trajectories) > 1 and len(returns) == 1:
+            uniform.append(group)
+        else:
+            varied.append(group)
+    return varied, uniform

@@ -17,51 +17,60 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
     """
     if n == 0:
         return 0.0, 1.0
-    p, z2 = successes / n, z * z
+    p = successes / n
+    z2 = z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    half_width = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
-    """Of the episodes: games, failures, success with its interval, return, steps, valid actions, success_<kind>, score.
+    """games, failures, failure, success with its interval, return, steps, valid_actions, score and success_<kind>.
 
-    Those that `failed` are among the games and not successful, and "failure" is why the first did; other means leave
-    them out. Where no episode ended, games, failures and failure are all there is.
+    `failed` episodes count as games without success, and "failure" says why the first one failed. The other means leave
+    them out. If no episode ended, only games, failures and failure are returned.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    by_kind: dict[str, list[bool]] = {}
-    for kind, success in kinds(groups, failed):
-        by_kind.setdefault(kind, []).append(success)
-    won, n = sum(episode.won for episode in episodes), len(episodes) + len(failed)
-    counts = {"games": float(n), "failures": float(len(failed)), **({"failure": failed[0].failure} if failed else {})}
+    games = len(episodes) + len(failed)
+    metrics: dict[str, Any] = {"games": float(games), "failures": float(len(failed))}
+    if failed:
+        metrics["failure"] = failed[0].failure
     if not episodes:
-        return counts
+        return metrics
+
+    successes = sum(episode.won for episode in episodes)
+    metrics["success"] = successes / games
+    metrics["ci_low"], metrics["ci_high"] = wilson(successes, games)
+
     turns = [turn for episode in episodes for turn in episode.turns]
-    scores = [score for e in episodes if e.turns and (score := e.turns[-1].outcome.score) is not None]
-    low, high = wilson(won, n)
-    return {
-        **counts,
-        "success": won / n,
-        "ci_low": low,
-        "ci_high": high,
-        "return": sum(e.episode_return for e in episodes) / len(episodes),
-        "steps": len(turns) / len(episodes),
-        "valid_actions": sum(turn.outcome.valid for turn in turns) / max(1, len(turns)),
-        **({"score": sum(scores) / len(scores)} if scores else {}),
-        **{f"success_{kind}": sum(wins) / len(wins) for kind, wins in sorted(by_kind.items())},
-    }
+    metrics["return"] = sum(episode.episode_return for episode in episodes) / len(episodes)
+    metrics["steps"] = len(turns) / len(episodes)
+    metrics["valid_actions"] = sum(turn.outcome.valid for turn in turns) / max(1, len(turns))
+
+    last_outcomes = [episode.turns[-1].outcome for episode in episodes if episode.turns]
+    scores = [outcome.score for outcome in last_outcomes if outcome.score is not None]
+    if scores:
+        metrics["score"] = sum(scores) / len(scores)
+
+    successes_by_kind: dict[str, list[bool]] = {}
+    for kind, success in kinds(groups, failed):
+        successes_by_kind.setdefault(kind, []).append(success)
+    for kind, of_kind in sorted(successes_by_kind.items()):
+        metrics[f"success_{kind}"] = sum(of_kind) / len(of_kind)
+    return metrics
 
 
 def success_text(metrics: Mapping[str, Any]) -> str:
     """Success as people read it, from `success_metrics`: "25.0% of 8 games, 6 failed (RuntimeError: boom)"."""
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
-    failed = f", {metrics['failures']:.0f} failed ({metrics['failure']})" if metrics["failures"] else ""
-    return f"{share} of {metrics['games']:.0f} games{failed}"
+    text = f"{share} of {metrics['games']:.0f} games"
+    if metrics["failures"]:
+        text += f", {metrics['failures']:.0f} failed ({metrics['failure']})"
+    return text
 
 
 def more_context(config: Config) -> str:
-    """What helps if episodes run out of context."""
+    """What to do if episodes run out of context."""
     longer = f"raise rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     if config.endpoint.url:
         longer = f"serve {config.endpoint.model} with a longer one"
@@ -69,6 +78,9 @@ def more_context(config: Config) -> str:
 
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
-    """(kind of task, whether won) of every episode; those that `failed` are not successful."""
-    ended = [(kind_name(episode.task.kind), episode.won) for group in groups for episode in group.trajectories]
-    return ended + [(kind_name(episode.task.kind), False) for episode in failed]
+    """(kind of task, whether won) of every episode; `failed` ones count as not won."""
+    rows: list[tuple[str, bool]] = []
+    for group in groups:
+        rows += [(kind_name(episode.task.kind), episode.won) for episode in group.trajectories]
+    rows += [(kind_name(episode.task.kind), False) for episode in failed]
+    return rows

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from paw.errors import UserError
+from paw.model import lora
 from paw.model.policy import full_parameters
 from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
-LIMIT, TOLERATED = 0.5, 0.05
-"""Nats that a token's two log-probs may differ by, and the share of tokens that may be beyond it. Rounding costs up to
-1e-6 in fp32, 0.008 in bf16 (0.14 with sharp weights; small models): the odd token. Wrong weights put many there."""
+LIMIT = 0.5
+"""Nats by which a token's two log-probs may differ. In small models, rounding costs up to 1e-6 in fp32 and 0.008 in
+bf16 (0.14 with sharp weights)."""
+TOLERATED = 0.05
+"""Share of tokens that may be beyond LIMIT. Rounding puts the odd token there, wrong weights put many."""
 
 
 class StaleWeightsError(UserError):
-    """The sampler's log-probabilities are not those of the trainer's weights. `servers`: of whose tokens."""
+    """The sampler's log-probabilities are not those of the trainer's weights, for tokens sampled by `servers`."""
 
     def __init__(self, message: str, servers: Sequence[str]) -> None:
         super().__init__(message)
@@ -26,11 +29,15 @@ class StaleWeightsError(UserError):
 
 
 class Weights:
-    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged: each pass is a
-    collective call of all ranks where the model is sharded."""
+    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged.
+
+    If the model is sharded, each pass is a collective call of all ranks.
+    """
 
     def __init__(self, model: nn.Module, checkpoint_names: bool, merge: bool = True) -> None:
-        self._model, self._checkpoint_names, self._merge = model, checkpoint_names, merge
+        self._model = model
+        self._checkpoint_names = checkpoint_names
+        self._merge = merge
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one gathered at a time."""
@@ -38,39 +45,44 @@ class Weights:
 
     @property
     def base(self) -> "Weights":
-        """The same without adapters."""
+        """The same parameters without adapters."""
         return Weights(self._model, self._checkpoint_names, merge=False)
 
     @property
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, full tensor) of LoRA's, for one pass."""
-        from paw.model.lora import adapters
-
-        return adapters(self._model)
+        """(peft's name, full tensor) of each LoRA parameter, for one pass."""
+        return lora.adapters(self._model)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and full shape of each, without gathering."""
-        every = self._model.named_parameters(remove_duplicate=False)
-        empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in every if ".lora_" not in name)
-        named = self._named((name.replace(".base_layer.", "."), tensor) for name, tensor in empty)
-        return [(name, tuple(tensor.shape)) for name, tensor in named]
+        """(name, full shape) of each parameter, without gathering."""
+        return [(name, tuple(tensor.shape)) for name, tensor in self._named(self._empty_parameters())]
 
-    def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor without data) of each parameter but the adapters'; names as before peft's layers came in."""
+        for name, tensor in self._model.named_parameters(remove_duplicate=False):
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
+
+    def _named(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters under the names that the engine expects."""
         if not self._checkpoint_names:
-            return named
+            return parameters
         from paw.rollouts.engines.vllm import checkpoint_parameters
 
-        return checkpoint_parameters(self._model, named)
+        return checkpoint_parameters(self._model, parameters)
 
 
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
-    """Hand every parameter of a Hugging Face causal LM to `engine`; on FSDP2 a collective call of all ranks."""
+    """Send every parameter of a Hugging Face causal LM to `engine`; with FSDP2 a collective call of all ranks."""
     engine.sync(Weights(model, engine.checkpoint_names), version)
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
-    """Which server sampled each response token, "" where there are none; None for tokens of other weights."""
-    return [[sample.server if made == version else None for made in sample.versions] for sample in samples]
+    """For each response token the server that sampled it ("" without servers), or None if other weights did."""
+    rows: list[list[str | None]] = []
+    for sample in samples:
+        rows.append([sample.server if token_version == version else None for token_version in sample.versions])
+    return rows
 
 
 def sampler_mismatch(
@@ -79,27 +91,50 @@ def sampler_mismatch(
     servers: Sequence[Sequence[str | None]] | None = None,
     what: str = "log-probs",
 ) -> dict[str, float]:
-    """health/sampler_mismatch (largest) and health/sampler_mismatch_mean, nats: how far the trainer's log-probs of some
-    responses are from the sampler's. `servers`: who sampled each token, those of None are left out; {} for none.
+    """How far the trainer's log-probs of some responses are from the sampler's, in nats.
 
-    StaleWeightsError when more than `TOLERATED` of a server's are beyond `LIMIT`, or not finite.
+    Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean; {} without tokens.
+    `servers` names who sampled each token; tokens of None are left out.
+
+    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT`, or not finite.
     """
-    of = chain(*servers) if servers is not None else ("" for part in trainer for _ in part)
-    distances: dict[str, list[float]] = defaultdict(list)
-    for ours, theirs, server in zip(chain(*trainer), chain(*sampled), of, strict=True):
-        if server is not None:
-            distances[server].append(abs(ours - theirs))
+    distances = _distances(trainer, sampled, servers)
     if not distances:
         return {}
-    off = {server: sum(not d <= LIMIT for d in found) / len(found) for server, found in distances.items()}  # NaN too
-    wrong = [server for server, share in sorted(off.items()) if share > TOLERATED]
-    every = list(chain(*(distances[server] for server in wrong or distances)))
-    largest, mean = max(every), sum(every) / len(every)
-    if wrong:
-        where = ", ".join(f"{off[url]:.0%} of {len(distances[url])} tokens" + (url and f" of {url}") for url in wrong)
+
+    shares_off: dict[str, float] = {}
+    for server, values in distances.items():
+        off = sum(not distance <= LIMIT for distance in values)  # so that NaN counts as well
+        shares_off[server] = off / len(values)
+    stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
+
+    reported = list(chain(*(distances[server] for server in stale or distances)))
+    largest = max(reported)
+    mean = sum(reported) / len(reported)
+    if stale:
+        places = []
+        for server in stale:
+            place = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
+            places.append(f"{place} of {server}" if server else place)
         raise StaleWeightsError(
-            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on {where}"
-            f" (mean {mean:.3g}, max {largest:.3g}); the engine does not hold the weights it was sent",
-            wrong,
+            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on "
+            f"{', '.join(places)} (mean {mean:.3g}, max {largest:.3g}); "
+            "the engine does not hold the weights it was sent",
+            stale,
         )
     return {"health/sampler_mismatch": largest, "health/sampler_mismatch_mean": mean}
+
+
+def _distances(
+    trainer: Sequence[list[float]],
+    sampled: Sequence[list[float]],
+    servers: Sequence[Sequence[str | None]] | None,
+) -> dict[str, list[float]]:
+    """|trainer - sampled| of each token, by the server that sampled it: "" for all if `servers` is None."""
+    if servers is None:
+        servers = [[""] * len(row) for row in trainer]
+    distances: dict[str, list[float]] = defaultdict(list)
+    for trainer_logp, sampled_logp, server in zip(chain(*trainer), chain(*sampled), chain(*servers), strict=True):
+        if server is not None:
+            distances[server].append(abs(trainer_logp - sampled_logp))
+    return distances
