@@ -1,10 +1,10 @@
 """From a recipe and the command line to a Config.
 
 A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line overrides one key.
-`base = ["alfworld", "gigpo", "paw"]` above the first table takes over other recipes (names, or paths relative to the
-file) in that order; each overrides single keys of those before it, and the file those of all. A layer that chooses
-another plug-in, or another value that keys depend on (`paw.values.Only`), drops the keys that no longer apply. An
-unknown key is an error that says what was meant. No torch here.
+`base = ["alfworld", "gigpo", "paw"]` above the first table builds on other recipes (names, or paths relative to the
+file) in that order: each overrides single keys of those before it, and the file overrides all of them. A layer that
+chooses another plug-in, or another value that keys depend on (`paw.values.Only`), drops the keys that no longer apply.
+An unknown key is an error that suggests the nearest one. No torch here.
 """
 
 import re
@@ -24,21 +24,29 @@ from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
 RECIPES = Path(__file__).parent / "recipes"
-GENERATIONS, MOST_LAYERS, LARGEST = 50, 500, 1_000_000
-"""Bases one on another below a recipe, in all, and bytes of one."""
+GENERATIONS = 50
+"""Most bases below a recipe, one on another."""
+MOST_LAYERS = 500
+"""Most bases of a recipe in all."""
+LARGEST = 1_000_000
+"""Most bytes of a recipe."""
 HIGH_LR = 1e-4
 NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
+"""A URL whose password was masked."""
 
 
 @cache
 def packaged() -> dict[str, dict[str, dict[str, Any]]]:
-    """The `recipes` that can be trained, and the `bases` that others build on (algorithms, benchmarks, models), by
-    name: those of index.toml, and files of their own."""
-    found = _tables(RECIPES / "index.toml")
+    """The `recipes` that can be trained and the `bases` that others build on (algorithms, benchmarks, models), by name.
+
+    They come from index.toml and from files of their own.
+    """
+    by_kind = _tables(RECIPES / "index.toml")
     for kind, folder in (("recipes", RECIPES), ("bases", RECIPES / "bases")):
-        found[kind] |= {path.stem: _tables(path) for path in folder.glob("*.toml")}
-    del found["recipes"]["index"]
-    return found
+        for path in folder.glob("*.toml"):
+            by_kind[kind][path.stem] = _tables(path)
+    del by_kind["recipes"]["index"]
+    return by_kind
 
 
 def recipe_names() -> list[str]:
@@ -50,10 +58,10 @@ def base_names() -> list[str]:
 
 
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
-    """Read a recipe by name or path, apply `{"a.b": value}` overrides (texts as on the command line), validate.
+    """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides (texts as on the command line).
 
-    A configuration in place of a recipe is taken as it is, under the overrides. Raises UserError for whatever is
-    unknown, malformed or out of range.
+    A configuration can take the place of the recipe. Raises UserError if anything is unknown, malformed or out of
+    range.
     """
     if isinstance(recipe, Config):
         if not overrides:
@@ -65,84 +73,113 @@ def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -
 
 
 def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
-    """`load`, with the recipe's name as run.name where nothing else is said."""
+    """`load`, with the recipe's name as run.name if that is not set."""
     config = load(recipe, overrides)
     if "name" in config.run.model_fields_set:
         return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": Path(recipe).stem})})
+    run = config.run.model_copy(update={"name": Path(recipe).stem})
+    return config.model_copy(update={"run": run})
 
 
 def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
-    """The Config of a recipe's keys under `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
-    given = {key: named(value) for key, value in overrides.items()}
-    keys, layer = keys_of(Config, flat | given), Flat()  # what plug-ins are chosen decides which keys there are
-    for key, value in given.items():
+    """The Config of a recipe's keys with `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
+    named_overrides = {key: named(value) for key, value in overrides.items()}
+    keys = keys_of(Config, flat | named_overrides)  # the chosen plug-ins decide which keys there are
+    layer: Flat = {}
+    for key, value in named_overrides.items():
         table = key.rpartition(".")[0]
-        if key not in keys and not (table in keys and get_origin(keys[table].field.annotation) is dict):
+        is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
+        if key not in keys and not is_entry_of_dict:
             from paw.hints import unknown_key
 
-            raise unknown_key(key.rstrip("."), flat | given, origin="command line", dashes="--")
+            raise unknown_key(key.rstrip("."), flat | named_overrides, origin="command line", dashes="--")
+
         if isinstance(value, str):
-            value = _parsed(value, keys[key].field.annotation if key in keys else None)
-        flat = {old: kept for old, kept in flat.items() if not old.startswith(f"{key}.")}  # a table as a whole
+            annotation = keys[key].field.annotation if key in keys else None
+            value = _parsed(value, annotation)
+        # An override of a table replaces all its keys.
+        flat = {old_key: old_value for old_key, old_value in flat.items() if not old_key.startswith(f"{key}.")}
         layer |= flatten({key: value})
-    return validate(layered(flat, layer), origin=origin, origins=origins | dict.fromkeys(overrides, "command line"))
+
+    origins = origins | dict.fromkeys(overrides, "command line")
+    return validate(layered(flat, layer), origin=origin, origins=origins)
 
 
 def named(value: Any) -> Any:
-    """The value, plug-ins in it replaced by their names."""
+    """The value with plug-ins in it replaced by their names."""
     if isinstance(value, list):
         return [named(item) for item in value]
-    return value if isinstance(value, str | int | float | tuple | dict | Path | None) else plugins.give(value)
+    if isinstance(value, str | int | float | tuple | dict | Path | None):
+        return value
+    return plugins.give(value)
 
 
 def _parsed(text: str, kind: Any) -> Any:
-    """A TOML value, or a bare word; `none` where a key may be left unset."""
+    """The value that `text` means for a key of type `kind`: None, a TOML value, or a bare word as a string."""
     if text.lower() == "none" and type(None) in get_args(kind):
         return None
-    value: Any = {"true": True, "false": False}.get(text.lower(), text)  # a bare word is a string
+
+    value: Any = {"true": True, "false": False}.get(text.lower(), text)
     with suppress(ValueError, RecursionError):
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
-    # a name that looks like a number or a date
-    return text if kind in (str, Path) and not isinstance(value, str) else value
+
+    if kind in (str, Path) and not isinstance(value, str):  # a name that looks like a number or a date
+        return text
+    return value
 
 
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
-    """Build a Config from tables or dotted keys; the first problem becomes a one-line UserError. It names where the key
-    comes from, by `origins`, or `origin`; of several keys at once, the command line's.
+    """Build a Config from tables or dotted keys.
+
+    Raises UserError, one line, for the first problem. It begins with the origin of the key, from `origins`, or else
+    `origin`; if it is about several keys, the command line is named rather than a recipe.
     """
-
-    def where(key: str, message: str = "") -> str:
-        found = [by for known, by in (origins or {}).items() if f"{key}.".startswith(f"{known}.") or known in message]
-        return "command line" if "command line" in found else (found or [origin])[-1]
-
     try:
         return Config.model_validate(nested(flatten(tree)))
     except ValidationError as error:
         problems = error.errors()
-    kind, value, key = problems[0]["type"], problems[0]["input"], _dotted(problems[0]["loc"])
+
+    origins = origins or {}
+    kind = problems[0]["type"]
+    location = problems[0]["loc"]
+    key = _dotted(location)
     if kind in ("extra_forbidden", "only"):
         from paw.hints import unknown_key
 
-        raise unknown_key(key, flatten(tree), origin=where(key))
-    if kind == "missing" and isinstance(problems[0]["loc"][-1], str):
-        key = next((known for known in keys_of(Config, flatten(tree)) if known.startswith(f"{key}.")), key)
+        raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
+    if kind == "missing" and isinstance(location[-1], str):
+        keys_below = (other for other in keys_of(Config, flatten(tree)) if other.startswith(f"{key}."))
+        key = next(keys_below, key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
+
     reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
     message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
-    found = f"{clean(key, LONGEST_NAME)} = {shown(value)}: " if key else ""
-    raise UserError(f"{where(key, message)}: {found}{message}")
+    setting = f"{clean(key, LONGEST_NAME)} = {shown(problems[0]['input'])}: " if key else ""
+    raise UserError(f"{_origin_of(key, message, origins, default=origin)}: {setting}{message}")
+
+
+def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
+    """Where the key, or a key that the message names, was set: the command line if any was set there, else the last."""
+    candidates = []
+    for known_key, origin in origins.items():
+        if f"{key}.".startswith(f"{known_key}.") or known_key in message:
+            candidates.append(origin)
+    if "command line" in candidates:
+        return "command line"
+    return candidates[-1] if candidates else default
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """Where an error is, without the tags pydantic adds for the alternatives of a union."""
+    """The key of an error, without the tags that pydantic adds for the alternatives of a union."""
     return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
 
 
 def dump(config: Config) -> str:
-    """The whole resolved configuration as TOML, the keys that apply; `load` of it gives the same Config, but for the
-    passwords of URLs, which are *** (`check_passwords`)."""
+    """The resolved configuration as TOML, with all keys that apply.
+
+    `load` of it gives the same Config, except for the passwords of URLs, which are *** (`check_passwords`).
+    """
     return tomli_w.dumps(as_tree(config))
 
 
@@ -154,18 +191,20 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 
 def check_passwords(config: Config) -> None:
-    """UserError for a URL whose password is ***, as the files of a run have it."""
+    """Raises UserError if a URL has the password ***, which the files of a run have in place of the real one."""
     plain = config.model_dump(mode="json", exclude_none=True)
     for key, known in known_keys(config).items():
         value = get(plain, key)
         if known.needs or not NO_PASSWORD.search(str(value)):
             continue
-        why = "files of a run do not keep passwords; give the whole value again"
-        raise UserError(f"{key} = {shown(value)}: {why}, in a recipe or with --{key} VALUE")
+        raise UserError(
+            f"{key} = {shown(value)}: files of a run do not keep passwords; give the whole value again, "
+            f"in a recipe or with --{key} VALUE"
+        )
 
 
 def warnings(config: Config) -> list[str]:
-    """What is likely to be a mistake, one line each."""
+    """A line for each setting that is likely to be a mistake."""
     if config.model.path == "quickstart" or config.lora.rank or config.optim.lr <= HIGH_LR:
         return []
     return [
@@ -175,28 +214,35 @@ def warnings(config: Config) -> list[str]:
 
 
 def known_keys(config: Config) -> dict[str, Key]:
-    """Every dotted key of a configuration's sections, those that do not apply too."""
+    """Every dotted key of a configuration's sections, including those that do not apply."""
     return keys_of(config, flatten(config))
 
 
 def get(tree: Any, dotted: str) -> Any:
-    """What nested dicts hold under a dotted key, or None."""
+    """The value of a dotted key in nested dicts, or None."""
     for part in dotted.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def layered(flat: Flat, layer: Flat) -> Flat:
-    """The layer over other keys, without those of them that no longer apply."""
-    before, merged = keys_of(Config, flat), flat | layer
+    """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then."""
+    merged = flat | layer
+    before = keys_of(Config, flat)
     after = keys_of(Config, merged)
-    gone = {key for key, known in before.items() if not known.needs and (key not in after or after[key].needs)}
-    return {key: value for key, value in merged.items() if key in layer or key not in gone}
+    dropped = set()
+    for key, state in before.items():
+        applies_after = key in after and not after[key].needs
+        if not state.needs and not applies_after:
+            dropped.add(key)
+    return {key: value for key, value in merged.items() if key in layer or key not in dropped}
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
-    """The keys of a recipe, by name or path, over those of its bases; and the recipe each comes from."""
-    flat, origins = Flat(), dict[str, str]()
+    """(keys, origins) of a recipe, given by name or path: its keys override those of its bases; an origin is the recipe
+    that a key comes from."""
+    flat: Flat = {}
+    origins: dict[str, str] = {}
     for origin, layer in _lineage(recipe):
         flat = layered(flat, layer)
         origins |= dict.fromkeys(layer, origin)
@@ -204,44 +250,61 @@ def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
 
 
 def _lineage(recipe: str) -> list[tuple[str, Flat]]:
-    """(origin, keys) of a recipe after those of its bases, in the order in which they override one another."""
+    """(origin, keys) of each base of a recipe and last of the recipe itself; later ones override earlier ones."""
     layers: list[tuple[str, Flat]] = []
 
-    def add(name: str, by: str, folder: Path, heirs: tuple[str, ...]) -> None:
-        origin, key, tables = name, name, (packaged()["bases"] | packaged()["recipes"]).get(name)
+    def add(name: str, *, context: str, folder: Path, heirs: tuple[str, ...]) -> None:
+        """Append the layers of one recipe; `heirs` identifies those that are built on it, `context` begins errors."""
         if name.endswith(".toml"):
             path = folder / name
-            tables = _tables(path, by)
-            origin, key, folder = str(path), str(path.resolve()), path.parent
+            tables = _tables(path, context)
+            origin = str(path)
+            identity = str(path.resolve())
+            folder = path.parent
+        else:
+            tables = (packaged()["bases"] | packaged()["recipes"]).get(name)
+            origin = name
+            identity = name
+
         if tables is None:
             hint = nearest(name, [*recipe_names(), *base_names()]) or f"there are: {', '.join(recipe_names())}"
-            raise UserError(f"{by}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
-        if key in heirs:
-            raise UserError(f"{by}'{name}' is itself built on this recipe")
+            raise UserError(f"{context}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
+        if identity in heirs:
+            raise UserError(f"{context}'{name}' is itself built on this recipe")
         if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
             raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
-        bases = tables.get("base", [])
-        bases = [bases] if isinstance(bases, str) else bases
-        if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-            takes = "it takes the name of a recipe or the path of a .toml file, or a list of them"
-            raise UserError(f"{origin}: base = {shown(tables['base'])}: {takes}")
-        for base in bases:
-            add(base, f"{origin}: base: ", folder, (*heirs, key))
-        layers.append((origin, flatten({section: table for section, table in tables.items() if section != "base"})))
 
-    add(recipe, "", Path(), ())
+        for base in _bases(tables, origin):
+            add(base, context=f"{origin}: base: ", folder=folder, heirs=(*heirs, identity))
+        sections = {section: table for section, table in tables.items() if section != "base"}
+        layers.append((origin, flatten(sections)))
+
+    add(recipe, context="", folder=Path(), heirs=())
     return layers
 
 
-def _tables(path: Path, by: str = "") -> dict[str, Any]:
-    """What a TOML file holds. UserError, beginning with `by`, where it is none, or so long that it is no recipe."""
+def _bases(tables: dict[str, Any], origin: str) -> list[str]:
+    """The recipes that a recipe is built on. Raises UserError if `base` is neither a text nor a list of texts."""
+    bases = tables.get("base", [])
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(
+            f"{origin}: base = {shown(tables['base'])}: it takes the name of a recipe or the path of a .toml file, "
+            "or a list of them"
+        )
+    return bases
+
+
+def _tables(path: Path, context: str = "") -> dict[str, Any]:
+    """The content of a TOML file. Raises UserError, beginning with `context`, if it is not TOML or too long."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{by}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe")
+            raise UserError(f"{context}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe")
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{by}{clean(path)}: not valid TOML: {clean(error)}") from None
+        raise UserError(f"{context}{clean(path)}: not valid TOML: {clean(error)}") from None
     except OSError as error:
-        raise UserError(f"{by}{clean(path)}: {error.strerror}") from None
+        raise UserError(f"{context}{clean(path)}: {error.strerror}") from None

@@ -6,8 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-LONGEST_TEXT, LONGEST_NAME = 4096, 255
-"""Characters of a value, bytes of a file's name."""
+LONGEST_TEXT = 4096
+"""Most characters of a value."""
+LONGEST_NAME = 255
+"""Most bytes of a file's name."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -20,22 +22,39 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 
 
 def check_texts(value: Any) -> Any:
-    """`value` itself. ValueError for text that config.toml, a terminal or a file system could not hold."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    for text in (str(part) for part in parts if isinstance(part, str | Path)):  # deeper ones fit no key
-        if len(text) > LONGEST_TEXT:
-            raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("it is no text: it holds NUL, or bytes that are not UTF-8")
-        if " " not in text and any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):  # no sentence
-            raise ValueError(f"a name in it has more than {LONGEST_NAME} bytes")
+    """Returns `value`. Raises ValueError if it has a text that config.toml, a terminal or a file system cannot hold.
+
+    Checked are a text or path, and those directly in a list or dict: no key takes deeper ones.
+    """
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    elif isinstance(value, list):
+        parts = value
+    else:
+        parts = [value]
+    for part in parts:
+        if isinstance(part, str | Path):
+            _check_text(str(part))
     return value
+
+
+def _check_text(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("it is no text: it holds NUL, or bytes that are not UTF-8")
+    if " " in text:  # a sentence, not a path
+        return
+    if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
+        raise ValueError(f"a name in it has more than {LONGEST_NAME} bytes")
 
 
 @dataclass(frozen=True)
 class Only:
-    """Metadata of a key that applies where `key` has one of `values`, or has none of those `excluded`; without either,
-    where it is neither 0 nor unset."""
+    """Metadata of a key that applies only if `key` has one of `values`, or none of those `excluded`.
+
+    Without either it applies if `key` is neither 0 nor unset.
+    """
 
     key: str
     values: tuple[Any, ...] = ()
@@ -44,13 +63,17 @@ class Only:
     def __str__(self) -> str:
         if self.excluded:
             return f"{self.key} != {' or '.join(map(repr, self.excluded))}"
-        return self.key + (f" = {' or '.join(map(repr, self.values))}" if self.values else "")
+        if self.values:
+            return f"{self.key} = {' or '.join(map(repr, self.values))}"
+        return self.key
 
     def holds(self, value: Any) -> bool:
-        """Whether it applies where `key` has that value."""
+        """Whether it applies if `key` has that value."""
         if self.excluded:
             return value not in self.excluded
-        return value in self.values if self.values else bool(value)
+        if self.values:
+            return value in self.values
+        return bool(value)
 
 
 class Section(BaseModel):
@@ -61,7 +84,7 @@ class Section(BaseModel):
     )
 
     ONLY: ClassVar[Only | None] = None
-    """Beside what the whole section applies."""
+    """What the whole section needs to apply."""
 
     _check_texts = field_validator("*", mode="before")(check_texts)
 
@@ -77,6 +100,6 @@ class PluginSection(Section):
     """Names of built-in plug-ins whose keys are the section's own: nothing is imported to check them."""
 
     def settings(self) -> dict[str, Any]:
-        """The plug-in's own keys: what its function takes."""
-        base = next(made for made in type(self).__mro__ if PluginSection in made.__bases__)
+        """The plug-in's own keys with their values: the arguments of its function."""
+        base = next(section for section in type(self).__mro__ if PluginSection in section.__bases__)
         return {key: getattr(self, key) for key in type(self).model_fields if key not in base.model_fields}

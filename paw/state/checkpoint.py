@@ -1,17 +1,17 @@
-"""Checkpoints that are whole or absent, hold no code, and know when they are damaged.
+"""Checkpoints that are complete or absent, hold no code, and detect damage.
 
     checkpoints/step_000050/
         model.safetensors  optimizer.safetensors  rng.safetensors     tensors, by file stem; model-2.safetensors, ...
-                                                                      where there are more than 4 GiB of them
+                                                                      if there are more than 4 GiB of them
         critic_model.safetensors  critic_optimizer.safetensors        with PPO
         state.json                                                    step, version, and the caller's counters
         manifest.json                                                 size and sha256 of each file above
 
-Of several ranks each writes what it holds, `model.rank_1.safetensors`: its rows of every tensor. The rows of all ranks,
-one after another, are the tensor. A machine that does not see rank 0's run directory keeps its ranks' files in its own.
+With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`. The rows of all ranks, one after
+another, are the tensor. A machine that does not see rank 0's run directory keeps its ranks' files in its own.
 
-A save writes a hidden folder, fsyncs it and renames it into place; a load checks the manifest first, for no format in
-common use notices a flipped byte. Nothing is ever unpickled.
+A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest first, because no format
+in common use notices a flipped byte. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,14 +30,17 @@ from paw.errors import UserError
 from paw.files import cause, fsync, json_object, writing
 from paw.model.host import in_parts
 
-VERSION, SHARDED = 1, 2
-"""Of a checkpoint whose files hold whole tensors, and of one with a file for each rank."""
+VERSION = 1
+"""Version of a checkpoint whose files hold full tensors."""
+SHARDED = 2
+"""Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Bytes of a file at which the next one begins, so that host memory need not hold more of a model."""
-MANIFEST, STATE = "manifest.json", "state.json"
+"""Size in bytes at which the next file begins, so that host memory need not hold more of a model."""
+MANIFEST = "manifest.json"
+STATE = "state.json"
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
-"""What `named_parameters()` gives."""
+"""What `named_parameters()` returns."""
 Files = dict[str, dict[str, Any]]
 """Size and sha256 by file name."""
 
@@ -47,19 +50,20 @@ class CheckpointError(UserError):
 
 
 class ElsewhereError(CheckpointError):
-    """All that is there verifies, but another machine's ranks wrote the rest."""
+    """All files present verify, but the others lie on another machine, whose ranks wrote them."""
 
 
 class Draft:
     """A checkpoint that is being written, in a hidden folder until it gets its name.
 
-    On any failure (UserError where the disk refuses) the checkpoints already there stay as they were.
+    On any failure the earlier checkpoints stay as they were. Raises UserError if the disk refuses.
     """
 
     def __init__(self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION) -> None:
         """`state` holds JSON values; raises ValueError for a NaN in it."""
         self._text = json.dumps({**state, "version": version, "step": step}, indent=1, allow_nan=False)
-        self._folder, self.path = folder, folder / f"step_{step:06d}"
+        self._folder = folder
+        self.path = folder / f"step_{step:06d}"
         self._temp = folder / f".tmp_{self.path.name}"
 
     def begin(self) -> None:
@@ -72,15 +76,16 @@ class Draft:
             self._temp.mkdir()
 
     def write(self, tensors: Mapping[str, Mapping[str, Tensor] | Named]) -> Files:
-        """Files of tensors, on the disk when it returns. `tensors` as those of `save`."""
+        """Write `tensors` (see `save`); the files are on the disk when this returns."""
         files: Files = {}
         with self._writing():
             for stem, named in tensors.items():
                 pairs: Any = named.items() if isinstance(named, Mapping) else named
                 for number, part in enumerate(in_parts(pairs, PART), 1):
-                    if not part and "." in stem:  # a rank that holds nothing of it
+                    if not part and "." in stem:  # a rank without any rows
                         continue
-                    file = self._temp / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors"
+                    name = stem if number == 1 else f"{stem}-{number}"
+                    file = self._temp / f"{name}.safetensors"
                     save_file(part, file)
                     fsync(file)
                     files[file.name] = digest(file)
@@ -90,19 +95,19 @@ class Draft:
         """Add state and manifest, and rename the folder into place."""
         with self._writing():
             (self._temp / STATE).write_text(self._text, encoding="utf-8")
-            order = 1 + max((_order(other) for other in self._folder.glob("step_*")), default=0)
-            text = manifest_text(files | {STATE: digest(self._temp / STATE)}, order)
+            last_order = max((_order(other) for other in self._folder.glob("step_*")), default=0)
+            text = manifest_text(files | {STATE: digest(self._temp / STATE)}, last_order + 1)
             (self._temp / MANIFEST).write_text(text, encoding="utf-8")
             for name in (STATE, MANIFEST):
                 fsync(self._temp / name)
         self.reveal()
 
     def reveal(self) -> None:
-        """Rename the folder into place; alone where it holds no more than the files of another machine's ranks."""
+        """Rename the folder into place. Called directly, without `publish`, on machines other than rank 0's."""
         replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
         with self._writing():
             fsync(self._temp)
-            if self.path.exists():  # a damaged one, or one of a run that was rewound
+            if self.path.exists():  # damaged, or saved before the run was rewound
                 self.path.rename(replaced)
             self._temp.rename(self.path)
             fsync(self._folder)
@@ -112,17 +117,17 @@ class Draft:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:
-        some = any(self._folder.glob("step_*"))
-        kept = "earlier checkpoints are intact" if some else "there is no earlier one"
-        return writing(f"checkpoint {self.path}", f"; {kept}")
+        has_earlier = any(self._folder.glob("step_*"))
+        advice = "earlier checkpoints are intact" if has_earlier else "there is no earlier one"
+        return writing(f"checkpoint {self.path}", f"; {advice}")
 
 
 def save(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor] | Named], state: Mapping[str, Any]
 ) -> Path:
-    """Write `folder`/step_NNNNNN and return it, see `Draft`.
+    """Write the checkpoint `folder`/step_NNNNNN and return its path, see `Draft`.
 
-    `tensors` maps file stem -> name -> tensor, or -> pairs of name and tensor, which are taken one by one; tied weights
+    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by one; tied weights
     appear once.
     """
     draft = Draft(folder, step, state)
@@ -135,13 +140,15 @@ def save(
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the one saved last first, before it those whose manifest cannot be read."""
+    """The checkpoints of a folder, newest save first; those whose manifest cannot be read come before all others."""
     return sorted(folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True)
 
 
 def prune(folder: Path, keep: int) -> list[str]:
-    """Remove all but the `keep` (>= 1) checkpoints saved last, whose names it returns. A removal cut short leaves no
-    half checkpoint behind."""
+    """Remove all but the `keep` (>= 1) checkpoints saved last; returns the names of those that remain.
+
+    A removal that is interrupted leaves no half checkpoint behind.
+    """
     paths = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
     for path in paths[:-keep]:
         _drop(path)
@@ -149,7 +156,7 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 
 def prune_shards(folder: Path, kept: Collection[str]) -> None:
-    """Of another machine than rank 0's, remove what is part of none of the checkpoints `kept`."""
+    """On a machine other than rank 0's, remove the files of checkpoints that are not in `kept`."""
     for path in folder.glob("step_*"):
         if path.name not in kept and not (path / MANIFEST).exists():
             _drop(path)
@@ -172,6 +179,7 @@ def _remove(path: Path) -> None:
 
 
 def digest(file: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, as in the manifest. Raises OSError."""
     if not file.is_file():  # reading a pipe would wait for its writer
         raise OSError("not a file")
     with file.open("rb") as stream:
@@ -179,13 +187,14 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def manifest_text(files: Files, order: int) -> str:
-    """`order` counts the saves of a folder; the last field is the digest of the two before it."""
+    """manifest.json: `files`, the number `order` of this save in its folder, and the digest of these two."""
     body = {"files": files, "order": order}
-    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": own}, indent=1, sort_keys=True) + "\n"
+    body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(path: Path) -> tuple[Files, int]:
+    """(files, order) of the checkpoint at `path`. Raises CheckpointError if its manifest is missing or damaged."""
     file = path / MANIFEST
     try:
         if file.exists() and not file.is_file():
@@ -194,18 +203,23 @@ def read_manifest(path: Path) -> tuple[Files, int]:
     except OSError as error:
         raise damaged(path, MANIFEST, cause(error)) from None
     content = json_object(text) or {}
-    files, order = content.get("files"), content.get("order")
-    entries = files.values() if isinstance(files, dict) else [None]
-    fits = all(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in entries)
-    if not fits or not isinstance(files, dict) or type(order) is not int or not 0 < order < 2**53:
+    files = content.get("files")
+    order = content.get("order")
+    if not _is_file_table(files) or type(order) is not int or not 0 < order < 2**53:
         raise damaged(path, MANIFEST, "not a manifest")
     if text != manifest_text(files, order).encode():
         raise damaged(path, MANIFEST, "it does not match its own sha256")
     return files, order
 
 
+def _is_file_table(value: Any) -> TypeGuard[Files]:
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in value.values())
+
+
 def _order(path: Path) -> int:
-    """Position among the folder's saves, 1 first; 0 where the manifest is unreadable."""
+    """The number of this save in its folder, from 1; 0 if the manifest is unreadable."""
     try:
         return read_manifest(path)[1]
     except CheckpointError:
@@ -213,8 +227,9 @@ def _order(path: Path) -> int:
 
 
 def rng_name(rank: int) -> str:
+    """The file stem, and the key in state.json, of a rank's random state."""
     return f"rng_{rank}" if rank else "rng"
 
 
-def damaged(path: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} is damaged ({name}): {what}")
+def damaged(path: Path, name: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged ({name}): {reason}")

@@ -1,4 +1,4 @@
-"""Guards of the training loop: no update from non-finite numbers, a word when the policy collapses."""
+"""Guards of the training loop: no update from non-finite numbers, and a warning when the policy collapses."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,19 +15,24 @@ class TrainingStopped(UserError):
 
 
 class UpdateGuard:
-    """Decides from the loss and the total gradient norm whether an optimizer step happens.
+    """Decides from the loss and the total gradient norm whether an optimizer step is taken.
 
-    One NaN gradient makes every parameter NaN, through clipping and AdamW. Give it all-reduced values, so that every
-    rank decides alike: a NaN on one rank is a NaN in the sum.
+    One NaN gradient makes every parameter NaN, through clipping and AdamW. Pass all-reduced values, so that every rank
+    decides alike: a NaN on one rank is a NaN in the sum.
     """
 
     def __init__(self, max_skipped: int, *, lr: str = "optim.lr") -> None:
-        """`lr` is the key that the message names."""
-        self.max_skipped, self.lr = max_skipped, lr
-        self.skipped = self.in_a_row = 0
+        """`lr` is the key of the learning rate, which the message names."""
+        self.max_skipped = max_skipped
+        self.lr = lr
+        self.skipped = 0
+        self.in_a_row = 0
 
     def allows(self, *, loss: float, grad_norm: float) -> bool:
-        """True: step. False: drop these gradients. Raises TrainingStopped at the `max_skipped`-th refusal in a row."""
+        """Whether to take the step, rather than drop these gradients.
+
+        Raises TrainingStopped at the `max_skipped`-th refusal in a row.
+        """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
@@ -42,12 +47,14 @@ class UpdateGuard:
         )
 
     def state(self) -> dict[str, int]:
-        """JSON for the checkpoint."""
+        """What the checkpoint holds, as JSON."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError for what is no state."""
-        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        """Raises KeyError, TypeError or ValueError if `state` is not one, and then changes nothing."""
+        skipped, in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.skipped = skipped
+        self.in_a_row = in_a_row
 
 
 VLLM = "--engine.gpu_memory_utilization"
@@ -59,8 +66,9 @@ KNOBS = {
     "sync": VLLM,
     "eval": f"{VLLM} or --engine.max_batch_tokens",
 }
-"""What to turn when memory runs out, by phase."""
+"""Settings to change if memory runs out, by phase."""
 COLLAPSE_WINDOW = 5
+"""Updates that the collapse signature has to last."""
 
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
@@ -72,31 +80,36 @@ def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved
 
 
 def what_is_saved(step: int) -> str:
-    """What a user can go on from, `step` being that of the newest checkpoint."""
-    return f"the checkpoint of update {step} is intact (--resume auto)" if step else "there is no checkpoint yet"
+    """Says what a user can continue from; `step` is that of the newest checkpoint, 0 if there is none."""
+    if step:
+        return f"the checkpoint of update {step} is intact (--resume auto)"
+    return "there is no checkpoint yet"
 
 
 def alarms(run: "Run") -> Iterator[str]:
-    """What rank 0 is to tell after an update."""
+    """The warnings that rank 0 prints after an update."""
+    config = run.config
     history: Any = run.log.history if run.log else []
-    if warning := collapse_warning(history, in_groups=run.config.advantage.type != "ppo"):
+    if warning := collapse_warning(history, in_groups=config.advantage.type != "ppo"):
         yield warning
-    largest, adaptive = run.factory.reward_max, run.config.wm.enabled and run.config.wm.weight == "adaptive"
-    above = [line for line in history if (line.get("reward/mean") or 0.0) > largest]
-    if adaptive and len(above) == 1 and above[0] is history[-1]:
+
+    reward_max = run.factory.reward_max
+    is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
+    above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
+    if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:  # once, at the first such update
         yield (
-            f"warning: episodes return {above[0]['reward/mean']:g} in the mean, above the environment's reward_max = "
-            f"{largest:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"
+            f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, above the environment's reward_max "
+            f"= {reward_max:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"
         )
 
 
 def collapse_warning(history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True) -> str | None:
-    """A message at the update on which the collapse signature completes, else None; `history` is oldest first.
+    """A warning at the update at which the signature of a collapse is complete, else None; `history` is oldest first.
 
-    Over the last 5 updates: every action well-formed (>= 0.98), next to no success (<= 0.01) after there had been some,
-    entropy under a tenth of its highest. It comes of groups in which all fail: only the invalid-action penalty varies,
-    and the division by the standard deviation blows it up to full scale. `in_groups`: advantages are relative to the
-    group, so that advantage.penalty_only applies.
+    The signature, over the last 5 updates: every action is well-formed (>= 0.98), next to none succeeds (<= 0.01) after
+    some did before, and the entropy is under a tenth of its highest. The cause are groups in which all fail: only the
+    invalid-action penalty varies there, and the division by the standard deviation scales it up to full size.
+    `in_groups`: advantages are relative to the group, so that advantage.penalty_only applies.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None
@@ -111,10 +124,17 @@ def collapse_warning(history: Sequence[Mapping[str, float | None]], *, in_groups
 def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
     keys = ("health/valid_actions", "success/all", "policy/entropy")
     rows = [row for row in history if all(row.get(key) is not None for key in keys)]
-    before, window = rows[:-COLLAPSE_WINDOW], rows[-COLLAPSE_WINDOW:]
+    before = rows[:-COLLAPSE_WINDOW]
+    window = rows[-COLLAPSE_WINDOW:]
     if len(window) < COLLAPSE_WINDOW or not before:
         return False
-    valid, success, entropy = ([float(row[key] or 0.0) for row in window] for key in keys)
-    had_success = max(float(row["success/all"] or 0.0) for row in before) > 0.01
-    peak = max(float(row["policy/entropy"] or 0.0) for row in before)
-    return had_success and min(valid) >= 0.98 and max(success) <= 0.01 and max(entropy) <= 0.1 * peak
+
+    had_success = max(_column(before, "success/all")) > 0.01
+    all_valid = min(_column(window, "health/valid_actions")) >= 0.98
+    none_succeeds = max(_column(window, "success/all")) <= 0.01
+    entropy_is_low = max(_column(window, "policy/entropy")) <= 0.1 * max(_column(before, "policy/entropy"))
+    return had_success and all_valid and none_succeeds and entropy_is_low
+
+
+def _column(rows: Sequence[Mapping[str, float | None]], key: str) -> list[float]:
+    return [float(row[key] or 0.0) for row in rows]

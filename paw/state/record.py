@@ -1,4 +1,4 @@
-"""run.json: what a run is, how often it was resumed and with what changed, how it ended."""
+"""run.json: what a run is, when it was resumed and with what changes, and how it ended."""
 
 import json
 import platform
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """A context manager: without `end`, an exception is what ended the run; a process that is killed leaves no end.
+    """Writes run.json. A context manager: an exception that leaves it is recorded as the end of the run.
 
-    `resumed_at` is the update a run goes on from, `notes` what has changed; None is a new run. The end of a run whose
-    directory was renamed is written where it is now; nothing is, if it was deleted.
+    A process that is killed leaves no end. If the run's directory was renamed, the end is written to where it is now;
+    if it was deleted, nothing is.
     """
 
     def __init__(
@@ -36,26 +36,37 @@ class RunRecord:
         notes: Sequence[str] = (),
         held: HeldDirectory | None = None,
     ) -> None:
+        """`resumed_at` is the update that a resumed run continues from, None for a new run; `notes` say what has
+        changed since."""
         self._path = directory / "run.json"
         self._held = held
-        self._began = time.monotonic()
-        self._before_s, self.about = 0.0, dict(about)
+        self._started = time.monotonic()
+        self._earlier_s = 0.0
+        """Wall time before the run was resumed."""
+        self.about = dict(about)
         if resumed_at is not None:
-            past = read_info(directory)
-            self.about |= {key: past[key] for key in ("started", "warmup_s") if key in past}
-            wall_s, resumed = past.get("wall_s"), past.get("resumed")
-            self._before_s = float(wall_s) if isinstance(wall_s, float) else 0.0
-            self.about["resumed"] = resumed if isinstance(resumed, list) else []
+            self._take_over(read_info(directory))
             self.about["resumed"].append({"update": resumed_at, "at": now(), "notes": list(notes)})
 
+    def _take_over(self, past: dict[str, Any]) -> None:
+        """Keep what the run.json of a resumed run says about the time before."""
+        for key in ("started", "warmup_s"):
+            if key in past:
+                self.about[key] = past[key]
+        wall_s = past.get("wall_s")
+        if isinstance(wall_s, float):
+            self._earlier_s = wall_s
+        resumed = past.get("resumed")
+        self.about["resumed"] = resumed if isinstance(resumed, list) else []
+
     def write(self) -> None:
-        """Raises UserError where it cannot be written."""
-        wall_s = round(self._before_s + time.monotonic() - self._began, 1)
+        """Raises UserError if it cannot be written."""
+        wall_s = round(self._earlier_s + time.monotonic() - self._started, 1)
         with writing(self._path):
             write_file(self._path, json.dumps(masked(self.about | {"wall_s": wall_s}), indent=1))
 
     def end(self, how: str, why: str = "") -> None:
-        """`how`: finished, stopped or failed."""
+        """Write how the run ended: `how` is finished, stopped or failed."""
         self.about["ended"] = {"how": how, "why": why, "at": now()}
         self.write()
 
@@ -69,8 +80,9 @@ class RunRecord:
             if directory is None:
                 return
             self._path = directory / self._path.name
+            why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
             with suppress(UserError):  # the disk may be what failed
-                self.end("failed", str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}")
+                self.end("failed", why)
 
 
 def now() -> str:
@@ -78,29 +90,35 @@ def now() -> str:
 
 
 def read_info(run_dir: Path) -> dict[str, Any]:
-    """What run.json holds; nothing where it is missing or damaged."""
+    """The content of run.json; empty if it is missing or damaged."""
     return json_object(text_of(run_dir / "run.json")) or {}
 
 
 def code_commit() -> str:
-    """Of this checkout, "-dirty" with changes; empty where there is none."""
+    """The commit of this checkout, with "-dirty" if there are changes; empty if it is not a checkout."""
+    if not shutil.which("git"):
+        return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def about(run: "Run") -> dict[str, Any]:
-    """Of run.json: versions, machine, model, games."""
-    import torch  # what only reads a record does without
+    """What run.json says of a run: versions, machine, model, games."""
+    import torch  # here, as reading a record needs no torch
 
-    device, threads, ranks = run.policy.device, torch.get_num_threads(), run.ranks.world_size
-    each = f"{threads} thread{'s' * (threads > 1)}"
-    cpu = f"CPU ({platform.machine()}, {f'{ranks} processes of {each}' if ranks > 1 else each})"
+    device = run.policy.device
+    threads = torch.get_num_threads()
+    ranks = run.ranks.world_size
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    else:
+        device_name = f"CPU ({platform.machine()}, {_processes(ranks, threads)})"
     return {
         "paw": __version__,
         "commit": code_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": device_name,
         "ranks": ranks,
         "threads": threads,
         "engine": run.config.engine.type,
@@ -112,8 +130,15 @@ def about(run: "Run") -> dict[str, Any]:
     }
 
 
+def _processes(ranks: int, threads: int) -> str:
+    each = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{ranks} processes of {each}" if ranks > 1 else each
+
+
 def header_lines(run: "Run") -> list[str]:
-    info, config = run.info, run.config
+    """The first lines that a run prints."""
+    info = run.info
+    config = run.config
     world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}" if config.wm.enabled else "no world model"
     return [
         f"run {run.directory}",

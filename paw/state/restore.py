@@ -1,7 +1,7 @@
-"""Reading checkpoints: checked against their manifest and against the run, put back bit for bit.
+"""Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
 
-Each rank reads its rows of the files that its machine has, and is sent what only another one has. Whether a checkpoint
-can be used is one verdict of all ranks; one process is a single rank.
+Each rank reads its rows from the files that its machine has, and receives what only another machine has. All ranks
+agree on whether a checkpoint can be used; a single process is a single rank.
 """
 
 import random
@@ -45,44 +45,61 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Shapes = Mapping[str, Mapping[str, Tensor]]
+Headers = dict[str, dict[str, tuple[str, list[int]]]]
+"""File -> name of a tensor -> (dtype, shape)."""
 ALONE = Ranks()
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest, which reads all bytes once; returns what state.json holds.
+    """Check every file of a checkpoint against its manifest, reading all bytes once; returns what state.json holds.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, truncated or altered, or another version.
+    Raises CheckpointError with the name of the first file that is missing, unexpected, truncated or altered, or if the
+    checkpoint has another version.
     """
-    return _survey(path, ALONE, [0])[0]
+    state, _ = _check_all_files(path, ALONE, [0])
+    return state
 
 
-def _survey(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
-    """(What state.json holds, the files that each rank sees), see `verify`; who see the same files share them out."""
-    here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
-
-    def check() -> list[str]:
-        found = {file.name for file in path.iterdir()} - {MANIFEST} if path.is_dir() else set()
-        if ranks.first and (surplus := sorted(found - files.keys())):
-            raise damaged(path, surplus[0], "not a file of this checkpoint")
-        ours = sorted(found & files.keys())
-        for name in ours[here.index(ranks.rank) :: len(here)]:
-            try:
-                now = digest(path / name)
-            except OSError as error:
-                raise damaged(path, name, cause(error)) from None
-            for what in ("bytes", "sha256"):
-                if now[what] != files[name][what]:
-                    raise damaged(path, name, f"{what} {now[what]}, not {files[name][what]} as in the manifest")
-        return ours
-
+def _check_all_files(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
+    """`verify` by all ranks: (what state.json holds, the names of the files that each rank sees)."""
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
+    check = partial(_check_visible_files, path, files, ranks, places)
     seen = [set(names) for names in ranks.together(check, list[str], CheckpointError)]
+
     for name in sorted(files.keys() - set().union(*seen)):
         writer = re.search(r"\.rank_(\d+)", name)
-        where = f": rank {writer[1]} wrote it, to the run directory of its machine" if writer else ""
-        missing = damaged(path, name, f"the file is missing{where}")
-        raise ElsewhereError(str(missing)) if writer else missing
-    return ranks.broadcast_from_rank0(lambda: _read_state(path, files), dict[str, Any], CheckpointError), seen
+        if writer is None:
+            raise damaged(path, name, "the file is missing")
+        reason = f"the file is missing: rank {writer[1]} wrote it, to the run directory of its machine"
+        raise ElsewhereError(str(damaged(path, name, reason)))
+
+    state = ranks.broadcast_from_rank0(lambda: _read_state(path, files), dict[str, Any], CheckpointError)
+    return state, seen
+
+
+def _check_visible_files(path: Path, files: Files, ranks: Ranks, places: Sequence[int]) -> list[str]:
+    """The names of the checkpoint's files that this rank sees; it checks its share of them.
+
+    Ranks that see the same files share the work. Raises CheckpointError for a damaged or unexpected file.
+    """
+    present: set[str] = set()
+    if path.is_dir():
+        present = {file.name for file in path.iterdir()} - {MANIFEST}
+    surplus = sorted(present - files.keys())
+    if ranks.first and surplus:
+        raise damaged(path, surplus[0], "not a file of this checkpoint")
+
+    visible = sorted(present & files.keys())
+    sharers = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
+    for name in visible[sharers.index(ranks.rank) :: len(sharers)]:
+        try:
+            actual = digest(path / name)
+        except OSError as error:
+            raise damaged(path, name, cause(error)) from None
+        for field in ("bytes", "sha256"):
+            if actual[field] != files[name][field]:
+                raise damaged(path, name, f"{field} {actual[field]}, not {files[name][field]} as in the manifest")
+    return visible
 
 
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
@@ -90,8 +107,8 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
     if state.get("version") not in (VERSION, SHARDED):
-        has, known = shown(state.get("version")), f"{VERSION} or {SHARDED}"
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {has}, not {known}")
+        version = shown(state.get("version"))
+        raise CheckpointError(f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}")
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
         raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
     return state
@@ -102,41 +119,55 @@ def load(
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
-    Raises CheckpointError, the same on all ranks, for damage, another version, or, of the stems in `like`, other names,
-    shapes or dtypes.
+    Raises CheckpointError, the same on all ranks, if the checkpoint is damaged or has another version, or if names,
+    shapes or dtypes differ from those in `like`, which may have some of the stems.
     """
-    state, seen = _survey(path, ranks, places)
+    state, seen = _check_all_files(path, ranks, places)
     mapped: dict[str, dict[str, Tensor]] = {}
+    read = partial(_map_files, path, ranks.rank, seen, mapped)
+    headers: Headers = {}
+    for headers_of_rank in ranks.together(read, Headers, CheckpointError):
+        headers.update(headers_of_rank)
 
-    def read() -> dict[str, dict[str, tuple[str, list[int]]]]:
-        for name in (name for name in sorted(seen[ranks.rank]) if name.endswith(".safetensors")):
-            try:
-                mapped[name] = load_file(path / name)
-            except Exception as error:  # of whatever kind: the manifest says nothing about the sense of the bytes
-                raise damaged(path, name, cause(error)) from None
-        return {
-            file: {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in of.items()}
-            for file, of in mapped.items()
-            if not any(file in of_rank for of_rank in seen[: ranks.rank])
-        }
-
-    headers = ranks.together(read, dict[str, dict[str, tuple[str, list[int]]]], CheckpointError)
     tensors: dict[str, Stored] = defaultdict(lambda: Stored(ranks, seen, mapped))
-    shapes = {file: of for own in headers for file, of in own.items()}
-    for file in sorted(shapes, key=_turn):
-        stem = tensors[re.split(r"[.-]", file)[0]]
-        for name, (dtype, shape) in shapes[file].items():
+    for file in sorted(headers, key=_row_order):
+        stem = re.split(r"[.-]", file)[0]
+        stored = tensors[stem]
+        for name, (dtype, shape) in headers[file].items():
             try:
-                stem.add(file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+                stored.add(file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
             except RuntimeError as error:
                 raise damaged(path, file, describe(error)) from None
+
     for stem, expected in (like or {}).items():
-        _check_fit(tensors[stem].whole, expected, origin=f"{path / stem}.safetensors")
+        _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
-def _turn(file: str) -> tuple[int, str]:
-    """Files in the order of the rows that they hold, which is that of their ranks."""
+def _map_files(path: Path, rank: int, seen: Sequence[set[str]], mapped: dict[str, dict[str, Tensor]]) -> Headers:
+    """Map the tensors of all files that `rank` sees into `mapped`; returns the headers of those files that no earlier
+    rank sees. Raises CheckpointError if a file cannot be read."""
+    for file in sorted(seen[rank]):
+        if not file.endswith(".safetensors"):
+            continue
+        try:
+            mapped[file] = load_file(path / file)
+        except Exception as error:  # of any kind: a manifest that fits does not make the bytes a tensor file
+            raise damaged(path, file, cause(error)) from None
+
+    headers: Headers = {}
+    for file, tensors in mapped.items():
+        if any(file in names for names in seen[:rank]):
+            continue
+        headers[file] = {}
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            headers[file][name] = (dtype, list(tensor.shape))
+    return headers
+
+
+def _row_order(file: str) -> tuple[int, str]:
+    """Sorts files by the rows that they hold: the order of the ranks that wrote them."""
     writer = re.search(r"\.rank_(\d+)", file)
     return int(writer[1]) if writer else 0, file
 
@@ -144,44 +175,52 @@ def _turn(file: str) -> tuple[int, str]:
 def newest(
     folder: Path, read: Callable[[Path], T] = verify, warn: Callable[[str], None] = to_stderr, ranks: Ranks = ALONE
 ) -> tuple[Path, T] | None:
-    """The checkpoint saved last that `read` takes, and what it makes of it; None where rank 0's folder has none at all.
+    """The checkpoint saved last that `read` accepts, and what `read` returns; None if rank 0's folder has none at all.
 
-    `read` refuses with CheckpointError, on all ranks; `warn` hears of each one passed over. Saved last, not highest
-    step: after a rewind the new branch counts. Raises CheckpointError where there are only damaged ones, rather than
-    starting over.
+    `read` refuses with CheckpointError, on all ranks; `warn` is called for each checkpoint passed over. Saved last, not
+    highest step: after a rewind the new branch counts. Raises CheckpointError if there are only damaged ones, rather
+    than starting over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
-    for path in (folder / name for name in names):
+    for name in names:
+        path = folder / name
         try:
-            made = read(path)
+            content = read(path)
         except CheckpointError as error:
             refused.append(error)
             continue
         for error in refused:
-            warn(f"{error}: using {path.name}")
-        return path, made
+            warn(f"{error}: using {name}")
+        return path, content
     if refused:
         raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name")
     return None
 
 
-def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:
-    for name in sorted(found.keys() | expected.keys()):
-        has, wants = (
-            f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "missing"
-            for tensors in (found, expected)
-        )
+def _check_fit(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:
+    """Raises CheckpointError for the first name whose dtype or shape differs, or that only one of the two has."""
+    for name in sorted(actual.keys() | expected.keys()):
+        has = _dtype_and_shape(actual, name)
+        wants = _dtype_and_shape(expected, name)
         if has != wants:
             raise CheckpointError(f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?")
+
+
+def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    return f"{tensors[name].dtype} {list(tensors[name].shape)}"
 
 
 def export_run(
     run: Path, *, checkpoint_name: str | None = None, out: Path | None = None, push: str = "", public: bool = False
 ) -> Path:
-    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written. `push` is
-    the USER/NAME under which it is sent to the hub."""
-    # what only verifies does without
+    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written.
+
+    `push` is the USER/NAME under which it is sent to the hub, if any.
+    """
+    # imported here: verifying a checkpoint needs no model
     from paw.model.dtype import training_dtype, with_dtype
     from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
     from paw.recipe import load as load_config
@@ -193,25 +232,33 @@ def export_run(
         raise UserError(f"{run}: no run directory (config.toml is missing)")
     if push:
         hub.check_push(push)
-    config, folder = load_config(run / "config.toml"), run / "checkpoints"
+    config = load_config(run / "config.toml")
+    folder = run / "checkpoints"
     chosen = folder / checkpoint_name if checkpoint_name else None
-    if not (chosen.is_dir() if chosen else any(folder.glob("step_*"))):
+    exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
+    if not exists:
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
+
     base = start_model(run, config)
-    in_dtype = with_dtype(config, recorded_dtype(run) or training_dtype(config, torch.device("cpu")))
-    policy = load_policy(base, weights=weights_dtype(in_dtype), dtype=in_dtype.model.dtype)
+    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
+    config_in_dtype = with_dtype(config, dtype)
+    policy = load_policy(base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype)
     if config.lora.rank:
         from paw.model.lora import add_adapters
 
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
 
     read = partial(load, like={"model": policy.named_parameters_once()})
-    found = (chosen, read(chosen)) if chosen else newest(folder, read)
-    assert found, "a checkpoint was there"
-    _, (tensors, state) = found
+    if chosen:
+        tensors, state = read(chosen)
+    else:
+        newest_found = newest(folder, read)
+        assert newest_found, "there is a checkpoint, see above"
+        _, (tensors, state) = newest_found
     policy.load(tensors["model"])
     weights = dict(full_parameters(policy.lm, once=True))
-    written = export(policy, load_tokenizer(base), out or run / "hf", weights, config=config, step=state["step"])
+    out = out or run / "hf"
+    written = export(policy, load_tokenizer(base), out, weights, config=config, step=state["step"])
     if push:
         to_stderr(f"pushed to {hub.push(written, push, public=public)}")
     return written
@@ -221,103 +268,136 @@ def export_run(
 
 
 def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = "") -> str | None:
-    """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from `chosen`, the name of another
-    one: its path, None without any. Raises CheckpointError, on all ranks, where none fits.
+    """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from the one named `chosen`.
+
+    Returns its path, or None if there is none. Raises CheckpointError, on all ranks, if no checkpoint fits.
     """
-    ranks, learners = run.ranks, run.learners
-    check = partial(_read, learners, ranks, run.places)
+    ranks = run.ranks
+    learners = run.learners
+    read = partial(_read, learners, ranks, run.places)
     try:
-        found = (folder / chosen, check(folder / chosen)) if chosen else newest(folder, check, warn, ranks)
+        path = folder / chosen
+        checkpoint = (path, read(path)) if chosen else newest(folder, read, warn, ranks)
     except CheckpointError as error:  # on all ranks, each with its own path
         raise CheckpointError(ranks.gather(str(error))[0]) from None
-    if found is None:
+    if checkpoint is None:
         return None
-    path, (tensors, state, randoms) = found
+
+    path, (tensors, state, random_tensors) = checkpoint
     for learner in learners:
         learner.model.load(tensors[f"{learner.prefix}model"])
         load_optimizer(learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"])
         learner.guard.load_state(state[f"{learner.prefix}guard"])
-    mine = rng_name(ranks.rank) if rng_name(ranks.rank) in randoms else rng_name(0)  # fewer ranks saved it
-    load_rng(randoms[mine], state[mine])
+
+    stem = rng_name(ranks.rank)
+    if stem not in random_tensors:  # fewer ranks saved it
+        stem = rng_name(0)
+    load_rng(random_tensors[stem], state[stem])
     run.step = run.saved = run.logged = state["step"]
     return str(path)
 
 
 def _read(learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], path: Path) -> tuple[Any, Any, Tensors]:
-    """(Tensors, state, random states by file stem) of a checkpoint. Raises CheckpointError, on all ranks, where the run
-    could not be put back from it."""
-    found, state = load(path, ranks, places, like={f"{of.prefix}model": of.parameters for of in learners})
-    randoms: Tensors = {}
+    """(tensors, state, random states by file stem) of a checkpoint.
+
+    Raises CheckpointError, on all ranks, if the run could not be restored from it.
+    """
+    models = {f"{learner.prefix}model": learner.parameters for learner in learners}
+    tensors, state = load(path, ranks, places, like=models)
+    random_tensors: Tensors = {}
     try:
-        for of in learners:
-            whole = found[name := f"{of.prefix}optimizer"].whole
-            if not hasattr(of.optimizer, "load_tensors"):  # what does not fit a compressed state is seen there
-                _check_fit(whole, _moments(of, whole), origin=f"{path / name}.safetensors")
-            UpdateGuard(1).load_state(state[f"{of.prefix}guard"])
-        for name in (rng_name(rank) for rank in range(ranks.world_size) if not rank or rng_name(rank) in state):
-            randoms[name] = dict(found[name])
-            load_rng(randoms[name], state[name], trial=True)
+        for learner in learners:
+            stem = f"{learner.prefix}optimizer"
+            meta = tensors[stem].meta
+            if not hasattr(learner.optimizer, "load_tensors"):  # a compressed state is checked when it is loaded
+                _check_fit(meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors")
+            UpdateGuard(1).load_state(state[f"{learner.prefix}guard"])
+        for rank in range(ranks.world_size):
+            stem = rng_name(rank)
+            if rank and stem not in state:
+                continue
+            random_tensors[stem] = dict(tensors[stem])
+            load_rng(random_tensors[stem], state[stem], trial=True)
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, STATE, describe(error)) from None
     except CheckpointError as error:
-        raise error if str(path) in str(error) else CheckpointError(f"checkpoint {path}: {error}") from None
-    return found, state, randoms
+        if str(path) in str(error):
+            raise error from None
+        raise CheckpointError(f"checkpoint {path}: {error}") from None
+    return tensors, state, random_tensors
 
 
-def _moments(learner: "Learner", found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state of the parameters of which any is there."""
-    begun = {name.rpartition("/")[0] for name in found}
-    named = {name: parameter for name, parameter in learner.parameters.items() if name in begun}
-    like = {f"{name}/{key}": parameter for name, parameter in named.items() for key in ("exp_avg", "exp_avg_sq")}
-    return like | {f"{name}/step": torch.zeros(()) for name in named}
+def _expected_moments(learner: "Learner", stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state, as "<parameter>/<key>", of each parameter of which `stored` has anything."""
+    parameters_with_state = {name.rpartition("/")[0] for name in stored}
+    expected = {}
+    for name, parameter in learner.parameters.items():
+        if name in parameters_with_state:
+            expected[f"{name}/exp_avg"] = parameter
+            expected[f"{name}/exp_avg_sq"] = parameter
+            expected[f"{name}/step"] = torch.zeros(())
+    return expected
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Put `optimizer_tensors` back, bit for bit, onto each parameter's device and sharding.
+    """Put `optimizer_tensors` back, bit for bit, on each parameter's device and with its sharding.
 
-    Raises CheckpointError where a compressed state does not fit.
+    Raises CheckpointError if a compressed state does not fit.
     """
     keys: dict[str, list[str]] = defaultdict(list)
     for full_name in tensors:
         name, key = full_name.rsplit("/", 1)
         keys[name].append(key)
     names = {parameter: name for name, parameter in parameters if name in keys}
+
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in (each for each in group["params"] if each in names):
+        step_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            if parameter not in names:
+                continue
             name = names[parameter]
             moments = [key for key in keys[name] if key != "step"]
             values = {key: rows_like(parameter, tensors, f"{name}/{key}") for key in moments}
             if "step" in keys[name]:
                 values["step"] = tensors[f"{name}/step"]
             if hasattr(optimizer, "load_tensors"):
-                try:
-                    optimizer.load_tensors(parameter, values)  # type: ignore[attr-defined]
-                except (KeyError, RuntimeError) as error:
-                    why = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-                    raise CheckpointError(f"optimizer.safetensors: {why}; was optim.master_bits another?") from None
+                _load_compressed(optimizer, parameter, values)
                 continue
-            step = {"step": values.pop("step").to(parameter.device if on_device else "cpu", copy=True)}
-            placed = {key: shard_like(parameter, value) for key, value in values.items()}
-            optimizer.state[parameter] = step | placed  # Optimizer.load_state_dict casts to the parameter's dtype
+
+            # Set directly: Optimizer.load_state_dict would cast to the parameter's dtype.
+            step = values.pop("step")
+            state = {"step": step.to(parameter.device if step_on_device else "cpu", copy=True)}
+            for key, value in values.items():
+                state[key] = shard_like(parameter, value)
+            optimizer.state[parameter] = state
+
+
+def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor]) -> None:
+    try:
+        optimizer.load_tensors(parameter, values)
+    except (KeyError, RuntimeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise CheckpointError(f"optimizer.safetensors: {reason}; was optim.master_bits another?") from None
 
 
 def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False) -> None:
-    """Put `rng_tensors` back, on a trial into generators that nobody uses. Raises CheckpointError for what is no state.
+    """Put `rng_tensors` back; with `trial`, into generators that nobody uses, to see whether it can be done.
 
-    A CUDA state is left aside on a machine without CUDA.
+    Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without CUDA.
     """
-    used = torch.default_generator, random, np.random
-    generator, python, numpy = (torch.Generator(), random.Random(), np.random.RandomState()) if trial else used
+    torch_generator: Any = torch.Generator() if trial else torch.default_generator
+    python_generator: Any = random.Random() if trial else random
+    numpy_generator: Any = np.random.RandomState() if trial else np.random
     try:
         version, gauss = info["python"]
         kind, position, has_gauss, cached = info["numpy"]
-        generator.set_state(tensors["torch"].clone())
-        python.setstate((version, tuple(tensors["python"].tolist()), gauss))
-        numpy.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+        torch_generator.set_state(tensors["torch"].clone())
+        python_generator.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        keys = tensors["numpy"].numpy().astype(np.uint32)
+        numpy_generator.set_state((kind, keys, position, has_gauss, cached))
         if "cuda" in tensors and torch.cuda.is_available():
-            set_state = torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
-            set_state(tensors["cuda"].clone())
-    except Exception as error:  # each library has its own for a state that is none
+            set_cuda_state = torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
+            set_cuda_state(tensors["cuda"].clone())
+    except Exception as error:  # each library raises its own kind
         raise CheckpointError(f"no random state: {describe(error)}") from None

@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,58 +11,93 @@ from torch import Tensor
 from paw.model.ranks import Ranks
 
 
+class Piece(NamedTuple):
+    """Rows of a tensor that one file holds, or a tensor that has no rows."""
+
+    file: str
+    like: Tensor
+    """On the meta device: dtype and shape."""
+
+
 class Stored(Mapping[str, Tensor]):
-    """The tensors of a file stem by name, each put together from the files when it is asked for: a call of all ranks
-    where not all of them see its files."""
+    """The tensors of a file stem by name, each put together from the files when it is read.
+
+    Reading a tensor is a call of all ranks, unless every rank sees all files that hold rows of it.
+    """
 
     def __init__(self, ranks: Ranks, seen: Sequence[set[str]], files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """`seen`: the files that each rank sees; `files`: tensors of those that this one sees, mapped from disk."""
-        self._ranks, self._seen, self._files = ranks, seen, files
-        self._everywhere = set.intersection(*seen)
-        self._pieces: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
-        self.whole: dict[str, Tensor] = {}
-        """Without values, for dtype and shape."""
+        """`seen` names the files that each rank sees; `files` has the tensors of those that this rank sees, mapped
+        from disk."""
+        self._ranks = ranks
+        self._seen = seen
+        self._files = files
+        self._seen_by_all = set.intersection(*seen)
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        self.meta: dict[str, Tensor] = {}
+        """Each full tensor without its values, on the meta device: its dtype and shape."""
 
     def add(self, file: str, name: str, like: Tensor) -> None:
-        """The next rows of a tensor, or all; RuntimeError where they do not go together."""
-        self._pieces[name].append((file, like))
-        self.whole[name] = torch.cat([self.whole[name], like]) if name in self.whole else like
+        """Add the next rows of a tensor, or all of it. Raises RuntimeError if they do not fit the rows before."""
+        self._pieces[name].append(Piece(file, like))
+        if name in self.meta:
+            self.meta[name] = torch.cat([self.meta[name], like])
+        else:
+            self.meta[name] = like
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.whole)
+        return iter(self.meta)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.meta)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.rows(name, 0, sys.maxsize)
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows of a tensor, each rank's own; all of one that has no rows."""
-        pieces, wanted, at = self._pieces[name], dict[int, slice](), 0
-        for i, (_, like) in enumerate(pieces):
-            rows = len(like) if like.ndim else 1
-            if at < end and first < at + rows:
-                wanted[i] = slice(max(first - at, 0), min(end - at, rows))
-            at += rows
-        sent = self._exchange(name, wanted)
-        whole = {i: sent[i] if i in sent else self._files[pieces[i][0]][name] for i in wanted}
-        parts = [tensor[wanted[i]] if tensor.ndim else tensor for i, tensor in whole.items()]
+        """Rows `first` to `end` of a tensor, which may differ between ranks; all of one that has no rows."""
+        slices = self._slices(name, first, end)
+        received = self._exchange(name, slices)
+
+        parts = []
+        for i, rows in slices.items():
+            tensor = received[i] if i in received else self._files[self._pieces[name][i].file][name]
+            parts.append(tensor[rows] if tensor.ndim else tensor)
+
         if not parts:  # an empty tensor, or a rank without any rows
-            like = self.whole[name]
+            like = self.meta[name]
             return torch.empty((0, *like.shape[1:]), dtype=like.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _slices(self, name: str, first: int, end: int) -> dict[int, slice]:
+        """The pieces that hold rows `first` to `end`, by index, and which of their own rows these are."""
+        slices: dict[int, slice] = {}
+        start = 0
+        for i, piece in enumerate(self._pieces[name]):
+            rows = len(piece.like) if piece.like.ndim else 1
+            if start < end and first < start + rows:
+                slices[i] = slice(max(first - start, 0), min(end - start, rows))
+            start += rows
+        return slices
+
     def _exchange(self, name: str, wanted: Collection[int]) -> dict[int, Tensor]:
-        """Pieces that some rank wants and does not see, from the first that does."""
-        pieces, ranks = self._pieces[name], self._ranks
-        if all(file in self._everywhere for file, _ in pieces):
+        """The pieces that some rank wants and does not see, each sent by the first rank that sees it."""
+        pieces = self._pieces[name]
+        ranks = self._ranks
+        if all(piece.file in self._seen_by_all for piece in pieces):
             return {}
-        lacking = ranks.gather([i for i in wanted if pieces[i][0] not in self._files], list[int])
-        sent = {}
-        for i in sorted({i for of_rank in lacking for i in of_rank}):
+
+        unseen = [i for i in wanted if pieces[i].file not in self._files]
+        lacking: set[int] = set()
+        for lacking_on_rank in ranks.gather(unseen, list[int]):
+            lacking.update(lacking_on_rank)
+
+        received = {}
+        for i in sorted(lacking):
             file, like = pieces[i]
-            source = next(rank for rank, seen in enumerate(self._seen) if file in seen)
-            sent[i] = self._files[file][name] if source == ranks.rank else torch.empty(like.shape, dtype=like.dtype)
-            ranks.broadcast(sent[i], source)
-        return sent
+            source = next(rank for rank, names in enumerate(self._seen) if file in names)
+            if source == ranks.rank:
+                received[i] = self._files[file][name]
+            else:
+                received[i] = torch.empty(like.shape, dtype=like.dtype)
+            ranks.broadcast(received[i], source)
+        return received

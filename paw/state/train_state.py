@@ -1,6 +1,6 @@
-"""What a run continues from, through a checkpoint: models, optimizers, guards, random states of every rank.
+"""What a checkpoint holds of a run: models, optimizers, guards, and the random states of every rank.
 
-Each rank writes what it holds, in the run directory that it sees, so that machines need no shared disk.
+Each rank writes its own tensors, to the run directory that it sees, so that machines need no shared disk.
 """
 
 import random
@@ -27,9 +27,10 @@ RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Learner(NamedTuple):
-    """A model that learns, and what the names of its files begin with."""
+    """A model that is trained, with its optimizer."""
 
     prefix: str
+    """The names of its files begin with this."""
     model: Policy
     optimizer: torch.optim.Optimizer
     guard: UpdateGuard
@@ -40,11 +41,11 @@ class Learner(NamedTuple):
 
 
 class Saving:
-    """A checkpoint on its way to the disk: what it holds is settled when it is made, `publish` gives it its name.
+    """A checkpoint that is being written. What it holds is fixed by the constructor; `publish` gives it its name.
 
-    A thread writes it meanwhile, from copies in host memory. Where those would take more than half of what is available
-    to the rank, and without `background`, it is written before this returns, a part of a file at a time. Takes all
-    ranks, as `publish` does; `places` are those of `claim_places`.
+    With `background` a thread writes it, from copies in host memory. Without, or if the copies would take more than
+    half of the memory that is available to the rank, it is on the disk when the constructor returns; then only a part
+    of a file is in memory at a time. A call of all ranks, as `publish` is; `places` come from `claim_places`.
     """
 
     def __init__(
@@ -57,28 +58,28 @@ class Saving:
         random_states: RandomStates,
         background: bool,
     ) -> None:
-        self.step, self._folder, self._ranks = step, folder, ranks
-        self._leads, several = places[ranks.rank] == ranks.rank, ranks.world_size > 1
-        state: dict[str, Any] = {f"{of.prefix}guard": of.guard.state() for of in learners}
-        random_tensors, random_state = random_states
-        state |= {rng_name(rank): about for rank, about in enumerate(ranks.gather(random_state, dict[str, Any]))}
-        randoms = ranks.gather_bytes(to_bytes(random_tensors))
+        self.step = step
+        self._folder = folder
+        self._ranks = ranks
+        self._leads = places[ranks.rank] == ranks.rank
+        """Whether this is the lowest rank that sees the folder: it makes and renames the checkpoint there."""
 
-        def held() -> dict[str, Any]:
-            """What this rank writes, by file stem."""
-            own, files = f".rank_{ranks.rank}" if several else "", dict[str, Any]()
-            for prefix, model, optimizer, _ in learners:
-                named = model.named_parameters_once().items()
-                files[f"{prefix}model{own}"] = shards(named, ranks.first)
-                files[f"{prefix}optimizer{own}"] = shards(optimizer_tensors(optimizer, named), ranks.first)
-            return files | {rng_name(rank): from_bytes(data) for rank, data in enumerate(randoms) if ranks.first}
+        random_tensors, random_info = random_states
+        state: dict[str, Any] = {f"{learner.prefix}guard": learner.guard.state() for learner in learners}
+        for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
+            state[rng_name(rank)] = info
+        random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
 
-        version = checkpoint.SHARDED if several else checkpoint.VERSION
+        version = checkpoint.SHARDED if ranks.world_size > 1 else checkpoint.VERSION
         self._draft = checkpoint.Draft(folder, step, state, version=version)
         ranks.together(lambda: self._draft.begin() if self._leads else None)
-        copies = _copies(held(), available_memory() / 2 / ranks.on_host) if background else None
+
+        copies = None
+        if background:
+            room = available_memory() / 2 / ranks.on_host
+            copies = _copies(_own_files(learners, ranks, random_bytes), room)
         writer = ThreadPoolExecutor(1)
-        self._written = writer.submit(self._draft.write, copies or held())
+        self._written = writer.submit(self._draft.write, copies or _own_files(learners, ranks, random_bytes))
         writer.shutdown(wait=copies is None)
 
     @property
@@ -87,60 +88,89 @@ class Saving:
         return self._written.done()
 
     def publish(self, keep: int) -> None:
-        """Wait for all ranks, rename it into place, drop the oldest beyond `keep`. UserError where a disk refuses."""
-        ranks, apart = self._ranks, self._leads and not self._ranks.first
+        """Wait for all ranks, rename the checkpoint into place, and remove the oldest beyond `keep`.
+
+        Raises UserError if a disk refuses.
+        """
+        ranks = self._ranks
+        leads_other_machine = self._leads and not ranks.first
         try:
             written = ranks.together(self._written.result, checkpoint.Files)
-            ranks.together(lambda: self._draft.reveal() if apart else None)  # before rank 0's, which makes it count
+            # Before rank 0's folder is renamed, whose manifest makes the checkpoint count.
+            ranks.together(lambda: self._draft.reveal() if leads_other_machine else None)
             kept = ranks.broadcast_from_rank0(lambda: self._name(written, keep), list[str])
         finally:
             if self._leads:
                 self._draft.discard()
-        if apart:
+        if leads_other_machine:
             checkpoint.prune_shards(self._folder, kept)
 
     def _name(self, written: Sequence[checkpoint.Files], keep: int) -> list[str]:
-        self._draft.publish({name: about for files in written for name, about in files.items()})
+        """Publish on rank 0 with the files of all ranks; returns the names of the checkpoints that remain."""
+        files: checkpoint.Files = {}
+        for files_of_rank in written:
+            files.update(files_of_rank)
+        self._draft.publish(files)
         return checkpoint.prune(self._folder, keep)
 
 
+def _own_files(learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]) -> dict[str, Any]:
+    """The tensors that this rank writes, by file stem; rank 0 writes the random states of all ranks."""
+    suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
+    files: dict[str, Any] = {}
+    for prefix, model, optimizer, _ in learners:
+        named = model.named_parameters_once().items()
+        files[f"{prefix}model{suffix}"] = shards(named, ranks.first)
+        files[f"{prefix}optimizer{suffix}"] = shards(optimizer_tensors(optimizer, named), ranks.first)
+    if ranks.first:
+        for rank, data in enumerate(random_bytes):
+            files[rng_name(rank)] = from_bytes(data)
+    return files
+
+
 def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same; the `first` rank
-    those that all have."""
+    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same rows, and on the
+    `first` rank those that are not sharded."""
     for name, tensor in named:
         rows = held_rows(tensor)
-        if first if rows is None else rows[0] < rows[1] and in_first_replica(tensor):
+        if rows is None:
+            writes = first
+        else:
+            start, end = rows
+            writes = start < end and in_first_replica(tensor)
+        if writes:
             yield name, local_tensor(tensor.detach())
 
 
 def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
-    """Copies in host memory, or None where they take more than `room` bytes."""
-    made: dict[str, Any] = {}
+    """Copies in host memory, or None if they take more than `room` bytes."""
+    copies: dict[str, Any] = {}
     for stem, named in files.items():
-        copied = made[stem] = dict[str, Tensor]()
-        for name, tensor in named.items() if isinstance(named, Mapping) else named:
+        copies[stem] = {}
+        pairs = named.items() if isinstance(named, Mapping) else named
+        for name, tensor in pairs:
             room -= tensor.nbytes
             if room < 0:
                 return None
-            copied[name] = tensor.to("cpu", copy=True)
-    return made
+            copies[stem][name] = tensor.to("cpu", copy=True)
+    return copies
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> Iterator[tuple[str, Tensor]]:
     """An optimizer's state as ("<parameter>/<key>", tensor); for torch's AdamW: step, exp_avg, exp_avg_sq.
 
-    Parameters without state are left out; sharded ones have sharded tensors.
+    Parameters without state are skipped; the tensors of sharded parameters are sharded.
     """
     names = {parameter: name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
-        if hasattr(optimizer, "state_tensors"):  # flash-adamw's are compressed
+        if hasattr(optimizer, "state_tensors"):  # flash-adamw's state is compressed
             values = optimizer.state_tensors(parameter)  # type: ignore[attr-defined]
         for key, value in values.items():
             yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
 
 def rng_tensors() -> RandomStates:
-    """This process's random states of torch (CPU, and the current CUDA device), python and numpy: (tensors, JSON)."""
+    """This process's random states of torch (CPU, and the current CUDA device), Python and NumPy: (tensors, JSON)."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -150,4 +180,8 @@ def rng_tensors() -> RandomStates:
     }
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors, {"python": [version, gauss], "numpy": [kind, int(position), int(has_gauss), float(cached)]}
+    info = {
+        "python": [version, gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, info
