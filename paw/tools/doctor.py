@@ -1,11 +1,14 @@
-"""`paw doctor`: what is installed and what is missing; with --model PATH whether a model is trained with its own
-log-probs, before any training."""
+"""`paw doctor`: what is installed and what is missing.
+
+With --model PATH: whether the trainer computes the model's own log-probs, checked before any training.
+"""
 
 import importlib.util
 import json
 import platform
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -40,17 +43,19 @@ EXTRAS = {
     "trackio": ("tracker", "trackio"),
     "mlflow": ("tracker", "mlflow-skinny"),
 }
-"""Module -> what it is for, what pip installs."""
+"""Module -> (what it is for, what to install with pip)."""
 
 
 def run() -> int:
-    """Print the findings; 0 when training can start, 1 when something required is broken."""
+    """Print what is installed. Returns 0 if training can start, 1 if something required is missing."""
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
     ok = installed.keys() >= set(REQUIRED)
     for name in REQUIRED:
-        found = f"ok       {name} {metadata.version(name)}" if name in installed else ""
-        print(f"  {found or f'MISSING  {name}: required; pip install -e .'}")
+        if name in installed:
+            print(f"  ok       {name} {metadata.version(name)}")
+        else:
+            print(f"  MISSING  {name}: required; pip install -e .")
     for module, (purpose, package) in EXTRAS.items():
         if module in installed and importlib.util.find_spec(module):
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
@@ -70,34 +75,38 @@ def _print_device() -> None:
     from paw_kernels import best_backend, why_not_backend
 
     if torch.cuda.is_available():
-        device, rivals = torch.device("cuda"), ("triton", "cuda")
+        device = torch.device("cuda")
+        backends = ("triton", "cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
             print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
-        device, rivals = torch.device("cpu"), ("cpu",)
+        device = torch.device("cpu")
+        backends = ("cpu",)
         print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
-    name = pick_dtype(device)
-    dtype = getattr(torch, name)
-    why = "" if name == "bfloat16" else " (this CPU has no instructions for bfloat16)"
-    print(f"  ok       model.dtype = 'auto' on {device.type}: {name}{why}")
+
+    dtype_name = pick_dtype(device)
+    dtype = getattr(torch, dtype_name)
+    why = "" if dtype_name == "bfloat16" else " (this CPU has no instructions for bfloat16)"
+    print(f"  ok       model.dtype = 'auto' on {device.type}: {dtype_name}{why}")
     print(f"  ok       attention on {device.type}: {pick_attention('auto', device, dtype)}")
     print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
-    for name in rivals:
-        if reason := why_not_backend(name, device, dtype):
-            print(f"  -        head backend {name}: {reason}")
+    for backend in backends:
+        reason = why_not_backend(backend, device, dtype)
+        if reason:
+            print(f"  -        head backend {backend}: {reason}")
 
 
 def run_model(path: str, *, as_json: bool) -> int:
-    """Print what a model is; 0 when it can be trained, else 1. Raises UserError where there is no model."""
+    """Print the findings about a model. Returns 0 if it can be trained, else 1. Raises UserError if there is none."""
     check_hub(path)
-    found = inspect(path)
-    print(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found)))
-    return 1 if found["problems"] else 0
+    findings = inspect(path)
+    print(json.dumps(findings, indent=1) if as_json else "\n".join(_lines(findings)))
+    return 1 if findings["problems"] else 0
 
 
 def inspect(path: str) -> dict[str, Any]:
-    """JSON-able findings; differences are the largest in nats, None where they cannot be had."""
+    """The findings about a model, JSON-able. Differences are the largest, in nats; None if they cannot be computed."""
     from paw.model.attention import pick_attention
     from paw.model.check import check_model, check_path, number_of_experts
     from paw.model.dtype import pick_dtype
@@ -109,7 +118,7 @@ def inspect(path: str) -> dict[str, Any]:
     dtype = pick_dtype(device)
     attention = pick_attention("auto", device, DTYPES[dtype])
     backend = pick_backend("auto", device, dtype, path)
-    policy = load_policy(  # in bfloat16 wherever it is: a model that is inspected on a CPU may be trained on a GPU
+    policy = load_policy(  # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU
         path,
         device=device,
         check=False,
@@ -118,21 +127,21 @@ def inspect(path: str) -> dict[str, Any]:
         head_backend=pick_backend("auto", device, "bfloat16", path),
     )
     shape: Any = policy.lm.config.get_text_config()
-    kinds = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
+    layer_types = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
     experts = number_of_experts(shape)
     problems: list[str] = []
 
-    def attempt(check: Any, *given: Any) -> Any:
+    def attempt(check: Callable[[], Any]) -> Any:
+        """What `check` returns; a UserError is noted among the problems, and the result is None."""
         try:
-            return check(*given)
+            return check()
         except UserError as error:
             problems.append(str(error).removeprefix(f"model.path = '{path}': "))
             return None
 
-    exact = attempt(check_model, policy, path)
-    rounded = None if problems else attempt(check_path, policy, path)
+    float32_difference = attempt(lambda: check_model(policy, path))
+    bfloat16_difference = None if problems else attempt(lambda: check_path(policy, path))
     chat = attempt(lambda: Chat(load_tokenizer(path)))
-    template = "usable" if chat else problems[-1]
     try:
         sampling = f"off by {check_sampling(policy.lm):.1e} nats"
     except UserError as error:
@@ -141,7 +150,7 @@ def inspect(path: str) -> dict[str, Any]:
         "path": path,
         "model_type": shape.model_type,
         "parameters": policy.lm.num_parameters(),
-        "layers": dict(Counter(kinds)),
+        "layers": dict(Counter(layer_types)),
         "experts": experts,
         "experts_per_token": getattr(shape, "num_experts_per_tok", None) if experts else None,
         "device": device.type,
@@ -151,24 +160,31 @@ def inspect(path: str) -> dict[str, Any]:
         "vocabulary": policy.head_weight.shape[0],
         "logit_scale": policy.transform.scale,
         "logit_softcap": policy.transform.softcap,
-        "difference_float32": exact,
-        "difference_bfloat16": rounded,
+        "difference_float32": float32_difference,
+        "difference_bfloat16": bfloat16_difference,
         "transformers_engine": sampling,
-        "chat_template": template,
+        "chat_template": "usable" if chat else problems[-1],
         "template_opens": chat.opened if chat else None,
         "problems": problems,
     }
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    """The findings for a person, a line each, then problems and the verdict; what the model lacks is left out."""
+def _lines(findings: dict[str, Any]) -> list[str]:
+    """The findings for people, a line each, then problems and the verdict. Empty findings are left out."""
+    lines = []
+    for key, value in findings.items():
+        if value and key != "problems":
+            lines.append(f"  {key.replace('_', ' '):<21} {_text(value)}")
+    lines += [f"  PROBLEM               {problem}" for problem in findings["problems"]]
+    lines.append("cannot be trained as it is" if findings["problems"] else "can be trained")
+    return lines
 
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{count} {kind}" for kind, count in value.items())
-        return f"{value:.1e} nats" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
-    shown = {key.replace("_", " "): value for key, value in found.items() if value and key != "problems"}
-    verdict = "cannot be trained as it is" if found["problems"] else "can be trained"
-    problems = [f"  PROBLEM               {problem}" for problem in found["problems"]]
-    return [*(f"  {name:<21} {text(value)}" for name, value in shown.items()), *problems, verdict]
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {kind}" for kind, count in value.items())
+    if isinstance(value, float):
+        return f"{value:.1e} nats"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value

@@ -1,8 +1,9 @@
-"""The memory that a configuration needs, by arithmetic: of a GPU, of a server's, of a host. Loads no torch.
+"""Predicts by arithmetic the memory that a configuration needs: of a GPU, of a server's GPU, of a host. Loads no torch.
 
-Of one GPU of N, or of one host; T tokens of a micro-batch; `c` bytes an element in the forward pass, `w` of a stored
-weight. All formulas are upper ends: gradients of an earlier micro-batch are there, every token is a target.
-`bench/memory.py` holds update and step against simulated ones (docs/memory.md). The rest is stated assumption.
+Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an element in the forward
+pass. w: bytes of an element of a stored weight. All formulas are upper bounds: the gradients of an earlier micro-batch
+are present, and every token is a target. `bench/memory.py` compares update and step with simulated ones
+(docs/memory.md). The rest are stated assumptions.
 """
 
 from paw.config import Config
@@ -16,75 +17,84 @@ ENGINE_WORK = 2.0 * GIB  # of vLLM's share: its activations and CUDA graphs; the
 ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
 ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
 HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
-PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state goes around that
+PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state avoids that
 SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.model.host)
-CHECKPOINT_PART = 4.0 * GIB  # what a rank has in host memory to write a file of a checkpoint (paw.state.checkpoint)
+CHECKPOINT_PART = 4.0 * GIB  # host memory with which a rank writes a file of a checkpoint (paw.state.checkpoint)
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
-"""flash-adamw: two 8-bit moments with a 16-bit scale for every 32; the further bits of the weight come to that."""
+"""flash-adamw: bytes of two 8-bit moments with a 16-bit scale for every 32. The weight's extra bits come on top."""
 PLAIN_STATE = 12
 """flash-adamw: bytes of a norm's or bias's parameter, its weight and moments in float32."""
 
 
 class Memory:
-    """Predicts memory, in GiB, of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines. Servers that the run
-    starts have their cards among those; UserError where they leave none. Those of engine.urls have others."""
+    """Predicts the memory, in GiB, that `config` needs on `gpus` cards of `gpu_gib` in `hosts` machines.
+
+    Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of their own. Raises
+    UserError if the servers leave no card to train on.
+    """
 
     def __init__(
         self, config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
     ) -> None:
-        self.config, self.shape, self.gpu_gib, self.host_gib = config, shape, gpu_gib, host_gib
-        self.gpus, self.hosts, self.N = gpus, hosts, gpus - config.engine.gpus
+        self.config = config
+        self.shape = shape
+        self.gpus = gpus
+        self.gpu_gib = gpu_gib
+        self.host_gib = host_gib
+        self.hosts = hosts
+        self.N = gpus - config.engine.gpus
         if self.N < 1:
             raise UserError(f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on")
-        self.on_host = min(self.N, -(-gpus // hosts))
+        cards_of_host = -(-gpus // hosts)
+        self.on_host = min(self.N, cards_of_host)
         self.shards = {"none": 1, "node": self.on_host, "world": self.N}[config.model.shard]
-        self.lora, self.T = config.lora, config.optim.micro_batch_tokens
-        self.vllm, flash = config.engine.type == "vllm", config.optim.name == "flash-adamw"
+        self.lora = config.lora
+        self.T = config.optim.micro_batch_tokens
+        self.flash = config.optim.name == "flash-adamw"
         self.c = 4 if config.model.dtype == "float32" else 2  # "auto" is bfloat16 on a card
+
+        self.vllm = config.engine.type == "vllm"
         self.served = config.engine.type == "server"
         self.engines = (config.engine.servers or len(config.engine.urls)) if self.served else self.N
         self.least = self._least_tensor_parallel() if self.served else 1
-        """GPUs that a server needs at least, a power of two, for weights and ENGINE_ROWS sequences; 0: none will do."""
+        """Fewest GPUs, a power of two, that give a server room for weights and ENGINE_ROWS sequences; 0: none do."""
         self.tensor_parallel = config.engine.tensor_parallel if config.engine.servers else max(1, self.least)
-        """GPUs of an engine; of engine.urls, which do not say, as many as they need at least."""
-        # flash-adamw and LoRA store weights as the forward pass reads them, adamw in float32.
-        self.w = self.c if flash or self.lora.rank else 4
-        # One GPU and float32 weights: a layer has `c`-byte copies while it runs. With several FSDP's gathering makes
-        # them.
+        """GPUs of an engine. The size of engine.urls is not known: the fewest that they need are assumed."""
+
+        # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores float32.
+        self.w = self.c if self.flash or self.lora.rank else 4
+        self.weight_bytes = self.w * shape.parameters
+        # With one GPU and float32 weights a layer has `c`-byte copies while it runs. With several GPUs the copies come
+        # from FSDP's gathering.
         self.casts = self.w != self.c and self.N == 1
         self.copy = self.c * shape.layer if self.casts else 0
-        self.trained, self.whole = shape.parameters, self.w * shape.parameters
-        if self.lora.rank:
-            sizes = [sum(shape.linears[name]) for name in self.lora.targets if name in shape.linears]
-            self.trained = self.lora.rank * sum(sizes) * shape.layers
-        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if flash else 8  # of one parameter
-        # PPO's critic has a head of one row. Its step comes first and needs no more than the policy's.
-        self.valued = 0
-        if config.advantage.type == "ppo":
-            self.valued = shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden + 1
-        self.critic = self.w * self.valued / self.shards
-        plain = ((PLAIN_STATE - self.state) * shape.vectors * (1 + (self.valued > 0))) if flash else 0
-        self.optimizer = (self.state * (self.trained + self.valued) + plain) / self.shards
-        self.stored = (4 if self.lora.rank else self.w) * (self.trained + self.valued)
-        self.saved = self.stored / self.shards + self.optimizer
-        """What a rank has of weights and optimizer state, and writes into a checkpoint."""
+
+        self.trained_parameters = self._trained_parameters()
+        self.critic_parameters = self._critic_parameters()
+        self.critic = self.w * self.critic_parameters / self.shards
         # With LoRA the reference is the policy without its adapters.
-        self.reference = self.whole / self.shards if config.policy.kl_coef and not self.lora.rank else 0
-        self.phases, self.host = (
-            {name: {part: size / GIB for part, size in parts.items() if size} for name, parts in sizes.items()}
-            for sizes in (self._phases(), self._host())
-        )
-        """Components of each phase, of one GPU: rollout, score, update, step, and of a server's; of the first host, all
-        its ranks: load, update, save, export."""
-        self.peak, self.host_total = (
-            max(sum(of.values()) for of in sizes.values()) for sizes in (self.phases, self.host)
-        )
+        has_reference = config.policy.kl_coef and not self.lora.rank
+        self.reference = self.weight_bytes / self.shards if has_reference else 0
+
+        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if self.flash else 8
+        """Bytes of one parameter's optimizer state."""
+        self.optimizer = self._optimizer_bytes()
+        self.stored = (4 if self.lora.rank else self.w) * (self.trained_parameters + self.critic_parameters)
+        self.saved = self.stored / self.shards + self.optimizer
+        """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
+
+        self.phases = _in_gib(self._phases())
+        """Components of each phase on one GPU: rollout, score, update, step; server, on one of a server's GPUs."""
+        self.host = _in_gib(self._host())
+        """Components of each phase on the first host, all its ranks together: load, update, save, export."""
+        self.peak = _largest_sum(self.phases)
+        self.host_total = _largest_sum(self.host)
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that an engine's KV cache holds, of the ENGINE_ROWS sequences it should; infinite without vLLM."""
+        """Tokens that an engine's KV cache holds; infinite if vLLM does not play."""
         if self.served:
             return self._server_tokens(self.tensor_parallel)
         return self._engine()["KV cache"] / self.shape.kv_bytes if self.vllm else float("inf")
@@ -94,31 +104,56 @@ class Memory:
         return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
 
     def _vllm_card(self, size: int) -> dict[str, float]:
-        """Of each of a vLLM's `size` cards: tensor parallel divides the weights, the embedding's too."""
+        """Components on each of the `size` cards of a vLLM. Tensor parallel divides all weights, the embedding too."""
         taken = self.c * self.shape.parameters / size + ENGINE_WORK
         share = self.config.engine.memory_share * self.gpu_gib * GIB
         return {"engine": taken, "KV cache": max(0.0, share - taken)}
 
     def _server_tokens(self, size: int) -> float:
-        """Tokens in a server's KV cache: each card has its share of the heads, one at least (vLLM repeats them)."""
+        """Tokens in a server's KV cache. Each card has its share of the heads, at least one (vLLM repeats them)."""
         return self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
 
     def _least_tensor_parallel(self) -> int:
-        sizes = (2**power for power in range(7) if self.shape.heads % 2**power == 0)
-        return next((size for size in sizes if self._server_tokens(size) >= self.kv_needed()), 0)
+        for power in range(7):
+            size = 2**power
+            if self.shape.heads % size == 0 and self._server_tokens(size) >= self.kv_needed():
+                return size
+        return 0
 
     # --- the formulas, in bytes ---------------------------------------------------------------------------------------
 
+    def _trained_parameters(self) -> int:
+        if not self.lora.rank:
+            return self.shape.parameters
+        sizes = [sum(self.shape.linears[name]) for name in self.lora.targets if name in self.shape.linears]
+        return self.lora.rank * sum(sizes) * self.shape.layers
+
+    def _critic_parameters(self) -> int:
+        """PPO's critic has a head of one row. Its step comes first and needs no more than the policy's."""
+        if self.config.advantage.type != "ppo":
+            return 0
+        vocabulary_head = 0 if self.shape.tied else self.shape.embedding
+        return self.shape.parameters - vocabulary_head + self.shape.hidden + 1
+
+    def _optimizer_bytes(self) -> float:
+        total = self.state * (self.trained_parameters + self.critic_parameters)
+        if self.flash:
+            models = 2 if self.critic_parameters > 0 else 1
+            total += (PLAIN_STATE - self.state) * self.shape.vectors * models
+        return total / self.shards
+
     def _gradients(self) -> float:
-        """In the dtype of what is trained; float32 adapters. With grad_sync "last" whole float32 sums, unsharded."""
+        """In the dtype of the trained weights; adapters in float32. With grad_sync "last" unsharded float32 sums."""
         if self.N > 1 and self.config.optim.grad_sync == "last":
-            return 4 * self.trained
-        return (4 if self.lora.rank else self.w) * self.trained / self.shards
+            return 4 * self.trained_parameters
+        return (4 if self.lora.rank else self.w) * self.trained_parameters / self.shards
 
     def _layer_saved(self) -> int:
         """What one decoder layer keeps for its backward pass."""
-        s, c = self.shape, self.c
+        s = self.shape
+        c = self.c
         D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
+
         # Each norm: its float32 input, x / rms, and its output as the linear layers read it.
         scaled = 0 if self.lora.rank else c  # only a norm that is trained needs x / rms
         norms = 2 * (4 + scaled + c) * D
@@ -126,113 +161,166 @@ class Memory:
         attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
         mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
         if s.experts:
-            mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and what they answer
-        adapters = c * self.lora.rank * len(self.lora.targets)  # what each A makes of the input that is kept anyway
+            mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and their outputs
+        adapters = c * self.lora.rank * len(self.lora.targets)  # the output of each A; its input is kept anyway
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
     def _kept(self) -> int:
         """Activations kept from forward to backward, all layers."""
-        s, c, mode = self.shape, self.c, self.config.model.checkpointing
+        s = self.shape
+        c = self.c
+        mode = self.config.model.checkpointing
         if mode == "none":
             return s.layers * self._layer_saved()
-        # selective: the outputs of q, v, gate and down (every second product) and of attention.
-        products = c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
-        return s.layers * (c * s.hidden + (products if mode == "selective" else 0)) * self.T
+        kept_of_token = c * s.hidden
+        if mode == "selective":  # also the outputs of q, v, gate and down (every second product) and of attention
+            kept_of_token += c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
+        return s.layers * kept_of_token * self.T
 
     def _head(self) -> tuple[float, float]:
-        """The fused head in the forward pass beside hidden states: (its results dL/dh and dW, its workspace)."""
-        s, c = self.shape, self.c
+        """(results dL/dh and dW, workspace) of the fused head in the forward pass; hidden states are not included."""
+        s = self.shape
+        c = self.c
         results = c * (s.hidden * self.T + s.embedding)
         row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256 if c == 2 else 12 * s.vocabulary
         if row * self.T <= HEAD_BUFFER[c]:
             return results, row * self.T
-        # Several chunks: dW is summed in float32 and rounded when the buffer is gone.
+        # Several chunks: dW is summed in float32 and rounded after the buffer has been freed.
         total = 4 * s.embedding
         return results, max(HEAD_BUFFER[c] + total - c * s.embedding, total if c == 2 else 0)
 
     def _update(self) -> tuple[float, float]:
         """(activations, head) at the moment of a forward and backward pass at which their sum is largest."""
-        s, c, T, sharded, mode = self.shape, self.c, self.T, self.N > 1, self.config.model.checkpointing
-        offloaded, saved = self.config.model.offload_activations, self._layer_saved()
+        s = self.shape
+        c = self.c
+        T = self.T
+        sharded = self.N > 1
+        mode = self.config.model.checkpointing
+        offloaded = self.config.model.offload_activations
+
+        saved = self._layer_saved()
         kept = 0 if offloaded else self._kept()
         # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
-        one = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
-        tail = (4 + 2 * c) * s.hidden * T  # of the last norm
-        gathered = c * s.rest if sharded else 0  # embedding and head, whole during a pass
-        lasting = s.layers * self.copy if mode == "none" else 0  # only then copies outlive a layer's forward pass
+        one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
+        last_norm = (4 + 2 * c) * s.hidden * T
+        lasting_copies = s.layers * self.copy if mode == "none" else 0  # only then they outlive a layer's forward pass
+        copies = max(lasting_copies, self.copy)
+
+        gathered_rest = c * s.rest if sharded else 0  # embedding and head, unsharded during a pass
+        gathered_layer = 2 * c * s.layer if sharded else 0  # with the buffer it arrived in, or the next layer
+        reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0
+        reduced_rest = 4 * s.rest if sharded else 0
+
         results, workspace = self._head()
-        head_g = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
-        per_layer = 2 * c * s.layer if sharded else 0  # gathered, and the buffer it came in, or the next one
-        reduced = 4 * s.layer if sharded and not self.lora.rank else 0
         cast_head = c * s.embedding if self.casts else 0
-        return max(
-            (kept + max(lasting, self.copy) + per_layer + gathered + saved, 0),  # the last layer's forward
-            (kept + tail + lasting + gathered, cast_head + c * s.hidden * T + results + workspace),
-            # dW waits for the embedding's gradient where they are tied, and for its reduction where sharded.
-            (kept + one + max(lasting, self.copy) + gathered + per_layer + reduced, head_g if s.tied or sharded else 0),
-            # The end of the backward pass: dE beside dW, their sum, and float32 on the way to other ranks.
-            (0, head_g + (2 * head_g if s.tied else 0) + (4 * s.rest if sharded else 0)),
-            key=sum,
-        )
+        head_gradient = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
+        # dW waits for the embedding's gradient if they are tied, and for its reduction if sharded.
+        waiting_gradient = head_gradient if s.tied or sharded else 0
+        tied_gradients = 2 * head_gradient if s.tied else 0  # dE beside dW, and their sum
+
+        last_forward = (kept + copies + gathered_layer + gathered_rest + saved, 0)
+        head = (kept + last_norm + lasting_copies + gathered_rest, cast_head + c * s.hidden * T + results + workspace)
+        layer_backward = (kept + one_layer + copies + gathered_rest + gathered_layer + reduced_layer, waiting_gradient)
+        end_of_backward = (0, head_gradient + tied_gradients + reduced_rest)  # float32 on the way to other ranks
+        return max(last_forward, head, layer_backward, end_of_backward, key=sum)
 
     def _engine(self) -> dict[str, float]:
-        """Awake, on one of the trainer's cards: its weights and KV cache. `transformers` alone on the card plays on the
-        policy's, servers have cards of their own."""
-        rollout, s = self.config.rollout, self.shape
+        """Components of an engine that is awake, on one of the trainer's cards.
+
+        With one GPU `transformers` plays with the policy's weights. Servers have cards of their own.
+        """
         if self.vllm:
             return self._vllm_card(1)
         if self.served:
             return {"engine": 0.0, "KV cache": 0.0}
-        longer = 1 + rollout.max_response_tokens / rollout.max_prompt_tokens
-        cache = s.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * longer
-        return {"engine": self.c * s.parameters if self.N > 1 or self.casts else 0, "KV cache": cache}
+        limits = self.config.rollout
+        growth = 1 + limits.max_response_tokens / limits.max_prompt_tokens
+        cache = self.shape.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * growth
+        has_copy = self.N > 1 or self.casts
+        return {"engine": self.c * self.shape.parameters if has_copy else 0, "KV cache": cache}
 
     def _phases(self) -> dict[str, dict[str, float]]:
-        s, optim, offloaded = self.shape, self.config.optim, self.config.policy.offload_reference
-        adapters = 4 * self.trained if self.lora.rank else 0
-        optimizer = 0 if optim.offload else self.optimizer
-        weights = {"weights": (self.whole + adapters) / self.shards, "critic": self.critic, "optimizer": optimizer}
-        resident = weights | {"reference": 0 if offloaded else self.reference}
+        s = self.shape
+        optim = self.config.optim
+        offloaded_reference = self.config.policy.offload_reference
+        several = self.N > 1
+
+        adapters = 4 * self.trained_parameters if self.lora.rank else 0
+        weights = {
+            "weights": (self.weight_bytes + adapters) / self.shards,
+            "critic": self.critic,
+            "optimizer": 0 if optim.offload else self.optimizer,
+        }
+        resident = weights | {"reference": 0 if offloaded_reference else self.reference}
         training = resident | {"gradients": self._gradients()}
+        # On one GPU an offloaded reference is moved to the card; on several it comes layer by layer.
+        scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
+
         awake = self._engine() | {"overhead": OVERHEAD}
-        apart = awake["engine"] if self.N > 1 else 0  # with one GPU transformers plays on copies made for that
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else apart, "overhead": OVERHEAD}
-        # Alone, an offloaded reference visits the card; with several it comes layer by layer.
-        scoring = weights | {"reference": 0 if offloaded and self.N > 1 else self.reference}
-        forward = self._layer_saved() + self.copy + (self.c * (s.rest + 2 * s.layer) if self.N > 1 else 0)
+        lasting_engine = awake["engine"] if several else 0  # with one GPU transformers frees its copies after play
+        asleep = {"engine": ENGINE_ASLEEP if self.vllm else lasting_engine, "overhead": OVERHEAD}
+
+        gathered = self.c * (s.rest + 2 * s.layer) if several else 0
+        forward = self._layer_saved() + self.copy + gathered
         activations, head = self._update()
-        # The step: the state of one parameter at a time, where it is offloaded.
+        # The step: if the state is offloaded, that of one parameter at a time is on the card.
         largest = max(s.embedding, 2 * s.experts * s.intermediate * s.hidden)
         step = self.state * largest / self.shards if optim.offload else 0
-        server = {"server": self._vllm_card(self.tensor_parallel) | {"overhead": OVERHEAD}} if self.served else {}
-        return {
+
+        phases = {
             "rollout": resident | awake,
             "score": scoring | {"activations": forward} | asleep,
             "update": training | {"activations": activations, "head": head} | asleep,
             "step": training | {"step": step} | asleep,
-        } | server
+        }
+        if self.served:
+            phases["server"] = self._vllm_card(self.tensor_parallel) | {"overhead": OVERHEAD}
+        return phases
 
     def _host(self) -> dict[str, dict[str, float]]:
-        """Of rank 0's host, its n ranks. Rank 0 loads the whole model, and gathers it in the end to export it."""
-        config, s, n, several = self.config, self.shape, self.on_host, self.N > 1
-        offloads = config.policy.offload_reference
+        """Components of rank 0's host, its n ranks together.
+
+        Rank 0 loads the full model, and gathers it at the end to export it.
+        """
+        config = self.config
+        n = self.on_host
+        several = self.N > 1
+        offloads_reference = config.policy.offload_reference
         sleeping = self.vllm and config.engine.sleep_level == 1
-        activations = PINNED * self._kept() * n if config.model.offload_activations else 0
+
         processes = {"processes": HOST_PROCESS * n}
+        offloaded_reference = self.reference * n * (PINNED if several else 1)
         resident = processes | {
             "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
-            "reference": self.reference * n * (PINNED if several else 1) if offloads else 0,
-            "engine": PINNED * self.c * s.parameters * n if sleeping else 0,
+            "reference": offloaded_reference if offloads_reference else 0,
+            "engine": PINNED * self.c * self.shape.parameters * n if sleeping else 0,
         }
-        loaded = {"weights": self.whole, "reference": self.reference * n if several or offloads else 0}
-        loaded |= {"critic": self.critic * n if several else 0}
-        # A rank's weights and optimizer state are copied where half of the room holds them; else a part at a time.
-        room = (self.host_gib or 0) * GIB - sum(resident.values())
-        self.copied = n * self.saved <= room / 2
-        part = min(CHECKPOINT_PART, self.saved) + self.c * s.embedding / self.shards
+        activations = PINNED * self._kept() * n if config.model.offload_activations else 0
+        loaded = {
+            "weights": self.weight_bytes,
+            "reference": self.reference * n if several or offloads_reference else 0,
+            "critic": self.critic * n if several else 0,
+        }
+
+        # A rank's weights and optimizer state are copied if half of the free memory holds them, else part by part.
+        free = (self.host_gib or 0) * GIB - sum(resident.values())
+        self.copied = n * self.saved <= free / 2
+        part = min(CHECKPOINT_PART, self.saved) + self.c * self.shape.embedding / self.shards
         return {
             "load": processes | loaded,
             "update": resident | {"activations": activations},
             "save": resident | {"checkpoint": n * (self.saved if self.copied else part)},
-            "export": processes | {"weights": self.whole},
+            "export": processes | {"weights": self.weight_bytes},
         }
+
+
+def _in_gib(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Bytes to GiB; components of size zero are left out."""
+    rows = {}
+    for phase, parts in phases.items():
+        rows[phase] = {part: size / GIB for part, size in parts.items() if size}
+    return rows
+
+
+def _largest_sum(phases: dict[str, dict[str, float]]) -> float:
+    return max(sum(parts.values()) for parts in phases.values())

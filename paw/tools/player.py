@@ -31,7 +31,7 @@ from paw.tools.results import kind_lines, kind_rows
 from paw.types import Group
 
 EPISODES = partial(progress, "episodes")
-"""Shows how many have ended."""
+"""Callback that shows how many episodes have ended."""
 
 
 def evaluate_model(config: Config, path: str) -> dict[str, Any]:
@@ -43,12 +43,17 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     metrics = success_metrics(groups, stats.failed)
     if stats.context_full:
         metrics["context_full"] = stats.context_full
-    about = {"model": path, "source": masked(source), "temperature": config.eval.temperature}
-    return {**about, **metrics, "kinds": kind_rows(kinds(groups, stats.failed))}
+    return {
+        "model": path,
+        "source": masked(source),
+        "temperature": config.eval.temperature,
+        **metrics,
+        "kinds": kind_rows(kinds(groups, stats.failed)),
+    }
 
 
 def evaluation_text(summary: dict[str, Any]) -> str:
-    """What `evaluate_model` returns, for people."""
+    """The result of `evaluate_model` for people."""
     lines = [
         f"{summary['model']} on {clean(summary['source'])}, temperature {summary['temperature']:g}",
         f"success {success_text(summary)}",
@@ -76,18 +81,18 @@ def rollout(
     Args:
         model: a run's directory, a model's folder or a Hugging Face name.
         recipe: what is played and how: a recipe's name or path, or a configuration. Default: the run's own.
-        tasks: how many tasks are played.
+        tasks: number of tasks.
         out: also write the episodes to this file, a JSON object for each turn, token ids and log-probs included.
         changes: keys of the configuration to change: `{"rollout.group_size": 2}`.
 
-    Returns the groups of tasks: `group.trajectories` are the episodes of one task, `trajectory.turns` their turns.
-    Raises UserError for a model, recipe, key or value that does not go.
+    Returns a group for each task: `group.trajectories` are its episodes, `trajectory.turns` the turns of an episode.
+    Raises UserError if the model, the recipe, a key or a value cannot be used.
     """
     config, path = resolve(str(model), recipe, dict(changes or {}))
     if tasks < 1:
         raise UserError(f"--tasks {tasks}: play at least 1")
     with open_player(config, path) as rollouts, ExitStack() as stack:
-        file = _opened(out, stack)
+        file = _open_output(out, stack)
         groups, stats = rollouts.training(0, tasks, EPISODES)
         tell(stats.failures)
         if file:
@@ -97,8 +102,8 @@ def rollout(
     return groups
 
 
-def _opened(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
-    """The file to write, which `stack` closes if it is opened here."""
+def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
+    """The file to write. If it is opened here, `stack` closes it."""
     if not isinstance(out, str | Path):
         return out
     with writing(f"--out {out}"):
@@ -106,49 +111,61 @@ def _opened(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
 
 
 def _write_turns(groups: list[Group], file: TextIO) -> None:
-    """A JSON object for each turn, one a line."""
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        episode = {"task": trajectory.task.id, "kind": trajectory.task.kind, "member": trajectory.member}
-        for step, turn in enumerate(trajectory.turns):
-            file.write(json.dumps({**episode, "step": step, **asdict(turn)}) + "\n")
+    """Write a JSON object for each turn, one a line."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            episode = {"task": trajectory.task.id, "kind": trajectory.task.kind, "member": trajectory.member}
+            for step, turn in enumerate(trajectory.turns):
+                file.write(json.dumps({**episode, "step": step, **asdict(turn)}) + "\n")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Play --tasks training tasks in groups and write one JSON object per turn, token ids and log-probs included."""
+    """Play --tasks training tasks in groups and write a JSON object for each turn, with token ids and log-probs."""
     out = sys.stdout if options.out == "-" else options.out
     rollout(options.model, options.recipe, tasks=options.tasks, out=out, changes=overrides)
     return 0
 
 
 def resolve(model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]) -> tuple[Config, str]:
-    """(configuration, model path) of a run directory, or of a model with a recipe."""
-    run = Path(model)
-    if (run / "config.toml").is_file():
-        config = load(recipe or run / "config.toml", overrides)
-        exported = run / "hf" / "config.json"
-        saved = [path.stat().st_mtime for path in (run / "checkpoints").glob("step_*")]
-        stale = not exported.is_file() or exported.stat().st_mtime < max(saved, default=0.0)  # killed after a resume
-        return config, str(export_run(run) if stale else run / "hf")
-    if recipe is None and not (run / "paw.toml").is_file():
+    """(configuration, model path) of a run directory, or of a model with a recipe.
+
+    Raises UserError if neither says what is played.
+    """
+    folder = Path(model)
+    if (folder / "config.toml").is_file():
+        config = load(recipe or folder / "config.toml", overrides)
+        return config, str(_exported_model(folder))
+    if recipe is None and not (folder / "paw.toml").is_file():
         if "env.name" not in overrides:
-            what = "is not a run directory" if run.exists() else "is no folder here; if it is a model of the hub"
-            raise UserError(f"{model} {what}, say what it plays with --recipe NAME or --env NAME")
+            problem = "is not a run directory" if folder.exists() else "is no folder here; if it is a model of the hub"
+            raise UserError(f"{model} {problem}, say what it plays with --recipe NAME or --env NAME")
         return load_played(None, overrides), model
-    config = load(recipe or run / "paw.toml", overrides)
-    return config, start_model(None, config) if recipe and model == "quickstart" else model
+    config = load(recipe or folder / "paw.toml", overrides)
+    if recipe and model == "quickstart":
+        return config, start_model(None, config)
+    return config, model
+
+
+def _exported_model(run_dir: Path) -> Path:
+    """The exported model of a run, exported now if it is missing or older than a checkpoint (killed after a resume)."""
+    exported = run_dir / "hf" / "config.json"
+    saved_at = [path.stat().st_mtime for path in (run_dir / "checkpoints").glob("step_*")]
+    if not exported.is_file() or exported.stat().st_mtime < max(saved_at, default=0.0):
+        return export_run(run_dir)
+    return run_dir / "hf"
 
 
 @contextmanager
 def open_player(config: Config, path: str, factory: EnvFactory | None = None) -> Iterator[Rollouts]:
-    """Plays the games of the configuration (`factory`, if it is made already) with the model of that path."""
+    """Rollouts that play the configuration's games, or those of `factory`, with the model at `path`."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
     device = pick_device(config.model.device)
     config = with_dtype(config, pick_dtype(device))
-    options: dict[str, Any] = {"device": device}
-    if config.engine.type == "transformers":  # vLLM has its own way
-        options["longest"] = longest_row(config, update=False)
-    policy = load_policy(path, dtype=config.model.dtype, check=False, **options)
+    longest = 0  # not checked: vLLM has its own check
+    if config.engine.type == "transformers":
+        longest = longest_row(config, update=False)
+    policy = load_policy(path, device=device, dtype=config.model.dtype, check=False, longest=longest)
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:

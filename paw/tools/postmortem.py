@@ -1,4 +1,4 @@
-"""`paw doctor --run DIR`: what happened to a run and the command that goes on from there. Reads files, writes none."""
+"""`paw doctor --run DIR`: what happened to a run, and the command that resumes it. Reads files, writes none."""
 
 import json
 import shlex
@@ -19,129 +19,190 @@ from paw.tools.rundir import Run, load_run
 
 FAILURES = ("health/env_failures", "health/groups_dropped")
 ENDS = {"finished": "finished", "stopped": "was told to stop", "failed": "ended with an error"}
+"""How a run says that it ended, in run.json -> in words."""
+FILES = ("metrics.jsonl", "config.toml", "run.json", ".lock", "checkpoints")
+"""A run directory has at least one of these."""
 
 
 def run(directory: Path, *, as_json: bool) -> int:
-    """Print the findings; 1 where there are checkpoints and none of them can be used, else 0."""
-    found = masked(examine(directory))  # an older version wrote passwords
-    print(json.dumps(found, indent=1) if as_json else "\n".join(tell(found)))
-    return 1 if found["checkpoints"] and found["resumes_from"] is None else 0
+    """Print the findings. Returns 1 if there are checkpoints and none of them can be used, else 0."""
+    findings = masked(examine(directory))  # an older version wrote passwords
+    print(json.dumps(findings, indent=1) if as_json else "\n".join(tell(findings)))
+    return 1 if findings["checkpoints"] and findings["resumes_from"] is None else 0
 
 
 def examine(directory: Path) -> dict[str, Any]:
-    """What the files of a run directory say, as JSON. UserError where there is no such folder, or none of a run's."""
-    names = ("metrics.jsonl", "config.toml", "run.json", ".lock", "checkpoints")
-    if not directory.is_dir() or not any((directory / name).exists() for name in names):
+    """The findings in a run directory, JSON-able. Raises UserError if there is no such folder, or it is not a run's."""
+    if not directory.is_dir() or not any((directory / name).exists() for name in FILES):
         raise UserError(f"--run {directory}: this is no run directory; give the folder that holds metrics.jsonl")
-    info, by = read_info(directory), holder(directory)
+    info = read_info(directory)
+    process = holder(directory)
     log: Run | None = None
     with suppress(UserError):
         log = load_run(directory)
-    end: Any = info.get("ended")
-    how, why = (end.get("how"), end.get("why")) if isinstance(end, dict) else (None, None)
-    state = "running" if by else how if how in list(ENDS) else "killed" if log else "not begun"
-    problems = {path.name: _problem(path) for path in saved(directory / "checkpoints")}
-    written, last, resumed = None, log.updates if log else None, info.get("resumed")
+
+    state, why = _state(info, process, has_log=log is not None)
+    checkpoints = {path.name: _problem(path) for path in saved(directory / "checkpoints")}
+    usable = [name for name, (_, is_usable) in checkpoints.items() if is_usable]
+    last_written = None
     with suppress(OSError):
         mtime = (directory / "metrics.jsonl").stat().st_mtime
-        written = datetime.fromtimestamp(mtime, UTC).isoformat(timespec="seconds")
-    logged = {step for values in log.metrics.values() for step in values} if log else {}
-    found = {
+        last_written = datetime.fromtimestamp(mtime, UTC).isoformat(timespec="seconds")
+    resumed = info.get("resumed")
+
+    findings = {
         "directory": str(directory),
         "state": state,
-        "why": clean(why or "") if not by else "",
-        "process": by,
+        "why": clean(why or "") if not process else "",
+        "process": process,
         "started": info.get("started"),
-        "last_written": written,
+        "last_written": last_written,
         "resumed": resumed if isinstance(resumed, list) else [],
-        "update": last,
-        "updates": log.config.get("run.updates") if log else None,
-        "metrics": {key: log.at(key, last) for key in log.metrics if key in LINE} if log and last is not None else {},
-        "evaluations": log.metrics.get("eval/success", {}) if log else {},
-        "failures": {key: sum(log.metrics.get(key, {}).values()) for key in FAILURES} if log else {},
-        "skipped_steps": log.last("optim/skipped") if log else None,
-        "unreadable_lines": log.unreadable if log else 0,
-        "missing_lines": log.updates + 1 - len(logged) if log else 0,
-        "checkpoints": {name: problem for name, (problem, _) in problems.items()},
-        "resumes_from": next((name for name, (_, usable) in problems.items() if usable), None),
+        **_log_findings(log),
+        "checkpoints": {name: problem for name, (problem, _) in checkpoints.items()},
+        "resumes_from": usable[0] if usable else None,
         "free_gib": round(shutil.disk_usage(directory).free / 2**30, 2),
     }
-    return found | {"command": _command(directory, found, info)}
+    return findings | {"command": _command(directory, findings, info)}
 
 
-def tell(found: dict[str, Any]) -> list[str]:
-    """The findings in words."""
-    planned = f" of {found['updates']}" if found["updates"] else ""
-    at = f" at update {found['update']}{planned}" if found["update"] is not None else ""
-    state, why = found["state"], found["why"] and f": {found['why']}"
-    what = {
-        "running": f"is running in process {found['process']}{at}",
-        "killed": f"ended{at} without a word: killed (-9, or for want of memory), a power cut, or a full disk",
-        "not begun": "has not begun: no update was written down",
-    }.get(state) or f"{ENDS[state]}{at}{why}"
-    lines = [f"{found['directory']} {what}"]
-    if found["last_written"]:
-        lines.append(f"  last line written {found['last_written']}, resumed {len(found['resumed'])} times")
-    if found["metrics"]:
-        values = {key: value for key, value in found["metrics"].items() if value is not None}
-        lines.append("  last metrics: " + "  ".join(LINE[key].format(value) for key, value in values.items()))
-    if found["evaluations"]:
-        update, success = list(found["evaluations"].items())[-1]
-        lines.append(f"  last evaluation: success {success:.1%} at update {update}")
-    troubles = {
-        "environment failures": found["failures"].get("health/env_failures"),
-        "groups dropped": found["failures"].get("health/groups_dropped"),
-        "optimizer steps skipped": found["skipped_steps"],
-        "lines that cannot be read": found["unreadable_lines"],
-        "lines missing": found["missing_lines"],
+def _state(info: dict[str, Any], process: str | None, *, has_log: bool) -> tuple[str, Any]:
+    """(running, finished, stopped, failed, killed or not begun; the reason that the run gave when it ended)."""
+    ended: Any = info.get("ended")
+    how, why = (ended.get("how"), ended.get("why")) if isinstance(ended, dict) else (None, None)
+    if process:
+        return "running", why
+    if how in list(ENDS):
+        return how, why
+    return ("killed" if has_log else "not begun"), why
+
+
+def _log_findings(log: Run | None) -> dict[str, Any]:
+    """The findings in metrics.jsonl; the same keys without it."""
+    if log is None:
+        return {
+            "update": None,
+            "updates": None,
+            "metrics": {},
+            "evaluations": {},
+            "failures": {},
+            "skipped_steps": None,
+            "unreadable_lines": 0,
+            "missing_lines": 0,
+        }
+    last = log.updates
+    logged_updates = {step for values in log.metrics.values() for step in values}
+    return {
+        "update": last,
+        "updates": log.config.get("run.updates"),
+        "metrics": {key: log.at(key, last) for key in log.metrics if key in LINE},
+        "evaluations": log.metrics.get("eval/success", {}),
+        "failures": {key: sum(log.metrics.get(key, {}).values()) for key in FAILURES},
+        "skipped_steps": log.last("optim/skipped"),
+        "unreadable_lines": log.unreadable,
+        "missing_lines": log.updates + 1 - len(logged_updates),
     }
-    if trouble := [f"{count:.0f} {name}" for name, count in troubles.items() if count]:
-        lines.append("  trouble: " + ", ".join(trouble))
-    for name, problem in found["checkpoints"].items():
-        lines.append(f"  {'ok     ' if problem is None else 'DAMAGED'}  {name}{(problem and f': {problem}') or ''}")
-    if not found["checkpoints"]:
+
+
+def tell(findings: dict[str, Any]) -> list[str]:
+    """The findings in words, a line each."""
+    lines = [_headline(findings)]
+    if findings["last_written"]:
+        lines.append(f"  last line written {findings['last_written']}, resumed {len(findings['resumed'])} times")
+    if findings["metrics"]:
+        values = {key: value for key, value in findings["metrics"].items() if value is not None}
+        lines.append("  last metrics: " + "  ".join(LINE[key].format(value) for key, value in values.items()))
+    if findings["evaluations"]:
+        update, success = list(findings["evaluations"].items())[-1]
+        lines.append(f"  last evaluation: success {success:.1%} at update {update}")
+
+    counts = {
+        "environment failures": findings["failures"].get("health/env_failures"),
+        "groups dropped": findings["failures"].get("health/groups_dropped"),
+        "optimizer steps skipped": findings["skipped_steps"],
+        "lines that cannot be read": findings["unreadable_lines"],
+        "lines missing": findings["missing_lines"],
+    }
+    troubles = [f"{count:.0f} {name}" for name, count in counts.items() if count]
+    if troubles:
+        lines.append("  trouble: " + ", ".join(troubles))
+
+    for name, problem in findings["checkpoints"].items():
+        verdict = "ok     " if problem is None else "DAMAGED"
+        reason = f": {problem}" if problem else ""
+        lines.append(f"  {verdict}  {name}{reason}")
+    if not findings["checkpoints"]:
         lines.append("  no checkpoint")
-    if found["free_gib"] < 1.0:
-        lines.append(f"  the disk is nearly full: {found['free_gib']:.2f} GiB are free")
-    return [*lines, _advice(found)]
+    if findings["free_gib"] < 1.0:
+        lines.append(f"  the disk is nearly full: {findings['free_gib']:.2f} GiB are free")
+    return [*lines, _advice(findings)]
 
 
-def _advice(found: dict[str, Any]) -> str:
-    command, source = found["command"], found["resumes_from"]
-    if found["state"] == "running":
-        return f"to stop it, saved: kill {found['process']}"
+def _headline(findings: dict[str, Any]) -> str:
+    """The directory, the state of its run and how far it came."""
+    state = findings["state"]
+    at = ""
+    if findings["update"] is not None:
+        planned = f" of {findings['updates']}" if findings["updates"] else ""
+        at = f" at update {findings['update']}{planned}"
+    if state == "running":
+        text = f"is running in process {findings['process']}{at}"
+    elif state == "killed":
+        text = f"ended{at} without a word: killed (-9, or for want of memory), a power cut, or a full disk"
+    elif state == "not begun":
+        text = "has not begun: no update was written down"
+    else:
+        why = f": {findings['why']}" if findings["why"] else ""
+        text = f"{ENDS[state]}{at}{why}"
+    return f"{findings['directory']} {text}"
+
+
+def _advice(findings: dict[str, Any]) -> str:
+    """What to do next, with the command."""
+    command = findings["command"]
+    checkpoint = findings["resumes_from"]
+    if findings["state"] == "running":
+        return f"to stop it, saved: kill {findings['process']}"
     if command is None:
         return "config.toml cannot be read: start `paw train` again as before, with --resume auto"
-    if found["checkpoints"] and source is None:
+    if findings["checkpoints"] and checkpoint is None:
         return "no checkpoint can be used: train anew under another --run.name"
-    if found["state"] == "not begun":
+    if findings["state"] == "not begun":
         return f"to start it: {command}"
-    if found["state"] == "finished":
-        return f"to train on: {command} --run.updates {2 * (found['update'] or 1)}"
-    return f"to go on from {source or 'the start, for want of a checkpoint'}: {command}"
+    if findings["state"] == "finished":
+        return f"to train on: {command} --run.updates {2 * (findings['update'] or 1)}"
+    return f"to go on from {checkpoint or 'the start, for want of a checkpoint'}: {command}"
 
 
-def _command(directory: Path, found: dict[str, Any], info: dict[str, Any]) -> str | None:
-    """`paw train` with the run's own configuration, wherever it lies now; None where that cannot be read."""
+def _command(directory: Path, findings: dict[str, Any], info: dict[str, Any]) -> str | None:
+    """`paw train` with the run's own configuration, from the run's current folder; None if it cannot be read."""
     config = directory / "config.toml"
     try:
         tomllib.loads(config.read_text(encoding="utf-8") if config.is_file() else "?")
     except (OSError, ValueError, RecursionError):
         return None
-    place, began, there = directory.absolute(), info.get("folder"), ""
-    if isinstance(began, str) and began != str(Path.cwd()):  # paths of its configuration count from there
-        there, config = f"cd {shlex.quote(began)} && ", place / config.name
-    words = ["paw", "train", str(config), "--run.dir", str(place.parent), "--run.name", place.name]
-    if type(ranks := info.get("ranks")) is int and ranks > 1:
+
+    run_dir = directory.absolute()
+    start_folder = info.get("folder")
+    change_folder = ""
+    if isinstance(start_folder, str) and start_folder != str(Path.cwd()):  # its configuration's paths count from there
+        change_folder = f"cd {shlex.quote(start_folder)} && "
+        config = run_dir / config.name
+
+    words = ["paw", "train", str(config), "--run.dir", str(run_dir.parent), "--run.name", run_dir.name]
+    ranks = info.get("ranks")
+    if type(ranks) is int and ranks > 1:
         words += ["--gpus", str(ranks)]
-    return there + shlex.join([*words, *([] if found["state"] == "not begun" else ["--resume", "auto"])])
+    if findings["state"] != "not begun":
+        words += ["--resume", "auto"]
+    return change_folder + shlex.join(words)
 
 
 def _problem(path: Path) -> tuple[str | None, bool]:
-    """What is wrong with a checkpoint, and whether it can be used all the same; reads all of it."""
+    """(what is wrong with a checkpoint or None, whether it can be used all the same). Reads all of it."""
     try:
         verify(path)
     except UserError as error:
-        what = str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": ")
-        return clean(what), isinstance(error, ElsewhereError)
+        problem = str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": ")
+        return clean(problem), isinstance(error, ElsewhereError)
     return None, True

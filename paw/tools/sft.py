@@ -1,7 +1,7 @@
 """`paw sft`: supervised fine-tuning on expert play or on recorded episodes; also the steps of the warm-up and of RWML.
 
-The loss is on the answer; `lm_weight` adds next-token prediction on what else the sequence holds: the prompt, and what
-the environment said next. What is on the way lies in OUT/checkpoints, from which the same command goes on.
+The loss is on the answer. `lm_weight` adds next-token prediction on the rest of the sequence: the prompt, and the
+observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same command resumes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paw.algo.loss import TokenBatch, ce, joint, joint_loss
 from paw.algo.samples import micro_batches, minibatches
-from paw.config import Config, EnvConfig
+from paw.config import Config, EnvConfig, OptimConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly, shown, to_stderr
@@ -55,7 +55,7 @@ from paw.tools.recorded import read_episodes
 from paw.types import Outcome, Reply, Sample, Turn
 
 MAX_FAILED = 100
-"""Games in a row that break before any turn, more of which end expert play."""
+"""Games in a row that may fail before their first turn; more of them end expert play."""
 LOG_S = 10.0
 """Seconds between two lines of progress."""
 LOSS = joint(ce, ce)
@@ -69,7 +69,7 @@ class Demonstration(NamedTuple):
     """Every response that was admissible."""
     response: str
     observation: str
-    """What the environment answered."""
+    """The environment's answer."""
     tools: list[dict[str, Any]]
 
 
@@ -84,23 +84,27 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """The turns of a split's games, without end: the expert's actions, with shares of random and of stray ones.
 
-    A stray action is one that the state before offered; often it does nothing any more. A game whose environment fails
-    is left there. Raises UserError where nothing but that happens, and where there is no expert.
+    A stray action is one that was admissible in the state before; often it has no effect any more. A game whose
+    environment fails is abandoned. Raises UserError if too many games in a row fail, or if there is no expert.
     """
     rng = random.Random(seed)
-    threads, environment, failed = make_threads(factory, env), None, 0
+    threads = make_threads(factory, env)
     call = threads.call
+    environment: Guarded | None = None
+    failed = 0
     games = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
     for task in itertools.chain.from_iterable(games):
-        done, before = False, None
+        done = False
+        previous_choices: list[str] | None = None
         while not done:
             try:
                 environment = environment or Guarded(call(factory.make), env)
-                if before is None:
+                if previous_choices is None:
                     call(environment.reset, task)
-                prompt, choices = call(environment.context), call(admissible_responses, environment)
-                if before and rng.random() < stray_actions:
-                    response = rng.choice(before)
+                prompt = call(environment.context)
+                choices = call(admissible_responses, environment)
+                if previous_choices and rng.random() < stray_actions:
+                    response = rng.choice(previous_choices)
                 elif choices and rng.random() < random_actions:
                     response = rng.choice(choices)
                 else:
@@ -112,35 +116,58 @@ def demonstrations(
                 raise UserError(f"env.name = '{env.name}': {error}, so there is no expert play to learn from") from None
             except BaseException as error:
                 with quietly():
-                    if environment and not threads.given_up:  # one that hangs is not waited for again
+                    if environment and not threads.given_up:  # an environment that hangs is not waited for again
                         call(environment.close)
-                environment, failed = None, failed + 1
+                environment = None
+                failed += 1
                 if failed > MAX_FAILED:
                     raise UserError(f"expert play: {failed} games in a row failed ({describe(error)})") from None
                 break
             yield Demonstration(prompt, choices, response, outcome.observation, environment.tools)
-            done, before, failed = outcome.done, choices, 0
+            done = outcome.done
+            previous_choices = choices
+            failed = 0
 
 
 def example(
     chat: Chat, config: Config, prompt: Context, response: str, observation: str = "", tools: Sequence[Any] = ()
 ) -> Sample:
-    """A turn to learn from; one user message and the observation are cut to the limits of the configuration. Raises
-    UserError if the chat template does not take it."""
+    """A turn to learn from. A prompt of one user message and the observation are cut to the configuration's limits.
+
+    Raises UserError if the chat template does not accept it.
+    """
     try:
         if isinstance(prompt, str) and not tools:
             prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
         else:
             prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
         outcome = Outcome(observation, 0.0, done=False, won=False)
-        turn = Turn(prompt_ids, chat.response_ids(response), [], None, "", response, outcome, "", version=0)
+        turn = Turn(
+            prompt_ids=prompt_ids,
+            response_ids=chat.response_ids(response),
+            sampled_logp=[],
+            entropy=None,
+            prompt="",
+            response=response,
+            outcome=outcome,
+            anchor="",
+            version=0,
+        )
         if isinstance(response, Reply) and response.calls:
             add_result(chat, turn, response, config.wm.max_tokens)
     except EnvironmentFailure as error:
         raise UserError(str(error)) from None
     separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
     observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
-    return Sample(0, 0, 0, prompt_ids, turn.response_ids, separator, observation_ids)
+    return Sample(
+        group=0,
+        trajectory=0,
+        step=0,
+        prompt_ids=prompt_ids,
+        response_ids=turn.response_ids,
+        separator_ids=separator,
+        observation_ids=observation_ids,
+    )
 
 
 def step(
@@ -155,43 +182,107 @@ def step(
     by_row: bool = False,
     budget: int | None,
 ) -> float:
-    """One optimizer step: the mean negative log-likelihood of answer tokens, which it returns (nats; `by_row`: of whole
-    answers), plus `lm_weight` times that of prompts and, with `observations`, of what follows the answers.
+    """Take one optimizer step on the mean negative log-likelihood of answer tokens, and return that mean in nats.
 
-    At most `budget` tokens go through the fused head at a time; None: all at once, by full logits.
+    Args:
+        lm_weight: weight of the mean negative log-likelihood of the other tokens, which is added.
+        observations: whether the other tokens include separator and observation; else they are those of the prompt.
+        by_row: divide the answers' sum by the number of rows, not by that of answer tokens.
+        budget: at most so many tokens go through the fused head at a time; None: all at once, by full logits.
     """
-    rest_of = (lambda row: row.separator_ids + row.observation_ids) if observations else (lambda row: [])
-    texts = [(row.prompt_ids, row.response_ids, rest_of(row)) for row in rows]
-    answers = len(rows) if by_row else sum(len(answer) for _, answer, _ in texts)
-    rest = sum(len(prompt) - 1 + len(said) for prompt, _, said in texts)  # nothing predicts a first token
-    other = -float(torch.tensor(lm_weight) / max(1, rest))  # the sign tells it from an answer's weight
-    samples, weights, whole = [], list[list[float]](), lm_weight > 0 or budget is None
-    for prompt, answer, said in texts:
-        start, said = (1, said) if whole else (len(prompt), [])
-        samples.append(Sample(0, 0, 0, prompt[:start], prompt[start:] + answer + said))
-        weights.append([other] * (len(prompt) - start) + [1.0 / answers] * len(answer) + [other] * len(said))
+    targets = _targets(
+        rows,
+        lm_weight=lm_weight,
+        observations=observations,
+        by_row=by_row,
+        full=lm_weight > 0 or budget is None,
+    )
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    if budget is None:
-        longest = max(map(len, weights))
-        weight = torch.tensor([of + [0.0] * (longest - len(of)) for of in weights])
-        token_loss = _dense(policy, samples) * weight.abs()
-        token_loss.sum().backward()
-        loss = float(token_loss.detach()[weight > 0].sum())
-    else:
-        loss, sizes = 0.0, {"budget": budget, "device": policy.device, "quadratic": policy.quadratic}
-        for batch in micro_batches(samples, with_observation=False, **sizes):
-            weight = torch.tensor([w for i in batch.indices for w in weights[i]], device=policy.device)
-            zero = torch.zeros_like(weight)
-            tokens = TokenBatch(weight.abs(), batch.observation, zero, zero, zero)
-            out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
-            out.loss.backward()
-            loss += float(out.token_loss[weight > 0].sum())
+    loss = _backward(policy, targets, budget)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
     for optimizer in optimizers:
         set_learning_rate(optimizer, lr)
         optimizer.step()
     return loss
+
+
+class _Targets(NamedTuple):
+    """Rows cut into context and target tokens. The lists are per row; the inner ones per target token."""
+
+    samples: list[Sample]
+    """The target tokens are their responses."""
+    weights: list[list[float]]
+    is_answer: list[list[bool]]
+
+
+def _targets(rows: Sequence[Sample], *, lm_weight: float, observations: bool, by_row: bool, full: bool) -> _Targets:
+    """The targets of a step. With `full` all tokens but the first are targets, else the answers alone."""
+    followed_by = [row.separator_ids + row.observation_ids if observations else [] for row in rows]
+    answers = len(rows) if by_row else sum(len(row.response_ids) for row in rows)
+    others = sum(len(row.prompt_ids) - 1 for row in rows) + sum(map(len, followed_by))  # no first token is predicted
+    answer_weight = 1.0 / answers
+    other_weight = float(torch.tensor(lm_weight) / max(1, others))  # divided in float32
+
+    targets = _Targets(samples=[], weights=[], is_answer=[])
+    for row, following in zip(rows, followed_by, strict=True):
+        prompt = row.prompt_ids
+        answer = row.response_ids
+        context = 1 if full else len(prompt)
+        before = len(prompt) - context
+        after = following if full else []
+        targets.samples.append(
+            Sample(
+                group=0,
+                trajectory=0,
+                step=0,
+                prompt_ids=prompt[:context],
+                response_ids=prompt[context:] + answer + after,
+            )
+        )
+        targets.weights.append([other_weight] * before + [answer_weight] * len(answer) + [other_weight] * len(after))
+        targets.is_answer.append([False] * before + [True] * len(answer) + [False] * len(after))
+    return targets
+
+
+def _backward(policy: Policy, targets: _Targets, budget: int | None) -> float:
+    """Compute the gradients; returns the answers' part of the loss. `budget` as for `step`."""
+    if budget is None:
+        return _backward_full_logits(policy, targets)
+
+    loss = 0.0
+    batches = micro_batches(
+        targets.samples,
+        budget=budget,
+        with_observation=False,
+        device=policy.device,
+        quadratic=policy.quadratic,
+    )
+    for batch in batches:
+        weight = torch.tensor([w for i in batch.indices for w in targets.weights[i]], device=policy.device)
+        flags = [flag for i in batch.indices for flag in targets.is_answer[i]]
+        is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
+        zero = torch.zeros_like(weight)
+        tokens = TokenBatch(
+            weight=weight,
+            observation=batch.observation,
+            advantage=zero,
+            old_logp=zero,
+            sampled_logp=zero,
+        )
+        out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
+        out.loss.backward()
+        loss += float(out.token_loss[is_answer].sum())
+    return loss
+
+
+def _backward_full_logits(policy: Policy, targets: _Targets) -> float:
+    longest = max(map(len, targets.weights))
+    weight = torch.tensor([row + [0.0] * (longest - len(row)) for row in targets.weights])
+    is_answer = torch.tensor([row + [False] * (longest - len(row)) for row in targets.is_answer], dtype=torch.bool)
+    token_loss = _dense(policy, targets.samples) * weight
+    token_loss.sum().backward()
+    return float(token_loss.detach()[is_answer].sum())
 
 
 def _dense(policy: Policy, samples: Sequence[Sample]) -> Tensor:
@@ -213,74 +304,125 @@ def fine_tune(
     key: str = "sft.lr",
     out: Path | None = None,
 ) -> int:
-    """`settings.epochs` over the rows; returns the steps. With `out`, checkpoints lie there meanwhile, and a first
-    Ctrl-C leaves one. UserError where the loss is no number (`key` is what to lower), or when told to stop."""
+    """Train for `settings.epochs` over the rows; returns the number of steps.
+
+    With `out`, checkpoints are kept there, and a first Ctrl-C leaves one. Raises UserError if the loss is not finite
+    (`key` names the setting to lower), or if a stop was requested.
+    """
     optim = config.optim.model_copy(update={"lr": settings.lr})
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
-    optimizer, named = make_optimizer(policy.parameters(), optim), policy.named_parameters_once()
+    optimizer = make_optimizer(policy.parameters(), optim)
+    progress = _Progress(policy, optimizer, out, digest=_digest(rows, config, settings, optim))
     batches = [
         batch
         for epoch in range(settings.epochs)
         for batch in minibatches(rows, size=optim.minibatch_samples, seed=config.run.seed * 1_000_003 + epoch)
     ]
-    about = repr([(row.prompt_ids, row.response_ids, row.observation_ids) for row in rows])
-    about += (
+    total = len(batches)
+    first = progress.resume(total)
+
+    started = time.monotonic()
+    reported = -math.inf
+    done = first
+    with StopSignal("step", "the same command goes on") as stop:
+        for batch in batches[first:]:
+            loss = step(
+                policy,
+                [optimizer],
+                batch,
+                lr=learning_rate(optim, update=done, updates=total),
+                clip=optim.grad_clip,
+                lm_weight=settings.lm_weight,
+                observations=settings.observations,
+                budget=optim.micro_batch_tokens,
+            )
+            done += 1
+            if not math.isfinite(loss):
+                raise UserError(f"fine-tuning diverged at step {done} of {total}; lower {key}")
+
+            now = time.monotonic()
+            if now - reported > LOG_S or done == total or stop.requested:
+                reported = now
+                seconds_left = (now - started) / (done - first) * (total - done)
+                left = f", {seconds_left:.0f} s left" if done < total else ""
+                to_stderr(f"fine-tuning: step {done} of {total}, loss {loss:.3f} nats a token{left}")
+            if stop.requested and done < total:
+                progress.save(done)
+                kept = "the same command goes on from there" if out else "nothing was written"
+                raise UserError(f"stopped by {stop.name} after step {done} of {total}: {kept}")
+            if settings.save_every and done % settings.save_every == 0 and done < total:
+                progress.save(done)
+    return done
+
+
+def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
+    """A hash of the data and the settings that decide the result."""
+    data = repr([(row.prompt_ids, row.response_ids, row.observation_ids) for row in rows])
+    choices = (
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed} {config.model.path}"
     )
-    digest = hashlib.sha256(about.encode()).hexdigest()
-    dtype = str(policy.dtype).removeprefix("torch.")
-    folder, done = out and out / "checkpoints", 0
-    if folder and (found := newest(folder, partial(load, like={"model": named}))):
-        path, (tensors, state) = found
-        if state.get("sft") != digest:
-            raise UserError(f"--out {out}: {path.name} there is of other data or settings; take another folder")
-        policy.load(tensors["model"])
-        load_optimizer(optimizer, named.items(), tensors["optimizer"])
-        done = state["step"]
-        to_stderr(f"fine-tuning: going on from step {done} of {len(batches)}")
-        if state.get("dtype", dtype) != dtype:
-            to_stderr(f"fine-tuning: until here in {shown(state['dtype'])}, from here in {dtype} (--model.dtype)")
+    return hashlib.sha256((data + choices).encode()).hexdigest()
 
-    def save(at: int) -> None:
-        if folder:
-            files = {"model": named, "optimizer": optimizer_tensors(optimizer, named.items())}
-            checkpoint.save(folder, at, files, {"sft": digest, "dtype": dtype})
-            checkpoint.prune(folder, 1)
 
-    options: dict[str, Any] = {"lm_weight": settings.lm_weight, "observations": settings.observations}
-    options |= {"clip": optim.grad_clip, "budget": optim.micro_batch_tokens}
-    started, last, told = time.monotonic(), done, -math.inf
-    with StopSignal("step", "the same command goes on") as stop:
-        for n, batch in enumerate(batches[done:], done):
-            lr = learning_rate(optim, update=n, updates=len(batches))
-            loss, last = step(policy, [optimizer], batch, lr=lr, **options), n + 1
-            if not math.isfinite(loss):
-                raise UserError(f"fine-tuning diverged at step {last} of {len(batches)}; lower {key}")
-            now = time.monotonic()
-            if now - told > LOG_S or last == len(batches) or stop.requested:
-                pace, told = (now - started) / (last - done), now
-                left = f", {pace * (len(batches) - last):.0f} s left" if last < len(batches) else ""
-                to_stderr(f"fine-tuning: step {last} of {len(batches)}, loss {loss:.3f} nats a token{left}")
-            if stop.requested and last < len(batches):
-                save(last)
-                kept = "the same command goes on from there" if out else "nothing was written"
-                raise UserError(f"stopped by {stop.name} after step {last} of {len(batches)}: {kept}")
-            if settings.save_every and last % settings.save_every == 0 and last < len(batches):
-                save(last)
-    return last
+class _Progress:
+    """The checkpoints of a fine-tuning in `out`/checkpoints; nothing is saved without `out`."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, out: Path | None, *, digest: str) -> None:
+        self.policy = policy
+        self.parameters = policy.named_parameters_once()
+        self.optimizer = optimizer
+        self.out = out
+        self.folder = out / "checkpoints" if out else None
+        self.digest = digest
+        self.dtype = str(policy.dtype).removeprefix("torch.")
+
+    def resume(self, total: int) -> int:
+        """Load the newest checkpoint; returns its step out of `total`, 0 if there is none.
+
+        Raises UserError if it belongs to other data or settings.
+        """
+        if not self.folder:
+            return 0
+        newest_checkpoint = newest(self.folder, partial(load, like={"model": self.parameters}))
+        if not newest_checkpoint:
+            return 0
+        path, (tensors, state) = newest_checkpoint
+        if state.get("sft") != self.digest:
+            raise UserError(f"--out {self.out}: {path.name} there is of other data or settings; take another folder")
+        self.policy.load(tensors["model"])
+        load_optimizer(self.optimizer, self.parameters.items(), tensors["optimizer"])
+        to_stderr(f"fine-tuning: going on from step {state['step']} of {total}")
+        if state.get("dtype", self.dtype) != self.dtype:
+            before = shown(state["dtype"])
+            to_stderr(f"fine-tuning: until here in {before}, from here in {self.dtype} (--model.dtype)")
+        return state["step"]
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint in place of the one before."""
+        if self.folder:
+            optimizer = optimizer_tensors(self.optimizer, self.parameters.items())
+            files = {"model": self.parameters, "optimizer": optimizer}
+            checkpoint.save(self.folder, step, files, {"sft": self.digest, "dtype": self.dtype})
+            checkpoint.prune(self.folder, 1)
 
 
 def load_learner(config: Config, path: str) -> Policy:
-    """The model of that path, to be trained as the configuration says."""
+    """The model at `path`, ready to be trained with the configuration's settings."""
     device = pick_device(config.model.device)
     config = with_dtype(config, training_dtype(config, device))
     model = config.model
-    options: Any = {"checkpointing": model.checkpointing, "offload_activations": model.offload_activations}
-    options |= {"attention": pick_attention(model.attention, device, DTYPES[model.dtype])}
-    options |= {"head_backend": pick_backend(model.head_backend, device, model.dtype, path)}
-    options |= {"weights": weights_dtype(config), "dtype": model.dtype, "longest": longest_row(config)}
-    return load_policy(path, device=device, **options)
+    return load_policy(
+        path,
+        device=device,
+        checkpointing=model.checkpointing,
+        offload_activations=model.offload_activations,
+        attention=pick_attention(model.attention, device, DTYPES[model.dtype]),
+        head_backend=pick_backend(model.head_backend, device, model.dtype, path),
+        weights=weights_dtype(config),
+        dtype=model.dtype,
+        longest=longest_row(config),
+    )
 
 
 def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> Path:
@@ -301,32 +443,47 @@ def sft(
     """Fine-tune a model on expert play of the recipe's training games, or on recorded episodes; returns `out`.
 
     Args:
-        model: what learns: a model's folder, a Hugging Face name or a run's directory.
+        model: the model to train: its folder, a Hugging Face name or a run's directory.
         recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration. Default: the run's own.
-        out: folder to write, in Hugging Face format. After a stop the same call goes on from there.
-        rollouts: episodes written by `paw.rollout` or `paw rollout`, in place of expert play.
+        out: folder to write, in Hugging Face format. After a stop the same call resumes from there.
+        rollouts: episodes written by `paw.rollout` or `paw rollout`, instead of expert play.
         changes: keys of the configuration to change: `{"sft.turns": 256, "sft.lr": 1e-4}`.
 
-    Raises UserError for a model, recipe, key or value that does not go, and if it is told to stop.
+    Raises UserError if the model, the recipe, a key or a value cannot be used, or if a stop was requested.
     """
     folder = Path(out).absolute()
     recorded = Path(rollouts).absolute() if rollouts else None
     if (folder / "config.json").is_file():
         raise UserError(f"--out {out}: it holds a model already; take another folder")
-    own = {} if (Path(model) / "config.toml").is_file() else {"model.path": str(model)}  # or a run's
-    config, path = resolve(str(model), recipe, own | dict(changes or {}))
-    settings, tokenizer = config.sft, load_tokenizer(path)
+    overrides = dict(changes or {})
+    is_run = (Path(model) / "config.toml").is_file()
+    if not is_run:
+        overrides = {"model.path": str(model)} | overrides
+    config, path = resolve(str(model), recipe, overrides)
+    settings = config.sft
+    tokenizer = load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
+
     if recorded:
-        rows, source = _recorded(recorded, chat, config), f"episodes of {recorded.name}"
+        rows = _recorded(recorded, chat, config)
+        source = f"episodes of {recorded.name}"
     else:
-        play = {"seed": config.run.seed, "random_actions": settings.random_actions, "split": config.env.train_split}
-        turns = itertools.islice(demonstrations(make_factory(config), config.env, **play), settings.turns)
-        rows = [example(chat, config, t.prompt, t.response, t.observation, t.tools) for t in turns]
+        turns = demonstrations(
+            make_factory(config),
+            config.env,
+            seed=config.run.seed,
+            random_actions=settings.random_actions,
+            split=config.env.train_split,
+        )
+        rows = [
+            example(chat, config, turn.prompt, turn.response, turn.observation, turn.tools)
+            for turn in itertools.islice(turns, settings.turns)
+        ]
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
     dtype = training_dtype(config, pick_device(config.model.device))
     to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}")
+
     policy = load_learner(config, path)
     steps = fine_tune(policy, rows, config, settings, out=folder)
     written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)
@@ -341,21 +498,27 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
-    """The valid turns of a file's episodes, unless sft.won is off of those that were won: by their token ids where
-    these are of this tokenizer, else by their texts."""
+    """The valid turns of a file's episodes; with sft.won only those of won episodes.
+
+    A turn keeps its token ids if they decode to its text with this tokenizer; else its text is encoded. Raises
+    UserError if there is no such turn.
+    """
     rows = []
     for group in read_episodes(path):
         for trajectory in group.trajectories:
-            for turn in trajectory.turns if trajectory.won or not config.sft.won else ():
-                if not turn.outcome.valid:
-                    continue
-                row = example(chat, config, turn.prompt, turn.response, turn.observation)
-                texts = (chat.opened + chat.decode(turn.response_ids, calls=calls) for calls in (False, True))
-                if turn.response in texts:
-                    row.prompt_ids, row.response_ids = turn.prompt_ids, turn.response_ids
-                    row.separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
-                    row.observation_ids = turn.observation_ids or row.observation_ids
-                rows.append(row)
+            if config.sft.won and not trajectory.won:
+                continue
+            rows += [_recorded_row(turn, chat, config) for turn in trajectory.turns if turn.outcome.valid]
     if not rows:
         raise UserError(f"--rollouts {path}: no valid turn of a won episode in it (--sft.won false takes all)")
     return rows
+
+
+def _recorded_row(turn: Turn, chat: Chat, config: Config) -> Sample:
+    row = example(chat, config, turn.prompt, turn.response, turn.observation)
+    if any(chat.opened + chat.decode(turn.response_ids, calls=calls) == turn.response for calls in (False, True)):
+        row.prompt_ids = turn.prompt_ids
+        row.response_ids = turn.response_ids
+        row.separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
+        row.observation_ids = turn.observation_ids or row.observation_ids
+    return row
