@@ -1,9 +1,10 @@
-"""An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and whatever else speaks /chat/completions.
+"""An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers of /chat/completions.
 
-Requests that fail in passing are sent again after growing pauses, or after what Retry-After asks for. A parameter
-refused by name is left out from then on (max_tokens becomes max_completion_tokens), so models that fix their
-temperature or know no seed can play. To go on with an answer that has begun, the request ends in an assistant message
-with `continue_final_message` (vLLM, SGLang); a server that refuses that gets the beginning in the user's message.
+Requests that fail for a passing reason are sent again after growing pauses, or after the time that Retry-After asks
+for. A parameter that a server refuses by name is left out from then on (max_tokens becomes max_completion_tokens), so
+models with a fixed temperature or without a seed can play. To continue an answer, the request ends in an assistant
+message with `continue_final_message` (vLLM, SGLang); a server that refuses this gets the start of the answer in the
+user's message.
 """
 
 import asyncio
@@ -30,21 +31,29 @@ from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 
 RETRIED = {408, 409, 429}
-LONGEST_PAUSE_S, LONGEST_WAIT_S = 60.0, 120.0
-"""Of ours; however long Retry-After asks for."""
-TIMES_EXPECTED, HIDDEN_TOKENS = 16, 100_000
-"""A request takes at most so many times the tokens that it is expected to take, a quarter of its characters and
-max_tokens, and so many that nobody sees (thoughts, a template). A count of more, or of less than none, is no count: the
-limit of tokens a minute would wait for days."""
+"""Status codes after which a request is sent again, besides those from 500 on."""
+LONGEST_PAUSE_S = 60.0
+"""Longest pause between two tries, unless Retry-After asks for more."""
+LONGEST_WAIT_S = 120.0
+"""Longest pause that Retry-After can ask for."""
+TIMES_EXPECTED = 16
+"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: so many times the expected ones (a
+quarter of its characters, and max_tokens). A count outside 0 and the bound is ignored: the limit of tokens a minute
+would wait for days."""
+HIDDEN_TOKENS = 100_000
+"""Tokens of a request that nobody sees (thoughts, a template), added to that bound."""
 CHECK_S = 10.0
+"""Time limit for asking a server for its models."""
 CONTINUE = "continue_final_message"
 OPTIONAL = ("seed", "stop", "temperature", "max_tokens")
+"""Parameters that a server may refuse."""
 CONTEXT = re.compile(r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I)
 FORGED = re.compile(
     r"(?<=<)(?=[|｜]|(?:/?s|bos|eos|pad|unk|mask|sop|eop|(?:start|begin|end)_of_\w+|extra_id_\d+|unused\d+)>|/?SYS>>)"
     r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD|UNUSED_TOKEN_\d+)\])"
 )
-"""Inside what a tokeniser may take for a control token: which one the server has is not known."""
+"""The place for a space inside each text that a tokeniser may take for a control token. The server's tokeniser is not
+known, so these are the forms of many."""
 RESTATED = "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:\n{start}"
 
 
@@ -55,67 +64,79 @@ class EndpointError(Exception):
 @dataclass(frozen=True)
 class Reply:
     text: str
-    """Up to a stop string, which is not part of it."""
+    """The answer up to a stop string, which is not part of it."""
     prompt_tokens: int
     completion_tokens: int
-    """As billed, what a stop string cut off included."""
+    """As billed, with the tokens that a stop string cut off."""
     stop: str = ""
-    """The stop string that ended it, where the server says so or a tag is left open; else ""."""
+    """The stop string that ended it, if the server reports it or a tag is left open; otherwise ""."""
     calls: tuple[ToolCall, ...] = ()
-    """Of tools, as the server reads them."""
+    """Tool calls, as the server parsed them."""
     problem: str = ""
-    """What is wrong with them; "" where nothing is."""
+    """What is wrong with the calls; "" if nothing is."""
 
 
 class Limiter:
-    """Spaces requests evenly, at most so many and so many tokens a minute; 0 is no limit."""
+    """Spaces requests evenly within a limit of requests and one of tokens a minute; 0 is no limit."""
 
     def __init__(self, requests_per_minute: int, tokens_per_minute: int) -> None:
         self._request_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._token_s = 60.0 / tokens_per_minute if tokens_per_minute else 0.0
-        self._requests_free = self._tokens_free = 0.0
+        self._requests_free_at = 0.0
+        self._tokens_free_at = 0.0
 
     async def admit(self, tokens: int) -> None:
-        """Wait until a request of about so many tokens may leave."""
+        """Wait until a request that is expected to take `tokens` tokens may be sent."""
         now = time.monotonic()
-        at = max(now, self._requests_free, self._tokens_free)
-        self._requests_free, self._tokens_free = at + self._request_s, at + tokens * self._token_s
-        if at > now:
-            await sleep(at - now)
+        start = max(now, self._requests_free_at, self._tokens_free_at)
+        self._requests_free_at = start + self._request_s
+        self._tokens_free_at = start + tokens * self._token_s
+        if start > now:
+            await sleep(start - now)
 
     def settle(self, tokens: int) -> None:
-        """It took so many tokens more than admitted (fewer: negative)."""
-        self._tokens_free += tokens * self._token_s
+        """Correct the count: the request took `tokens` tokens more than admitted (negative: fewer)."""
+        self._tokens_free_at += tokens * self._token_s
 
 
 class Endpoint:
-    """A chat model behind a URL; `section` is the configuration's table, for messages. `template_options` are variables
-    of the chat template (vLLM and SGLang pass them on). UserError without the openai package, a URL or a model's name.
+    """A chat model behind a URL.
+
+    `section` is the name of the configuration's table, for messages. `template_options` are variables of the chat
+    template (vLLM and SGLang pass them on). Raises UserError if the openai package, the URL or the model's name is
+    missing.
     """
 
     def __init__(
         self, config: EndpointConfig, *, section: str = "endpoint", template_options: Mapping[str, Any] | None = None
     ) -> None:
         openai = needed("openai", f"{section}.url", "agents")
-        for missing in ("url", "model"):
-            if getattr(config, missing) is None:
-                raise UserError(f"{section}.{missing} is missing; set it with --{section}.{missing}")
-        self.config, self._section, self._openai = config, section, openai
+        for key in ("url", "model"):
+            if getattr(config, key) is None:
+                raise UserError(f"{section}.{key} is missing; set it with --{section}.{key}")
         url = str(config.url)
+        self.config = config
         self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
-        key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
-        http = bounded(openai.DefaultAsyncHttpxClient)
-        # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
-        self._make_client = lambda: openai.AsyncOpenAI(
-            base_url=self.url, api_key=key, max_retries=0, http_client=http(base_url=self.url, timeout=config.timeout_s)
-        )
+        self._section = section
+        self._openai = openai
+        self._key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
+        self._http_client_class = bounded(openai.DefaultAsyncHttpxClient)
         self._client: Any = None  # made on the loop that it is used on
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
-        self._extra = {"chat_template_kwargs": dict(template_options)} if template_options else {}
+        self._extra_body = {"chat_template_kwargs": dict(template_options)} if template_options else {}
         self._refused: set[str] = set()
 
+    def _make_client(self) -> Any:
+        # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
+        return self._openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self._key,
+            max_retries=0,
+            http_client=self._http_client_class(base_url=self.url, timeout=self.config.timeout_s),
+        )
+
     def check(self) -> None:
-        """UserError where nobody answers at the URL, or not with this key. A server without /models passes."""
+        """Raises UserError if no server answers at the URL, or it refuses the key. A server without /models passes."""
         try:
             asyncio.run(self._models(min(CHECK_S, self.config.timeout_s)))
         except (self._openai.APIConnectionError, TimeoutError) as error:
@@ -129,25 +150,29 @@ class Endpoint:
     async def complete(
         self, prompt: Context, *, start: str = "", stop: Sequence[str] = (), tools: Sequence[Any] = (), **sampling: Any
     ) -> Reply:
-        """The answer to `prompt` at a temperature, max_tokens and seed; with `start`, the rest of one that begins so.
+        """The answer to `prompt`; with `start`, the rest of an answer that begins with it.
 
-        Raises ContextFull where prompt and `start` leave no room for an answer, UserError where the key or the model's
-        name is wrong, EndpointError without an answer after all retries.
+        `sampling` holds temperature, max_tokens and seed. Raises ContextFull if prompt and `start` leave no room for an
+        answer, UserError if the key or the model's name is wrong, EndpointError if all tries failed.
         """
-        self._client = self._client or self._make_client()
-        expected, failures = len(shown(prompt) + start) // 4 + sampling["max_tokens"], 0
+        if self._client is None:
+            self._client = self._make_client()
+        options = {**sampling, "stop": list(stop), "tools": _safe(list(tools))}
+        expected_tokens = len(shown(prompt) + start) // 4 + sampling["max_tokens"]
+        most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
+        failures = 0
         while True:
-            request = self._request(prompt, start, {**sampling, "stop": list(stop), "tools": _safe(list(tools))})
-            await self._limiter.admit(expected)
+            request = self._request(prompt, start, options)
+            await self._limiter.admit(expected_tokens)
             pause = 0.0
             try:
                 call = self._client.chat.completions.with_raw_response.create(**request)
-                text = (await asyncio.wait_for(call, self.config.timeout_s)).text
-                reply = _reply(text, stop, most_tokens=TIMES_EXPECTED * expected + HIDDEN_TOKENS)
-                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected)
+                response = await asyncio.wait_for(call, self.config.timeout_s)
+                reply = _reply(response.text, stop, most_tokens=most_tokens)
+                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
                 return reply
             except self._openai.APIStatusError as error:
-                self._limiter.settle(-expected)
+                self._limiter.settle(-expected_tokens)
                 problem = f"{error.status_code} {_message(error)}"
                 if error.status_code in (400, 413, 422) and self._adapt(error, request):
                     continue
@@ -157,36 +182,50 @@ class Endpoint:
                 pause = self._retry_after(error.response.headers)
             except TimeoutError:
                 problem = f"no whole answer within {self.config.timeout_s:g} s"
-            except Exception as error:  # no connection, broken off, or no answer at all in the body
+            except Exception as error:  # no connection, one that broke off, or a body that is not an answer
                 problem = clean(f"{error} {error.__cause__ or ''}", 200)
+
             failures += 1
             if failures > self.config.retries:
                 raise EndpointError(f"{self.url}: {problem} (tried {failures} times)")
-            draw = random.Random(f"{sampling['seed']}/{failures}").uniform(0.5, 1.0)
-            await sleep(max(min(LONGEST_PAUSE_S, 0.5 * 2**failures) * draw, pause))
+            jitter = random.Random(f"{sampling['seed']}/{failures}").uniform(0.5, 1.0)
+            backoff = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * jitter
+            await sleep(max(backoff, pause))
 
     async def _models(self, timeout_s: float) -> list[str]:
+        """Names of the models that the server lists."""
         async with self._make_client() as client:
             page = await asyncio.wait_for(client.models.list(), timeout_s)
         return [clean(model.id, 100) for model in page.data]
 
     def _request(self, prompt: Context, start: str, options: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in options.items() if key not in self._refused and value != []}
-        if "max_tokens" in self._refused:
-            kept["max_completion_tokens"] = options["max_tokens"]
+        """The arguments of a request, without the parameters that the server has refused."""
         if start and CONTINUE in self._refused:
-            prompt, start = RESTATED.format(prompt=shown(prompt), start=start), ""
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        extra = self._extra
+            prompt = RESTATED.format(prompt=shown(prompt), start=start)
+            start = ""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        extra_body = self._extra_body
         if start:
-            given = [*given, {"role": "assistant", "content": start}]
-            extra = extra | {CONTINUE: True, "add_generation_prompt": False}
-        messages = [_message_of(message) for message in given]
-        return {"model": self.config.model, "messages": messages, **kept, **({"extra_body": extra} if extra else {})}
+            messages = [*messages, {"role": "assistant", "content": start}]
+            extra_body = extra_body | {CONTINUE: True, "add_generation_prompt": False}
+
+        request: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [_message_of(message) for message in messages],
+        }
+        for key, value in options.items():
+            if key not in self._refused and value != []:
+                request[key] = value
+        if "max_tokens" in self._refused:
+            request["max_completion_tokens"] = options["max_tokens"]
+        if extra_body:
+            request["extra_body"] = extra_body
+        return request
 
     def _retry_after(self, headers: Any) -> float:
-        """Seconds that a Retry-After header asks for, a number or a date; LONGEST_WAIT_S at most."""
-        value, seconds = headers.get("retry-after", ""), 0.0
+        """Seconds that a Retry-After header (a number or a date) asks for, at most LONGEST_WAIT_S; 0 without one."""
+        value = headers.get("retry-after", "")
+        seconds = 0.0
         with suppress(ValueError, TypeError, OverflowError):
             if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
                 seconds = float(value)
@@ -197,24 +236,29 @@ class Endpoint:
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
-        """Leave out from now on what the server would not take; whether there was such a thing in the request."""
+        """Leave out from now on what the server refuses; returns whether the request had such a parameter.
+
+        Raises ContextFull if the server says that the prompt is too long.
+        """
         message = _message(error)
         if CONTEXT.search(f"{error.code} {message}"):
             raise ContextFull(f"{self.url}: {message}") from None
-        named = (key for key in OPTIONAL if key in request and (error.param == key or f"'{key}'" in message))
-        refused = next(named, CONTINUE if CONTINUE in request.get("extra_body", {}) else None)
-        if refused and refused not in self._refused:
-            self._refused.add(refused)
-            to_stderr(f"{self.url} does not take {refused}: doing without it ({message})")
-        return refused is not None
+        parameter = _refused_parameter(error, request)
+        if parameter is None:
+            return False
+        if parameter not in self._refused:
+            self._refused.add(parameter)
+            to_stderr(f"{self.url} does not take {parameter}: doing without it ({message})")
+        return True
 
     def _refuse_key(self, error: Any) -> None:
+        """Raises UserError if the server refused the key."""
         if error.status_code in (401, 403):
             state = "holds a key that it does not take" if os.environ.get(self.config.key_env) else "is not set"
             raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
 
     async def _raise_mistake(self, error: Any, request: dict[str, Any]) -> None:
-        """UserError for what only the user can fix."""
+        """Raises UserError if only the user can fix it: the key, the address, the model's name, tools."""
         self._refuse_key(error)
         if error.status_code in (400, 422) and "tools" in request and "tool" in _message(error):
             raise UserError(f"{self.url} takes no tools, which the environment has: {_message(error)}")
@@ -223,60 +267,104 @@ class Endpoint:
                 served = await self._models(CHECK_S)
             except Exception:
                 raise UserError(f"{self.url}: 404, there is no chat endpoint here; check the address") from None
-            known = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
-            raise UserError(f"{self.url}: no model '{self.config.model}'; it serves: {known}") from None
+            names = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
+            raise UserError(f"{self.url}: no model '{self.config.model}'; it serves: {names}") from None
+
+
+def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
+    """The parameter of the request that the server refuses.
+
+    If it names none, that is the continuing of an answer, if the request asks for it; otherwise None.
+    """
+    message = _message(error)
+    for key in OPTIONAL:
+        if key in request and (error.param == key or f"'{key}'" in message):
+            return key
+    return CONTINUE if CONTINUE in request.get("extra_body", {}) else None
 
 
 def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> Reply:
-    """The first choice of a chat completion's JSON; counts above `most_tokens` are none. Raises ValueError where there
-    is no choice."""
+    """The first choice of a chat completion's JSON; token counts above `most_tokens` become 0.
+
+    Raises ValueError if there is no choice.
+    """
     try:
         body = json.loads(text)
         choice = body["choices"][0]
-        content, usage = choice["message"].get("content") or "", body.get("usage") or {}
+        message = choice["message"]
+        content = message.get("content") or ""
         if not isinstance(content, str):
             raise TypeError
         if "</think>" in content and "<think>" not in content:
             content = f"<think>{content}"  # opened by the server's chat template
-        counts = [usage.get(f"{side}_tokens") for side in ("prompt", "completion")]
-        counts = [int(n) if isinstance(n, int | float) and 0 <= n <= most_tokens else 0 for n in counts]
-        cut, reason = choice.get("finish_reason") == "length", choice.get("stop_reason")
-        content, found = cut_at(content, stop)
-        if not (found or cut):  # vLLM names the stop string that it left out; elsewhere an open tag tells
-            left_open = (word for word in stop if content.rfind(word.replace("/", "")) > content.rfind(word))
-            found = reason if reason in stop else next(left_open, "")
-        calls, problem = _calls(choice["message"].get("tool_calls") or [])
-        return Reply(content, counts[0], counts[1], found, calls, problem)
+        content, stop_string = cut_at(content, stop)
+        if not stop_string and choice.get("finish_reason") != "length":
+            stop_string = _removed_stop(content, stop, choice.get("stop_reason"))
+
+        usage = body.get("usage") or {}
+        calls, problem = _calls(message.get("tool_calls") or [])
+        return Reply(
+            text=content,
+            prompt_tokens=_count(usage.get("prompt_tokens"), most_tokens),
+            completion_tokens=_count(usage.get("completion_tokens"), most_tokens),
+            stop=stop_string,
+            calls=calls,
+            problem=problem,
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"malformed answer: {clean(text, 200) or 'an empty body'}") from None
 
 
-def _calls(given: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
-    """(calls, what is wrong with them)."""
-    calls, problem = [], ""
-    for place, call in enumerate(given):
-        function, arguments = call["function"], {}
+def _removed_stop(content: str, stop: Sequence[str], reason: Any) -> str:
+    """The stop string that the server removed from the end of `content`; "" if there is none.
+
+    vLLM names it as the reason; with other servers it is a closing tag whose opening tag is still open.
+    """
+    if reason in stop:
+        return reason
+    for closing_tag in stop:
+        opening_tag = closing_tag.replace("/", "")
+        if content.rfind(opening_tag) > content.rfind(closing_tag):
+            return closing_tag
+    return ""
+
+
+def _count(value: Any, most: int) -> int:
+    """A reported number of tokens; 0 if it is not a number between 0 and `most`."""
+    if isinstance(value, int | float) and 0 <= value <= most:
+        return int(value)
+    return 0
+
+
+def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
+    """(tool calls, what is wrong with them)."""
+    calls = []
+    problem = ""
+    for number, record in enumerate(records):
+        function = record["function"]
+        arguments: Any = {}
         try:
-            given_arguments = function.get("arguments") or "{}"
-            arguments = json.loads(given_arguments) if isinstance(given_arguments, str) else given_arguments
+            text = function.get("arguments") or "{}"
+            arguments = json.loads(text) if isinstance(text, str) else text
         except ValueError as error:
             problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON: {clean(error, 100)}"
         if not isinstance(arguments, dict):
-            arguments, problem = {}, f"the arguments of '{clean(function['name'], 60)}' are no JSON object"
-        calls.append(ToolCall(str(function["name"]), arguments, str(call.get("id") or f"call{place:05}")))
+            arguments = {}
+            problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON object"
+        calls.append(ToolCall(str(function["name"]), arguments, str(record.get("id") or f"call{number:05}")))
     return tuple(calls), problem
 
 
 def _message_of(message: dict[str, Any]) -> dict[str, Any]:
-    """As the API has it: arguments of calls are JSON in a text."""
-    found = _safe(message)
-    for call in found.get("tool_calls", ()):
+    """A copy in the API's form, in which the arguments of calls are JSON text."""
+    copy = _safe(message)
+    for call in copy.get("tool_calls", ()):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return found
+    return copy
 
 
 def _safe(value: Any) -> Any:
-    """A copy, each text in it harmless."""
+    """A copy of JSON data in which each text is harmless."""
     if isinstance(value, dict):
         return {_safe(key): _safe(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -285,7 +373,7 @@ def _safe(value: Any) -> Any:
 
 
 def _harmless(text: str) -> str:
-    """`text` as Unicode, with a space in whatever may open or end a turn.
+    """`text` as valid Unicode, with a space in each part that may open or end a turn.
 
     >>> _harmless("It says </s><|im_start|>system [INST] a < b")
     'It says < /s>< |im_start|>system [ INST] a < b'
@@ -294,11 +382,12 @@ def _harmless(text: str) -> str:
 
 
 def _message(error: Any) -> str:
+    """The server's message, without the status code that openai puts before it."""
     return clean(error.message.removeprefix(f"Error code: {error.status_code} - "), 200)
 
 
 class EndpointModel(Model):
-    """The model behind an endpoint, for one episode. Its turns have texts and no token ids."""
+    """The model behind an endpoint, for one episode. Its turns have texts but no token ids."""
 
     def __init__(self, env: EnvHandle, config: Config, endpoint: Endpoint) -> None:
         super().__init__(env, config)
@@ -306,13 +395,21 @@ class EndpointModel(Model):
 
     async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
         message, start = asked(context, continues)
-        limits, stats = self.config.rollout, self.episode.stats
-        options = {"temperature": self.episode.temperature, "max_tokens": limits.max_response_tokens, "seed": seed}
-        reply = await self.endpoint.complete(message, start=start, stop=stop, tools=self.env.tools, **options)
+        reply = await self.endpoint.complete(
+            message,
+            start=start,
+            stop=stop,
+            tools=self.env.tools,
+            temperature=self.episode.temperature,
+            max_tokens=self.config.rollout.max_response_tokens,
+            seed=seed,
+        )
+        stats = self.episode.stats
         stats.prompt_tokens += reply.prompt_tokens
         stats.response_tokens += reply.completion_tokens
         turn.response = reply.text + reply.stop
         if self.env.tools:
             turn.response = str(Answer.of(turn.response, *reply.calls))
-            self.reply = Answer(turn.response, reply.text.rpartition("</think>")[2].strip(), reply.calls, reply.problem)
+            content = reply.text.rpartition("</think>")[2].strip()
+            self.reply = Answer(turn.response, content, reply.calls, reply.problem)
         return reply.stop

@@ -1,6 +1,9 @@
-"""ReAct's example episodes: our experts play generated tasks, and rules put in the thoughts, in the style of the paper
-(arXiv 2210.03629); or `agent.examples`, a file of the ReAct authors' repository: alfworld_3prompts.json, WebShop.ipynb,
-or prompts_naive.json (HotpotQA)."""
+"""ReAct's example episodes, played by our experts or read from a file of the ReAct authors.
+
+Our experts play generated tasks, and rules add the thoughts in the style of the paper (arXiv 2210.03629). The files,
+set by `agent.examples`, are alfworld_3prompts.json, WebShop.ipynb and prompts_naive.json (HotpotQA) of the authors'
+repository.
+"""
 
 import json
 import re
@@ -20,10 +23,10 @@ from paw.errors import UserError
 FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
-"""Places that an example looks into first: the expert knows where the object is, a player has to search."""
+"""Number of places that an example searches in vain: the expert knows where the object is, a player has to search."""
 OK = "OK."
 HOTPOTQA = "webthink_simple6"
-"""Key of prompts_naive.json whose episodes the authors show in HotpotQA."""
+"""Key in prompts_naive.json of the episodes that the authors use for HotpotQA."""
 FORM = {
     "search": [
         (r"^Thought \d+: (.*)\nAction \d+: ", rf"> think: \1\n{OK}\n> "),
@@ -37,11 +40,11 @@ FORM = {
         (r"\s+$", ""),
     ],
 }
-"""Rules that bring the authors' transcripts of other environments into the form of ALFWorld's."""
+"""Rules (pattern, replacement) that give the authors' other transcripts the form of those of ALFWorld."""
 
 
 def move_for_put(text: str) -> str:
-    """Releases before json_2.1.2 said "put X in/on Y" for what is "move X to Y" now.
+    """`text` with "move X to Y" for "put X in/on Y", as ALFWorld's releases before json_2.1.2 have it.
 
     >>> move_for_put("> put mug 1 in/on desk 2\\nYou put the mug 1 in/on the desk 2.")
     '> move mug 1 to desk 2\\nYou move the mug 1 to the desk 2.'
@@ -55,13 +58,9 @@ def alfworld_examples(kind: str) -> list[str]:
 
 
 def household_example(game: Game) -> str:
-    """The expert's episode of `game`, with a thought wherever it turns to something new."""
+    """The expert's episode of `game`, with a thought before each new part of the task."""
     household = Household(game)
     lines = [opening("alfworld", "", household.reset())]
-    thing, place = game.goal.object.removesuffix("type"), game.goal.target.removesuffix("type")
-    treat = game.kind in REQUIRED_STATE and f"{game.kind} it with a {TREATMENTS[game.kind][0].lower()}, then "
-    goal = "find and use a desklamp" if game.kind == "look" else f"{treat or ''}put it in {place}"
-    again = f", then do the same with a second {thing}" if game.kind == "two" else ""
 
     def think(text: str) -> None:
         lines.extend([f"> think: {text}", OK])
@@ -69,12 +68,13 @@ def household_example(game: Game) -> str:
     def play(action: str) -> None:
         lines.extend([f"> {action}", household.step(action)])
 
+    thing = game.goal.object.removesuffix("type")
+    target = game.goal.target.removesuffix("type")
+    goal = _goal(game, target)
+    again = f", then do the same with a second {thing}" if game.kind == "two" else ""
     think(f"To solve the task, I need to find and take a {thing}, then {goal}{again}.")
-    detours = [
-        action
-        for action, receptacle in game.destinations.items()
-        if action in household.admissible and not game.candidates & set(game.contents.get(receptacle, ()))
-    ][:DETOURS]
+
+    detours = _detours(game, household)
     if detours:
         first = detours[0].removeprefix("go to ")
         think(f"First I need to find a {thing}. I check one place after another, beginning with {first}.")
@@ -82,75 +82,122 @@ def household_example(game: Game) -> str:
         play(action)
         if household.is_shut(game.destinations[action]):
             play(action.replace("go to", "open"))
-    before = held = ""
+
+    last_verb = ""
+    held = ""
     while not household.won:
         action = oracle(household)
-        verb, name = action.split()[0], " ".join(action.split()[1:3])
-        if before == "take":
+        verb = action.split()[0]
+        name = " ".join(action.split()[1:3])
+        if last_verb == "take":
             think(f"Now I have {held}. Next, I need to {goal}.")
-        elif before in REQUIRED_STATE:
-            think(f"Now {held} is {REQUIRED_STATE[before]}. Next, I need to put it in {place}.")
-        elif before == "move":
+        elif last_verb in REQUIRED_STATE:
+            think(f"Now {held} is {REQUIRED_STATE[last_verb]}. Next, I need to put it in {target}.")
+        elif last_verb == "move":
             think(f"Now the first {thing} is in its place. Next, I need to find the second one.")
         if verb in ("take", "use"):
             think(f"Now I see {name}. Next, I need to {verb} it.")
-        held, before = name if verb == "take" else held, verb
+        if verb == "take":
+            held = name
+        last_verb = verb
         play(action)
     return "\n".join(lines) + "\n"
 
 
+def _goal(game: Game, target: str) -> str:
+    """What is to be done with the object of a game, once it is taken."""
+    if game.kind == "look":
+        return "find and use a desklamp"
+    if game.kind in REQUIRED_STATE:
+        appliance = TREATMENTS[game.kind][0].lower()
+        return f"{game.kind} it with a {appliance}, then put it in {target}"
+    return f"put it in {target}"
+
+
+def _detours(game: Game, household: Household) -> list[str]:
+    """Actions that go to the first places without an object of the task."""
+    actions = []
+    for action, receptacle in game.destinations.items():
+        contents = set(game.contents.get(receptacle, ()))
+        if action in household.admissible and not game.candidates & contents:
+            actions.append(action)
+    return actions[:DETOURS]
+
+
 def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """The environment whose episodes a file of the ReAct authors holds, and those of each task type ("" where an
-    environment has none), in the order they use them. UserError for any other file."""
+    """(environment, task type -> episodes) of a file of the ReAct authors, the episodes in the order they use them.
+
+    The task type is "" if the environment has none. Raises UserError for any other file.
+    """
     try:
-        given = json.loads(path.expanduser().read_text(encoding="utf-8"))
-        if "cells" in given:
-            code = "\n".join("".join(cell["source"]) for cell in given["cells"])
-            if not (found := re.search(r'^prompt1 = """Webshop *\n(.*?)"""', code, re.M | re.S)):
-                raise KeyError("prompt1")
-            return "webshop", {"": [_transcript("webshop", found[1])]}
-        if HOTPOTQA in given:
-            texts = re.split(r"\n(?=Question: )", given[HOTPOTQA])
-            return "search", {"": [_transcript("search", text) for text in texts if text and "Lookup[" not in text]}
-        texts = {kind: [given[f"react_{key}_{i}"] for i in (1, 0)] for kind, key in FILE_KEYS.items()}
-        return "alfworld", {kind: [move_for_put(text) for text in both] for kind, both in texts.items()}
+        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        if "cells" in content:
+            return "webshop", {"": [_webshop_episode(content["cells"])]}
+        if HOTPOTQA in content:
+            return "search", {"": _hotpotqa_episodes(content[HOTPOTQA])}
+        return "alfworld", _alfworld_episodes(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"agent.examples = '{path}': {error}") from None
     except KeyError as error:
-        what = "ReAct's alfworld_3prompts.json, prompts_naive.json and WebShop.ipynb can be read"
-        raise UserError(f"agent.examples = '{path}': there is no {error}; {what}") from None
+        readable = "ReAct's alfworld_3prompts.json, prompts_naive.json and WebShop.ipynb can be read"
+        raise UserError(f"agent.examples = '{path}': there is no {error}; {readable}") from None
+
+
+def _webshop_episode(cells: list[Any]) -> str:
+    """The episode in a cell of WebShop.ipynb."""
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    match = re.search(r'^prompt1 = """Webshop *\n(.*?)"""', code, re.M | re.S)
+    if match is None:
+        raise KeyError("prompt1")
+    return _transcript("webshop", match[1])
+
+
+def _hotpotqa_episodes(text: str) -> list[str]:
+    """The episodes without the action Lookup, which our environment does not have."""
+    episodes = re.split(r"\n(?=Question: )", text)
+    return [_transcript("search", episode) for episode in episodes if episode and "Lookup[" not in episode]
+
+
+def _alfworld_episodes(content: dict[str, str]) -> dict[str, list[str]]:
+    """Task type -> the two episodes that the authors show for it."""
+    texts = {kind: [content[f"react_{key}_1"], content[f"react_{key}_0"]] for kind, key in FILE_KEYS.items()}
+    return {kind: [move_for_put(text) for text in pair] for kind, pair in texts.items()}
 
 
 def _transcript(name: str, text: str) -> str:
-    """
+    """The authors' transcript of an episode of environment `name`, in the form of those of ALFWorld.
+
     >>> _transcript("search", "Question: Who?\\nThought 1: Hm.\\nAction 1: Search[me]\\nObservation 1: You.\\n")
     'Question: Who?\\n> think: Hm.\\nOK.\\n> Search[me]\\nYou.\\n'
     """
-    for pattern, form in FORM[name]:
-        text = re.sub(pattern, form, text.strip(), flags=re.M)
+    for pattern, replacement in FORM[name]:
+        text = re.sub(pattern, replacement, text.strip(), flags=re.M)
     return text + "\n"
 
 
 def expert_example(name: str) -> str:
-    """One episode of the WebShop or search environment in a small generated world, by its own expert."""
-    env = {"name": name, "eval_split": "test", "max_turns": 15}
-    env |= {"webshop": {"products": 200}, "search": {"entities": 100}}[name]
+    """One episode of the WebShop or search environment in a small generated world, played by its own expert."""
+    world = {"webshop": {"products": 200}, "search": {"entities": 100}}[name]
+    env = {"name": name, "eval_split": "test", "max_turns": 15, **world}
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     (task,) = warmup_tasks(factory, 0, 1, 1)
     environment: Any = factory.make()
-    lines, done = [opening(name, environment.task, environment.reset(task))], False
+    lines = [opening(name, environment.task, environment.reset(task))]
+    done = False
     while not done:
         outcome = environment.step(environment.oracle())
         done = outcome.done
         action = outcome.action
-        if env["name"] == "search":
+        if name == "search":
             action = action.replace("answer[", "Finish[", 1).replace("search[", "Search[", 1)
         lines += [f"> think: {_thought(outcome.action)}", OK, f"> {action}"]
-        lines += [outcome.observation] if outcome.observation else []
+        if outcome.observation:
+            lines.append(outcome.observation)
     return "\n".join(lines) + "\n"
 
 
 def _thought(action: str) -> str:
+    """The thought before an action of the WebShop or search environment."""
     verb, _, text = action.rstrip("]").partition("[")
     if verb == "search":
         return f"Next, I need to find out about {text}, so I search for that."
@@ -164,7 +211,7 @@ def _thought(action: str) -> str:
 
 
 def opening(name: str, task: str, observation: str) -> str:
-    """The start of a transcript: the task, and what is seen first where that is not the task itself."""
+    """The start of a transcript: the task, and the first observation unless that is the task itself."""
     match name:
         case "alfworld":
             return observation.partition("\n\n")[2].replace("\n\n", "\n")  # task and room without the welcome

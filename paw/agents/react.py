@@ -1,9 +1,9 @@
-"""ReAct (arXiv 2210.03629): the model writes a transcript, thoughts and actions in turn, and reads what comes of them;
-and Reflexion, which is that with several trials.
+"""ReAct (arXiv 2210.03629), in which the model writes a transcript of thoughts and actions and reads the results of its
+actions; and Reflexion, which is ReAct with several trials.
 
-As in the authors' code for ALFWorld, all of it is one growing text: examples, the task, then lines "> think: ..." and
-"> ACTION" with the answers. Of an answer the first line that is not empty counts, without a <think> block before it.
-A thought costs no turn, but n turns end after 2 n calls.
+As in the authors' code for ALFWorld, the prompt is one growing text: examples, the task, then lines "> think: ..." and
+"> ACTION", each with the answer to it. Only the first line of a response that is not empty counts, after its <think>
+block. A thought costs no turn, but an episode with a limit of n turns ends after 2 n calls.
 """
 
 import functools
@@ -28,6 +28,7 @@ FORMAT = (
     "After each '>' stands a thought, 'think: ...', or an action. Write what comes after the last '>', in one line."
 )
 EXAMPLES = [[], ["Here is an example."], ["Here are two examples."], ["Here are some examples."]]
+"""The sentence before no example, one, two and more."""
 NO_ACTION = "That is neither a thought nor an action."
 STOP = ("\n>",)
 
@@ -48,34 +49,40 @@ BRACKETS = {
     "webshop": re.compile(r"(search|click)\[(.*)\]", re.I),
     "search": re.compile(r"(search|finish|answer)\[(.*)\]", re.I),
 }
-"""Environments whose actions have a form, verb[text]. In others a line that is no thought is an action."""
+"""Environments whose actions have the form verb[text]. In others each line that is not a thought is an action."""
 
 
 def written_line(text: str) -> str:
-    """What an answer adds to the transcript: its first line with something in it, without label or markup.
+    """The line that a response adds to the transcript: its first that is not empty, without label or markup.
 
     >>> written_line("<think>Hm.</think>\\n\\n> Action: **go to desk 1**\\nOn the desk 1, you see")
     'go to desk 1'
     """
-    lines = (LABEL.sub("", line).strip().rstrip("`*") for line in REASONING.sub("", text).splitlines())
-    return next(filter(None, lines), "")
+    for raw_line in REASONING.sub("", text).splitlines():
+        line = LABEL.sub("", raw_line).strip().rstrip("`*")
+        if line:
+            return line
+    return ""
 
 
 def bare_action(line: str, environment: str) -> str:
-    """The action of a line as the environment takes it bare; "" where there is none."""
+    """The action of a line, without the response format of the environment; "" if there is none."""
     if environment == "alfworld":
         return move_for_put(line)
     if environment not in BRACKETS:
         return line
-    found = BRACKETS[environment].search(line)
-    if found is None:
+    match = BRACKETS[environment].search(line)
+    if match is None:
         return ""
-    verb = found[1].lower().replace("finish", "answer")
-    return f"{verb}[{found[2].strip()}]"
+    verb = match[1].lower().replace("finish", "answer")
+    return f"{verb}[{match[2].strip()}]"
 
 
 class React:
-    """Plays by a transcript. UserError for a file of examples that is damaged, or holds another environment's."""
+    """Plays with the transcript as the prompt.
+
+    Raises UserError if the file of examples is damaged, or of another environment.
+    """
 
     class Config(Section):
         examples: Path | None = None
@@ -84,44 +91,64 @@ class React:
 
     def __init__(self, settings: "React.Config") -> None:
         self.path = settings.examples
-        self._given = file_examples(self.path) if self.path else None
-        self._of_kind, self._of_env = functools.cache(alfworld_examples), functools.cache(expert_example)
+        self._file_examples = file_examples(self.path) if self.path else None
+        self._alfworld_examples = functools.cache(alfworld_examples)
+        self._expert_example = functools.cache(expert_example)
 
     async def __call__(self, env: EnvHandle, model: Model) -> None:
         await self.trial(env, model)
 
     async def trial(self, env: EnvHandle, model: Model, memory: str = "") -> str:
         """Play one trial, with `memory` before the task; returns its transcript, from the task on."""
-        name, examples = env.config.name, self._examples(env)
-        head = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
-        before = "\n".join([" ".join(head), *examples, *([memory] if memory else []), "Here is the task.\n"])
+        name = env.config.name
+        head = _head(name, self._examples(env), memory)
         observation = await env.reset()
         text = opening(name, env.instruction, observation)
         for _ in range(2 * env.config.max_turns):
-            if name not in HEAD and (actions := await env.admissible_actions()):
-                text += f"\n(possible: {', '.join(actions)})"
-            response = await model.generate(f"{before}{text}\n>", stop=STOP)
+            if name not in HEAD:
+                actions = await env.admissible_actions()
+                if actions:
+                    text += f"\n(possible: {', '.join(actions)})"
+            response = await model.generate(f"{head}{text}\n>", stop=STOP)
             line = written_line(response)
             if THOUGHT.match(line):
                 text += f"\n> {line}\n{OK}"
                 continue
+
             action = bare_action(line, name)
-            outcome = await env.step(await env.format_action(action) if action else response)
-            text += f"\n> {line}\n{outcome.observation if action else outcome.observation or NO_ACTION}".rstrip("\n")
+            if action:
+                outcome = await env.step(await env.format_action(action))
+                answer = outcome.observation
+            else:
+                outcome = await env.step(response)
+                answer = outcome.observation or NO_ACTION
+            text += f"\n> {line}\n{answer}".rstrip("\n")
             if outcome.done:
                 break
         return text
 
     def _examples(self, env: EnvHandle) -> Sequence[str]:
-        name, kind = env.config.name, env.task.kind
-        if self._given:
-            of, episodes = self._given
-            if name != of:
-                raise UserError(f"agent.examples = '{self.path}' holds episodes of {of}, but env.name = '{name}'")
+        """The example episodes for the environment, and for the task's type if its examples differ by type."""
+        name = env.config.name
+        kind = env.task.kind
+        if self._file_examples:
+            file_env, episodes = self._file_examples
+            if name != file_env:
+                raise UserError(f"agent.examples = '{self.path}' holds episodes of {file_env}, but env.name = '{name}'")
             return episodes[kind if kind in episodes else ""]
         if name == "alfworld":
-            return self._of_kind(kind)
-        return [self._of_env(name)] if name in BRACKETS else []
+            return self._alfworld_examples(kind)
+        return [self._expert_example(name)] if name in BRACKETS else []
+
+
+def _head(name: str, examples: Sequence[str], memory: str) -> str:
+    """The prompt before the task: what is to be done, the form of a line, the examples and the memory."""
+    sentences = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
+    parts = [" ".join(sentences), *examples]
+    if memory:
+        parts.append(memory)
+    parts.append("Here is the task.\n")
+    return "\n".join(parts)
 
 
 class Reflexion(React):
@@ -139,15 +166,20 @@ class Reflexion(React):
 
     def __init__(self, settings: "Reflexion.Config") -> None:
         super().__init__(settings)
-        self.trials, self.memory = settings.trials, settings.memory
+        self.trials = settings.trials
+        self.memory = settings.memory
 
     async def __call__(self, env: EnvHandle, model: Model) -> None:
-        made = env.episode.notes
+        all_plans = env.episode.notes
         for trial in range(self.trials):
-            plans = "\n".join(f"Trial {i}: {plan}" for i, plan in enumerate(made[-self.memory :], start=1))
-            transcript = await self.trial(env, model, MEMORY.format(plans=plans) if plans else "")
+            recent = all_plans[-self.memory :]
+            plans = "\n".join(f"Trial {i}: {plan}" for i, plan in enumerate(recent, start=1))
+            memory = MEMORY.format(plans=plans) if plans else ""
+            transcript = await self.trial(env, model, memory)
             if env.won or trial + 1 == self.trials:
                 return
+
             past = f"\nPlans from past attempts:\n{plans}\n" if plans else ""
             response = await model.generate(REFLECT.format(transcript=transcript, past=past))
-            made.append(REASONING.sub("", response).rpartition("New plan:")[2].strip())
+            new_plan = REASONING.sub("", response).rpartition("New plan:")[2].strip()
+            all_plans.append(new_plan)

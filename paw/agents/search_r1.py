@@ -1,6 +1,6 @@
-"""Search-R1's way to play (arXiv 2503.09516): one answer that the model goes on writing, searches included.
+"""The agent of Search-R1 (arXiv 2503.09516): one response that the model continues after each search.
 
-Generation stops at </search>; what was found is appended between <information> tags, and the answer goes on from there.
+Generation stops at </search>; the results are appended between <information> tags, and the response continues there.
 """
 
 import re
@@ -25,19 +25,26 @@ ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*)\Z", re.S)
 
 
 async def search_r1(env: EnvHandle, model: Model) -> None:
+    """Play an episode of the search environment."""
     await env.reset()
     question = env.instruction.strip()
-    text, response = PROMPT.format(question=question if question.endswith("?") else f"{question}?"), None
+    if not question.endswith("?"):
+        question += "?"
+    text = PROMPT.format(question=question)
+    response = None
     while not env.done:
         response = await model.generate(text, stop=STOP, continues=response)
-        found = ACTION.search(response)
-        if found is None:
+        match = ACTION.search(response)
+        if match is None:
             outcome = await env.step(response)
             text = outcome.observation or AGAIN
             continue
-        verb, content = found[1], found[2].strip()
+
+        verb = match[1]
+        content = match[2].strip()
         outcome = await env.step(await env.format_action(f"{verb}[{content}]"))
-        seen = outcome.observation
-        if "<information>" not in seen:
-            seen = f"<information>{seen}</information>"
-        text = f"{'' if response.stop else f'</{verb}>'}\n\n{seen}\n\n"
+        information = outcome.observation
+        if "<information>" not in information:
+            information = f"<information>{information}</information>"
+        closing_tag = "" if response.stop else f"</{verb}>"
+        text = f"{closing_tag}\n\n{information}\n\n"

@@ -1,8 +1,8 @@
-"""ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and ever more of what it finds is useless.
+"""ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and in training its noise grows.
 
-The LLM is told the query alone, where the paper's prompt has the question and its answer too: a search engine that
-knows the answer gives it away to a model trained on the reward. Whether documents are noise is drawn by the query, so
-that an evaluation repeated finds the same.
+The LLM sees the query alone; the paper's prompt has the question and its answer too. A search engine that knows the
+answer gives it away to a model trained on the reward. The draw of whether documents are noise depends on the query and
+the seed, so that repeated evaluations find the same.
 """
 
 import math
@@ -31,35 +31,40 @@ MAX_TOKENS = 512
 
 
 class Simulator:
-    """A search engine whose documents an LLM makes up, by `model.complete` as Endpoint has it. Thread-safe."""
+    """A search engine whose documents are written by an LLM; `model` has the `complete` of Endpoint. Thread-safe."""
 
     def __init__(self, model: Any, config: SimulatorConfig, run: RunConfig) -> None:
-        self.model, self.config, self.run = model, config, run
+        self.model = model
+        self.config = config
+        self.run = run
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
         """p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s), the noise share at update i of m; in evaluation p_s."""
-        config, b = self.config, self.config.noise_base
-        rise = (b ** min(1.0, (step or 0) / max(1, self.run.updates)) - 1) / (b - 1)
-        return config.noise_start + rise * (config.noise_end - config.noise_start)
+        start = self.config.noise_start
+        end = self.config.noise_end
+        base = self.config.noise_base
+        progress = min(1.0, (step or 0) / max(1, self.run.updates))
+        rise = (base**progress - 1) / (base - 1)
+        return start + rise * (end - start)
 
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
-        """At most `topk` documents, noise instead of useful ones with the probability of update `step`.
+        """At most `topk` documents: noise with the probability of update `step`, otherwise useful ones.
 
-        Raises EndpointError if the endpoint fails; an answer without documents is one document, as it is.
+        An answer without document labels is one document. Raises EndpointError if the endpoint fails.
         """
         seed = derive_seed(self.run.seed, "zerosearch", query)
         quality = "noisy" if random.Random(seed).random() < self.share(step) else "useful"
         prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
         call = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
         text = self._loop.run(call, math.inf).text  # the endpoint has time limits of its own
-        documents = [" ".join(found.split()) for found in DOCUMENT.findall(text)] or [" ".join(text.split())]
-        kept = [document for document in documents if document][:topk]
-        return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(kept, start=1)]
+        documents = [" ".join(document.split()) for document in DOCUMENT.findall(text) or [text]]
+        non_empty = [document for document in documents if document]
+        return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(non_empty[:topk], start=1)]
 
 
 def make_simulator(config: SimulatorConfig, run: RunConfig) -> Simulator:
-    """The simulator of env.simulator. UserError if its endpoint is not configured, or nobody answers there."""
+    """The simulator of env.simulator. Raises UserError if its endpoint is not configured or does not answer."""
     endpoint = Endpoint(config, section="env.simulator")
     endpoint.check()
     return Simulator(endpoint, config, run)

@@ -1,4 +1,4 @@
-"""What an evaluation came to: rows as in the paper's tables, intervals, tokens, dollars, time."""
+"""The result of an evaluation: rows as in the paper's tables, intervals, tokens, dollars, time."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,28 @@ from paw.rollouts.success import wilson
 COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
 """ALFWorld's task types in the order of Table 1, and their headings there."""
 MOST_CHARS = 10_000
-"""Of a line of the table: kinds of tasks and the games' name are an environment's own words."""
+"""Limit for a line of the table: kinds of tasks and the games' name are texts of the environment."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
+"""What episodes used up: summed over all of them, also those that failed."""
 
 
 def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
-    """The line of an episode that has ended."""
-    trajectory, last, stats = episode.trajectory, episode.outcome, episode.stats
-    said = ("action", "valid", "observation", "reward")
+    """The line of an ended episode in the file of episodes."""
+    trajectory = episode.trajectory
+    last = episode.outcome
+    stats = episode.stats
     turns = [
-        {"trial": trial, "response": response, **{key: getattr(outcome, key) for key in said}}
+        {
+            "trial": trial,
+            "response": response,
+            "action": outcome.action,
+            "valid": outcome.valid,
+            "observation": outcome.observation,
+            "reward": outcome.reward,
+        }
         for trial, response, outcome in episode.steps
     ]
+    cost = stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price
     return {
         "place": episode.index,
         "task": trajectory.task.id,
@@ -39,7 +49,7 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
         "calls": len(trajectory.turns),
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.response_tokens,
-        "cost": (stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price) / 1e6,
+        "cost": cost / 1e6,  # prices are for a million tokens
         "seconds": round(episode.seconds, 3),
         "context_full": episode.context_full,
         "failure": masked(trajectory.failure),
@@ -49,43 +59,45 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
 def summarise(
     lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
 ) -> dict[str, Any]:
-    """Of the episodes that were played: success with its 95 % Wilson interval, overall and by kind, and what it took.
-    `wall_s` is of this run alone, `seconds` the sum over all episodes, in parallel as they were."""
+    """Success of the played episodes with its 95 % Wilson interval, overall and by kind, and what they took.
+
+    `wall_s` is the time of this run alone; `seconds` in the result is the sum over all episodes, also of those that ran
+    at the same time.
+    """
     played = [line for line in lines if line["failure"] is None]
-    turns, scores = [turn for line in played for turn in line["turns"]], [line["score"] or 0.0 for line in played]
-    scored = any(line["score"] is not None for line in played)
-    return {
+    turns = [turn for line in played for turn in line["turns"]]
+    summary: dict[str, Any] = {
         "environment": about["env.name"],
         "agent": about["agent.type"],
         "model": about["model"],
         "games": about["games"],
         "temperature": about["eval.temperature"],
         "episodes": len(played),
-        **success_of([line["success"] for line in played]),
-        **({"score": sum(scores) / len(scores)} if scored else {}),
-        "kinds": kind_rows((line["kind"], line["success"]) for line in played),
-        "steps": sum(line["steps"] for line in played) / max(1, len(played)),
-        "valid_actions": sum(turn["valid"] for turn in turns) / max(1, len(turns)),
-        "context_full": sum(line["context_full"] for line in played),
-        "not_played": len(lines) - len(played),
-        **{key: sum(line[key] for line in lines) for key in SPENT},
-        "priced": bool(prices.input_price or prices.output_price),
-        "wall_s": round(wall_s, 1),
     }
+    summary |= success_of([line["success"] for line in played])
+    if any(line["score"] is not None for line in played):
+        summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
+
+    summary["kinds"] = kind_rows((line["kind"], line["success"]) for line in played)
+    summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
+    summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
+    summary["context_full"] = sum(line["context_full"] for line in played)
+    summary["not_played"] = len(lines) - len(played)
+
+    for key in SPENT:
+        summary[key] = sum(line[key] for line in lines)
+    summary["priced"] = bool(prices.input_price or prices.output_price)
+    summary["wall_s"] = round(wall_s, 1)
+    return summary
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A Markdown table with one row, in the columns of the paper's tables, and the rest in words below it."""
-    if summary["environment"] == "webshop":
-        cells = {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
-    else:
-        kinds = {kind: row["success"] for kind, row in summary["kinds"].items()}
-        cells = {name: kinds.pop(kind) for kind, name in COLUMNS.items() if kind in kinds} | kinds
-        cells |= {} if "Avg." in kinds else {"All": summary["success"]}
-    shown = [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())]
+    """A Markdown table with one row, in the columns of the paper's tables, and below it the rest in words."""
+    cells = _cells(summary)
+    row = [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())]
     cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
     lines = [
-        *markdown(["Model", "Agent", *cells], [shown]).split("\n"),
+        *markdown(["Model", "Agent", *cells], [row]).split("\n"),
         "",
         f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of "
         f"{summary['episodes']} episodes (95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
@@ -100,8 +112,20 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
 
 
+def _cells(summary: dict[str, Any]) -> dict[str, float]:
+    """Heading -> share: the columns of Table 1 first, then the environment's other kinds, then all of them."""
+    if summary["environment"] == "webshop":
+        return {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
+    success = {kind: row["success"] for kind, row in summary["kinds"].items()}
+    cells = {heading: success[kind] for kind, heading in COLUMNS.items() if kind in success}
+    cells |= {kind: share for kind, share in success.items() if kind not in COLUMNS}
+    if "Avg." not in success:
+        cells["All"] = summary["success"]
+    return cells
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; "-" for None.
+    """A Markdown table; "-" stands for None.
 
     >>> print(markdown(["model", "success"], [["a|b", None]]))
     | model | success |
@@ -110,42 +134,64 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """
 
     def text(cell: object) -> str:
-        return "-" if cell is None else str(cell).replace("|", r"\|").replace("\n", " ")
+        if cell is None:
+            return "-"
+        return str(cell).replace("|", r"\|").replace("\n", " ")
 
-    lines = [map(text, header), ["---"] * len(header), *(map(text, row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    lines = [line(map(text, header)), line(["---"] * len(header))]
+    for row in rows:
+        lines.append(line(map(text, row)))
+    return "\n".join(lines)
 
 
 def success_of(won: Sequence[bool]) -> dict[str, float]:
+    """The share of episodes that were won, with its 95 % Wilson interval."""
     low, high = wilson(sum(won), len(won))
     return {"success": sum(won) / max(1, len(won)), "ci_low": low, "ci_high": high}
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Of (kind, whether won): success, its interval and the games of each kind, search QA's sets by name and order as
-    in Table 2, with "Avg.", the mean over these sets."""
-    won: dict[str, list[bool]] = {}
-    for kind, success in episodes:
+    """Success, its interval and the number of games of each kind; `episodes` are (kind, whether won).
+
+    Search QA's sets have the names and the order of Table 2, and a row "Avg." with the mean over these sets.
+    """
+    won_by_name: dict[str, list[bool]] = {}
+    for kind, won in episodes:
         name = kind_name(kind)
-        won.setdefault(SETS.get(name, name), []).append(success)
-    names = [*(name for name in SETS.values() if name in won), *sorted(won.keys() - {*SETS.values()})]
-    table = {name: success_of(won[name]) | {"games": len(won[name])} for name in names}
-    sets = [table[name]["success"] for name in SETS.values() if name in table]
-    return table | ({"Avg.": {"success": sum(sets) / len(sets), "sets": len(sets)}} if sets else {})
+        won_by_name.setdefault(SETS.get(name, name), []).append(won)
+
+    set_names = [name for name in SETS.values() if name in won_by_name]
+    other_names = sorted(won_by_name.keys() - set(SETS.values()))
+    rows: dict[str, dict[str, float]] = {}
+    for name in [*set_names, *other_names]:
+        won_games = won_by_name[name]
+        rows[name] = success_of(won_games) | {"games": len(won_games)}
+
+    if set_names:
+        total = sum(rows[name]["success"] for name in set_names)
+        rows["Avg."] = {"success": total / len(set_names), "sets": len(set_names)}
+    return rows
 
 
 def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
-    """`kind_rows` for people, a line each."""
-    named, lines = {clean(name): row for name, row in table.items()}, []
-    for name, row in named.items():
-        interval = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})" if "games" in row else ""
-        of = interval or f"{row['sets']} sets"
-        lines.append(f"  {name:<{max(map(len, named))}}  {row['success']:6.1%} of {of}")
+    """`kind_rows` as text for people, a line each."""
+    rows = {clean(name): row for name, row in table.items()}
+    width = max(map(len, rows), default=0)
+    lines = []
+    for name, row in rows.items():
+        if "games" in row:
+            count = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+        else:
+            count = f"{row['sets']} sets"
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} of {count}")
     return lines
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
-    """On stderr: after every episode at a terminal, else after every tenth of them."""
+    """Show on stderr how far an evaluation is: at a terminal after each episode, otherwise after each tenth of them."""
     played = [line for line in lines.values() if line["failure"] is None]
     text = f"{len(lines)}/{total} episodes, {sum(line['success'] for line in played)} won"
     if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""A run directory read back for the report; forgives what a crash leaves half-written."""
+"""Reads a run directory for the report. Files that a crash left half-written are read as far as they go."""
 
 import sys
 import tomllib
@@ -18,83 +18,106 @@ Series = tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left behind."""
+    """The files of one run directory."""
 
     name: str
     metrics: dict[str, dict[int, float]]
-    """Values by step, in increasing order. Finite numbers only; of a step written twice (a resumed run) the later."""
+    """Name -> step -> value, steps in increasing order. Finite numbers only; if a resumed run wrote a step twice, the
+    later value."""
     samples: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
-    """config.toml flattened to dotted keys; empty where it cannot be read."""
+    """config.toml flattened to dotted keys; empty if it cannot be read."""
     info: dict[str, Any]
     """run.json."""
     unreadable: int
     """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
 
     def series(self, key: str) -> Series:
-        found = self.metrics.get(key, {})
-        return list(found), list(found.values())
+        """The steps and values of a metric; both empty if it was not logged."""
+        by_step = self.metrics.get(key, {})
+        return list(by_step), list(by_step.values())
 
     def first(self, key: str, count: int = 1) -> float | None:
-        """Mean of the first `count` values, None without any."""
-        return _mean(self.series(key)[1][:count])
+        """Mean of the first `count` values, None if there are none."""
+        _, values = self.series(key)
+        return _mean(values[:count])
 
     def last(self, key: str, count: int = 1) -> float | None:
-        """Mean of the last `count` values, None without any."""
-        return _mean(self.series(key)[1][-count:])
+        """Mean of the last `count` values, None if there are none."""
+        _, values = self.series(key)
+        return _mean(values[-count:])
 
     def at(self, key: str, step: int) -> float | None:
-        """The value at one step, None where it was not logged."""
+        """The value at one step, None if it was not logged."""
         return self.metrics.get(key, {}).get(step)
 
     @property
     def updates(self) -> int:
-        """Updates done, as far as the metrics tell."""
-        return max(step for found in self.metrics.values() for step in found)
+        """Number of updates done, as far as the metrics tell."""
+        return max(step for by_step in self.metrics.values() for step in by_step)
 
     @property
     def finished(self) -> bool:
-        """Whether it ended by itself, whatever became of its report."""
+        """Whether the run ended by itself; its report may have failed."""
         ended = self.info.get("ended")
         return isinstance(ended, dict) and ended.get("how") == "finished"
 
     @property
     def kinds(self) -> list[str]:
-        """Task types with an evaluation, in the order of the log."""
-        return [key.removeprefix("eval/success_") for key in self.metrics if key.startswith("eval/success_")][:12]
+        """Task types with an evaluation, in the order of the log; the first 12."""
+        prefix = "eval/success_"
+        names = [key.removeprefix(prefix) for key in self.metrics if key.startswith(prefix)]
+        return names[:12]
 
 
 def load_run(run_dir: Path) -> Run:
-    """Read `run_dir`; everything but metrics.jsonl may be missing or damaged. UserError where it holds no metrics."""
+    """Read `run_dir`; all files but metrics.jsonl may be missing or damaged. Raises UserError if it has no metrics."""
     path = _metrics_file(run_dir)
-    lines, unreadable = _json_lines(path)
-    metrics: dict[str, dict[int, float]] = {}
-    for step, line in _by_step(lines):
-        for key, value in line.items():
-            if key != "step" and type(value) in (int, float) and abs(value) <= sys.float_info.max:
-                metrics.setdefault(key, {})[step] = float(value)
+    lines, unreadable_metrics = _json_lines(path)
+    metrics = _series_of_metrics(lines)
     if not metrics:
         raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
+
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text, config = masked(text_of(run_dir / "config.toml")), {}  # an older version wrote passwords
+    config_text = masked(text_of(run_dir / "config.toml"))  # an older version wrote passwords
+    config: dict[str, Any] = {}
     with suppress(ValueError, RecursionError):
         config = flatten(tomllib.loads(config_text))
-    unreadable += unreadable_samples
-    return Run(run_dir.resolve().name, metrics, samples, config_text, config, read_info(run_dir), unreadable)
+    return Run(
+        name=run_dir.resolve().name,
+        metrics=metrics,
+        samples=samples,
+        config_text=config_text,
+        config=config,
+        info=read_info(run_dir),
+        unreadable=unreadable_metrics + unreadable_samples,
+    )
+
+
+def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Metric -> step -> value, of the lines of metrics.jsonl; finite numbers only."""
+    metrics: dict[str, dict[int, float]] = {}
+    for step, values in _by_step(lines):
+        for key, value in values.items():
+            is_number = type(value) in (int, float)  # not bool
+            if key != "step" and is_number and abs(value) <= sys.float_info.max:
+                metrics.setdefault(key, {})[step] = float(value)
+    return metrics
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:
     """The metrics of a run: a dict for each update, in order, `{"step": 10, "reward/mean": 3.1, ...}`.
 
-    A metric that was not measured in an update is absent; one that was no finite number is None. `run` is the run's
-    directory, which may be of a run in progress. Raises UserError if it holds no metrics.
+    A metric that was not measured in an update is absent; one that was not a finite number is None. `run` is the run's
+    directory; the run may be in progress. Raises UserError if there are no metrics.
     """
     lines, _ = _json_lines(_metrics_file(Path(run)))
     return [{"step": step} | line for step, line in _by_step(lines)]
 
 
 def _metrics_file(run_dir: Path) -> Path:
+    """Path of metrics.jsonl. Raises UserError if it is missing."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
     path = run_dir / "metrics.jsonl"
@@ -104,7 +127,7 @@ def _metrics_file(run_dir: Path) -> Path:
 
 
 def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """(update, its metrics) in the order of updates; of an update written twice (a resumed run) the later values."""
+    """(update, its metrics) in the order of updates; if a resumed run wrote an update twice, the later values."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = update_of(line)
@@ -114,10 +137,11 @@ def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file, one a line, and the number of unreadable ones."""
-    found = [json_object(line) for line in text_of(path).split("\n") if line.strip()]
-    objects = [value for value in found if value is not None]
-    return objects, len(found) - len(objects)
+    """(JSON objects of a file with one a line, number of lines that are not JSON objects)."""
+    lines = [line for line in text_of(path).split("\n") if line.strip()]
+    parsed = [json_object(line) for line in lines]
+    objects = [value for value in parsed if value is not None]
+    return objects, len(lines) - len(objects)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -1,7 +1,8 @@
 """Trackers, each a callback named in run.trackers: TensorBoard, Weights & Biases, Trackio, MLflow.
 
-Each is told tracking.project, name and tags. A resumed run goes on as the same run in it, its id from the run
-directory, and what the tracker has of updates that are repeated stays as it is, once.
+Each uses tracking.project, name and tags. A resumed run continues the tracker's same run, whose id is kept in the run
+directory. Updates that are repeated after a resume are not sent again: the tracker keeps the values that it has
+(TensorBoard replaces them).
 """
 
 import importlib.util
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 
 
 Opened = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], object]]
-"""The id of the run there, or "" where repeated updates take the place of what is there; what takes the numbers of an
-update; what ends it."""
+"""(id of the tracker's run, function that logs the numbers of an update, function that ends the run).
+
+The id is "" if repeated updates replace what the tracker has of them."""
 
 
 class Tracker(ABC):
-    """Sends the configuration and each update's numbers, on the first rank. UserError where its package is missing."""
+    """Sends the configuration and each update's numbers, on the first rank.
+
+    Raises UserError if the tracker's package is missing.
+    """
 
     package = ""
     _log: Callable[[int, dict[str, float]], None] | None = None
@@ -39,15 +44,20 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
-        """Begin, or go on with the run of the id `known`."""
+        """Begin a run in the tracker, or continue the one with the id `known` ("" if there is none)."""
 
     def on_start(self, run: "Run") -> None:
-        if run.ranks.first:
-            self._file: Path = run.directory / f"{self.package}_id.txt"
-            known, *step = (self._file.read_text().split() if self._file.exists() else []) or [""]
-            self._id, self._log, self._close = self.open(run, masked(run.config.model_dump(mode="json")), known)
-            self._last = int(step[0]) if step and self._id == known else -1
-            self._remember()
+        if not run.ranks.first:
+            return
+        self._file: Path = run.directory / f"{self.package}_id.txt"
+        words = self._file.read_text().split() if self._file.exists() else []
+        known_id = words[0] if words else ""
+        config = masked(run.config.model_dump(mode="json"))
+        self._id, self._log, self._close = self.open(run, config, known_id)
+
+        continues = self._id == known_id and len(words) > 1
+        self._last = int(words[1]) if continues else -1
+        self._remember()
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
         if self._log and run.step > self._last:
@@ -57,7 +67,7 @@ class Tracker(ABC):
             self._remember()
 
     def _remember(self) -> None:
-        """Which run it is, and the last update that it has."""
+        """Write down the id of the tracker's run, and the last update that was sent."""
         if self._id:
             write_file(self._file, f"{self._id} {self._last}")
 
@@ -67,21 +77,22 @@ class Tracker(ABC):
 
 
 def named(run: "Run") -> dict[str, str]:
-    """Project and name, as the trackers take them."""
+    """{"project": ..., "name": ...} of a run; the name is that of its folder unless tracking.name is set."""
     return {"project": run.config.tracking.project, "name": run.config.tracking.name or run.directory.name}
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's own folder. Those of updates that a resumed run repeats are purged."""
+    """Event files in the run's own folder. The events of updates that a resumed run repeats are purged."""
 
     package = "tensorboard"
 
     def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.step + 1 if run.step else 0)
-        about = named(run) | {"tags": ", ".join(run.config.tracking.tags)}
-        writer.add_text("run", "\n\n".join(f"{key}: {text}" for key, text in about.items()), run.step)
+        purge_step = run.step + 1 if run.step else 0
+        writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
+        description = named(run) | {"tags": ", ".join(run.config.tracking.tags)}
+        writer.add_text("run", "\n\n".join(f"{key}: {text}" for key, text in description.items()), run.step)
         writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", run.step)
 
         def log(step: int, numbers: dict[str, float]) -> None:
@@ -99,15 +110,31 @@ class Wandb(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # pyright: ignore[reportMissingImports]
 
-        off: dict[str, Any] = dict.fromkeys(("disable_git", "disable_code", "x_disable_stats", "x_disable_meta"), True)
-        about: dict[str, Any] = {**named(run), "tags": run.config.tracking.tags, "dir": str(run.directory)}
-        settings = wandb.Settings(console="off", **off)
-        opened = wandb.init(**about, config=config, id=known or None, resume="allow", settings=settings)
-        return opened.id, lambda step, numbers: opened.log(numbers, step=step), opened.finish
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+        )
+        wandb_run = wandb.init(
+            **named(run),
+            tags=run.config.tracking.tags,
+            dir=str(run.directory),
+            config=config,
+            id=known or None,
+            resume="allow",
+            settings=settings,
+        )
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            wandb_run.log(numbers, step=step)
+
+        return wandb_run.id, log, wandb_run.finish
 
 
 class Trackio(Tracker):
-    """Runs go by their names there; tags are part of the configuration."""
+    """Trackio finds a run by its name. It has no tags; they are part of the configuration."""
 
     package = "trackio"
 
@@ -116,14 +143,23 @@ class Trackio(Tracker):
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         import trackio  # pyright: ignore[reportMissingImports]
 
-        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        resume = "allow" if known or run.step else "never"
-        opened = trackio.init(**named(run), config=config, resume=resume, **quiet)
-        return opened.id, lambda step, numbers: opened.log(numbers, step=step), opened.finish
+        trackio_run = trackio.init(
+            **named(run),
+            config=config,
+            resume="allow" if known or run.step else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            trackio_run.log(numbers, step=step)
+
+        return trackio_run.id, log, trackio_run.finish
 
 
 class Mlflow(Tracker):
-    """At MLFLOW_TRACKING_URI; where that is not set, files in the run's own folder."""
+    """At MLFLOW_TRACKING_URI; if that is not set, files in the run's own folder."""
 
     package = "mlflow"
 
@@ -131,25 +167,37 @@ class Mlflow(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its data base needs more than mlflow-skinny
         from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
         client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri())
         try:
             client.update_run(known, status="RUNNING")
-            opened = known
-        except MlflowException:  # a new one, or it was deleted there
-            about = named(run)
-            project = client.get_experiment_by_name(about["project"])
-            project_id = project.experiment_id if project else client.create_experiment(about["project"])
-            tags = dict.fromkeys(run.config.tracking.tags, "true")
-            opened = client.create_run(project_id, run_name=about["name"], tags=tags).info.run_id
-            params = [Param(key, str(value)) for key, value in flatten(config).items()]
-            for start in range(0, len(params), 100):  # as many as MLflow takes at a time
-                client.log_batch(opened, params=params[start : start + 100])
+            run_id = known
+        except MlflowException:  # there is none yet, or it was deleted in MLflow
+            run_id = _create_mlflow_run(client, run, config)
 
         def log(step: int, numbers: dict[str, float]) -> None:
-            now = int(time.time() * 1000)
-            client.log_batch(opened, [Metric(name, value, now, step) for name, value in numbers.items()])
+            now_ms = int(time.time() * 1000)
+            client.log_batch(run_id, [Metric(name, value, now_ms, step) for name, value in numbers.items()])
 
-        return opened, log, lambda: client.set_terminated(opened, "FAILED" if run.failed else "FINISHED")
+        def close() -> None:
+            client.set_terminated(run_id, "FAILED" if run.failed else "FINISHED")
+
+        return run_id, log, close
+
+
+def _create_mlflow_run(client: Any, run: "Run", config: dict[str, Any]) -> str:
+    """Create a run with its tags and its configuration, in the experiment of its project; returns the run's id."""
+    from mlflow.entities import Param
+
+    names = named(run)
+    experiment = client.get_experiment_by_name(names["project"])
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(names["project"])
+    tags = dict.fromkeys(run.config.tracking.tags, "true")
+    run_id = client.create_run(experiment_id, run_name=names["name"], tags=tags).info.run_id
+
+    params = [Param(key, str(value)) for key, value in flatten(config).items()]
+    for start in range(0, len(params), 100):  # MLflow takes at most 100 at a time
+        client.log_batch(run_id, params=params[start : start + 100])
+    return run_id
