@@ -76,9 +76,9 @@ class Tracker(ABC):
             self._close()
 
 
-def named(run: "Run") -> dict[str, str]:
-    """{"project": ..., "name": ...} of a run; the name is that of its folder unless tracking.name is set."""
-    return {"project": run.config.tracking.project, "name": run.config.tracking.name or run.directory.name}
+def run_name(run: "Run") -> str:
+    """tracking.name, or the name of the run's folder if that is not set."""
+    return run.config.tracking.name or run.directory.name
 
 
 class TensorBoard(Tracker):
@@ -91,7 +91,11 @@ class TensorBoard(Tracker):
 
         purge_step = run.step + 1 if run.step else 0
         writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
-        description = named(run) | {"tags": ", ".join(run.config.tracking.tags)}
+        description = {
+            "project": run.config.tracking.project,
+            "name": run_name(run),
+            "tags": ", ".join(run.config.tracking.tags),
+        }
         writer.add_text("run", "\n\n".join(f"{key}: {text}" for key, text in description.items()), run.step)
         writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", run.step)
 
@@ -118,7 +122,8 @@ class Wandb(Tracker):
             x_disable_meta=True,
         )
         wandb_run = wandb.init(
-            **named(run),
+            project=run.config.tracking.project,
+            name=run_name(run),
             tags=run.config.tracking.tags,
             dir=str(run.directory),
             config=config,
@@ -144,7 +149,8 @@ class Trackio(Tracker):
         import trackio  # pyright: ignore[reportMissingImports]
 
         trackio_run = trackio.init(
-            **named(run),
+            project=run.config.tracking.project,
+            name=run_name(run),
             config=config,
             resume="allow" if known or run.step else "never",
             embed=False,
@@ -191,11 +197,11 @@ def _create_mlflow_run(client: Any, run: "Run", config: dict[str, Any]) -> str:
     """Create a run with its tags and its configuration, in the experiment of its project; returns the run's id."""
     from mlflow.entities import Param
 
-    names = named(run)
-    experiment = client.get_experiment_by_name(names["project"])
-    experiment_id = experiment.experiment_id if experiment else client.create_experiment(names["project"])
+    project = run.config.tracking.project
+    experiment = client.get_experiment_by_name(project)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
     tags = dict.fromkeys(run.config.tracking.tags, "true")
-    run_id = client.create_run(experiment_id, run_name=names["name"], tags=tags).info.run_id
+    run_id = client.create_run(experiment_id, run_name=run_name(run), tags=tags).info.run_id
 
     params = [Param(key, str(value)) for key, value in flatten(config).items()]
     for start in range(0, len(params), 100):  # MLflow takes at most 100 at a time
